@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import write_result
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.loop import Parts
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import Parts
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.step import train_step
-from raytune_fsdp.types import StepBatches
+from raytune_fsdp.step.train_step import train_step
 
 VOCABULARY, MEAN, WARMUP_STEPS = 8192, 400, 2
 LENGTHS = (2048, 4096)

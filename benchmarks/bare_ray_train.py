@@ -31,12 +31,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from raytune_fsdp import config as ours
+from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.division import Division
-from raytune_fsdp.launch.ray.batches import ray_batches
-from raytune_fsdp.launch.ray.stream import split, stream_dataset
-from raytune_fsdp.types import Cursor
+from raytune_fsdp.launch.ray.tasks.batches import ray_batches
+from raytune_fsdp.launch.ray.tasks.stream import split, stream_dataset
+from raytune_fsdp.plan.division import Division
 
 
 def mark(path: str, what: str, **values: Any) -> None:

@@ -39,14 +39,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
+from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.checkpoint.loading import load, verify_together
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import OptimConfig, ParallelConfig
-from raytune_fsdp.optim import build_optimizer, local_piece
-from raytune_fsdp.parallel import shard, units_of
+from raytune_fsdp.step.optim import build_optimizer, local_piece
+from raytune_fsdp.step.parallel import shard, units_of
 
 WORLD = 2
 TOKENS = 64

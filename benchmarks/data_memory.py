@@ -80,7 +80,7 @@ def measure(directory: Path, *, on_ray: bool) -> dict[str, Any]:
     rows = DatasetConfig(path=str(directory / "rows.jsonl"), format=TokensFormat(type="tokens", labels=None))
     build = build_here
     if on_ray:
-        from raytune_fsdp.launch.ray.stream import build_on_ray as build
+        from raytune_fsdp.launch.ray.tasks.stream import build_on_ray as build
 
     start = time.perf_counter()
     windows = Windows(
@@ -101,8 +101,8 @@ def measure(directory: Path, *, on_ray: bool) -> dict[str, Any]:
 def _stream_here(windows: Any, samples: int) -> int:
     from itertools import islice
 
+    from raytune_fsdp.base.batch import Cursor
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.types import Cursor
 
     return sum(
         len(each.sample.input_ids) == SEQ_LEN for each in islice(Stream(windows, seed=0).samples(Cursor()), samples)
@@ -113,11 +113,11 @@ def _stream_ray(windows: Any, samples: int) -> int:
     """Two ranks, eight samples a block."""
     import ray
 
+    from raytune_fsdp.base.batch import Cursor
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.division import Division
-    from raytune_fsdp.launch.ray.batches import ray_batches
-    from raytune_fsdp.launch.ray.stream import split, stream_dataset
-    from raytune_fsdp.types import Cursor
+    from raytune_fsdp.launch.ray.tasks.batches import ray_batches
+    from raytune_fsdp.launch.ray.tasks.stream import split, stream_dataset
+    from raytune_fsdp.plan.division import Division
 
     division = Division(total_samples=samples, global_batch=16, micro_batch=8, data_ranks=2)
     steps = range(1, -(-samples // 16) + 1)

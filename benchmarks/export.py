@@ -41,10 +41,10 @@ from raytune_fsdp.checkpoint.model_files import MODEL_FILES, find_checkpoint
 from raytune_fsdp.checkpoint.saver import open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
-from raytune_fsdp.model.tensorfile import TensorFile
-from raytune_fsdp.optim import build_optimizer
-from raytune_fsdp.parallel import shard, units_of
+from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.run.publish import publish
+from raytune_fsdp.step.optim import build_optimizer
+from raytune_fsdp.step.parallel import shard, units_of
 
 WORLD = 2
 FILE_BYTES = 250_000_000

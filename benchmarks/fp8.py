@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.record import installed, write_result
 from raytune_fsdp import FinetuneConfig, finetune
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_trajectory
+from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 
 BOUND = 0.01
 PARTS = 4

@@ -26,8 +26,8 @@ from raytune_fsdp import FinetuneConfig, finetune
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
+from raytune_fsdp.record.jsonl import read_trajectory
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.tracking.jsonl import read_trajectory
 
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCH = 256, 8, 2
 # Chosen so that training is not chaotic: with 4 layers, beta2 0.999 and epsilon 1e-8 a difference of 1e-7 grows to 1e-2

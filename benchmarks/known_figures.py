@@ -15,13 +15,13 @@ from typing import Any
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.estimate.flops import mfu
-from raytune_fsdp.planner.alternatives import with_micro_batch
-from raytune_fsdp.planner.beside import beside
-from raytune_fsdp.planner.planned import hours
-from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
-from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.predict.advise.alternatives import with_micro_batch
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.host import beside
+from raytune_fsdp.predict.planned import hours
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.step.flops import mfu
 
 A100 = Cluster(device=find_device("A100-80GB"), between=50e9)
 _GB = 1e9

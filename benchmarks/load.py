@@ -45,12 +45,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.config import ModelConfig, ParallelConfig
-from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.keys import match_keys
 from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
-from raytune_fsdp.parallel import shard, units_of
-from raytune_fsdp.run.initial_weights import Origin
+from raytune_fsdp.model.weights.keys import match_keys
+from raytune_fsdp.run.starting_weights import Origin
+from raytune_fsdp.step.parallel import shard, units_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -27,7 +27,7 @@ def once(way: str, threads: int, vocabulary: int) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
-    from raytune_fsdp.model.head import Shape, linear_cross_entropy
+    from raytune_fsdp.model.objective.chunked_head import Shape, linear_cross_entropy
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

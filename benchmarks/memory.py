@@ -23,16 +23,16 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.train_step import SIZES, architecture_of
 from benchmarks.record import write_result
+from raytune_fsdp.base.batch import Cursor, PackedSample
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.model.blocks import run_blocks
 from raytune_fsdp.model.fill import allocate
-from raytune_fsdp.model.head import install
-from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.model.layers import run_blocks
 from raytune_fsdp.model.network import build_base
-from raytune_fsdp.parallel import make_mesh, shard, units_of
-from raytune_fsdp.plan import Layout
-from raytune_fsdp.types import Cursor, PackedSample
+from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.step.parallel import make_mesh, shard, units_of
 
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")

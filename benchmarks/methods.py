@@ -44,23 +44,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.ranks import IMPORTED
 from benchmarks.record import installed, write_result
 from benchmarks.step import Clock, Turns
-from raytune_fsdp.assemble import assemble
-from raytune_fsdp.checkpoint.tensors import tensors_of
+from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import QloraMethod
+from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.loop import train
 from raytune_fsdp.model.network import build_network
-from raytune_fsdp.model.quantized import quantize_layers
-from raytune_fsdp.optim import build_optimizer, local_piece
-from raytune_fsdp.parallel import make_mesh, shard, units_of
-from raytune_fsdp.plan import Layout
-from raytune_fsdp.precision import store_frozen
-from raytune_fsdp.run.needs import network_needs
+from raytune_fsdp.model.precision.quantized import quantize_layers
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.run.trials.needs import network_needs
+from raytune_fsdp.step.optim import build_optimizer, local_piece
+from raytune_fsdp.step.parallel import make_mesh, shard, units_of
+from raytune_fsdp.step.precision import store_frozen
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, Any]] = {

@@ -39,25 +39,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.collectives import KINDS, Collectives
 from benchmarks.ranks import run_ranks
 from benchmarks.record import origin, write_result
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import QloraMethod
-from raytune_fsdp.data.parts import own_parts
+from raytune_fsdp.config.sections.method import QloraMethod
+from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.local import prepare_on_rank0
-from raytune_fsdp.loop import Parts
 from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.model.quantized import quantize_layers
-from raytune_fsdp.model.tensor import cut_shapes
-from raytune_fsdp.parallel import exchanged_of, traffic_of, units_of
-from raytune_fsdp.parallel import memory_of as memory_of_device
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.memory import memory_of
-from raytune_fsdp.planner.speed import moved_in_blocks, phases_of
-from raytune_fsdp.planner.trace import full_batches, trace
-from raytune_fsdp.run.needs import network_needs
-from raytune_fsdp.step import train_step
-from raytune_fsdp.types import StepBatches
+from raytune_fsdp.model.precision.quantized import quantize_layers
+from raytune_fsdp.model.split.tensor import cut_shapes
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.memory import memory_of
+from raytune_fsdp.predict.speed import moved_in_blocks, phases_of
+from raytune_fsdp.predict.trace.trace import full_batches, trace
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import Parts
+from raytune_fsdp.run.trials.needs import network_needs
+from raytune_fsdp.step.parallel import exchanged_of, traffic_of, units_of
+from raytune_fsdp.step.parallel import memory_of as memory_of_device
+from raytune_fsdp.step.train_step import train_step
 
 CPU = torch.device("cpu")
 MIB = 2**20

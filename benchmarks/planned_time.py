@@ -28,16 +28,16 @@ import torch
 from benchmarks.planned_memory import CASES, CPU, _step, config_of
 from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
-from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.estimate.calibration import Calibration, read_calibration, write_calibration
-from raytune_fsdp.estimate.devices import device_of
 from raytune_fsdp.launch.local import prepare_on_rank0
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.calibrate import calibrate
-from raytune_fsdp.planner.prediction import Cluster, predict
-from raytune_fsdp.planner.subject import Subject
-from raytune_fsdp.planner.trace import full_batches
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.calibrate import calibrate
+from raytune_fsdp.predict.calibration import Calibration, read_calibration, write_calibration
+from raytune_fsdp.predict.devices import device_of
+from raytune_fsdp.predict.prediction import Cluster, predict
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.trace.trace import full_batches
+from raytune_fsdp.run.assemble import assemble
 
 AFTER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "15M Qwen3, IA3, accumulated": (

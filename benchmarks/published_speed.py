@@ -3,7 +3,7 @@
     python -m benchmarks.published_speed [--out benchmarks/results/published_speed.json] [--only PART]
 
 The rows are those of benchmarks/published/throughput.jsonl, which were fixed before there was a planner. Rows that are
-set aside say what real steps reach of the planner's roofline (`raytune_fsdp/planner/speed.py`, `REACHED`); all others
+set aside say what real steps reach of the planner's roofline (`raytune_fsdp/predict/speed.py`, `REACHED`); all others
 are scored. Rows with tensor parallelism are left out: the planner had none when they were scored.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.planner.prediction import Cluster, predict
-from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.prediction import Cluster, predict
+from raytune_fsdp.predict.subject import Subject
 
 ROWS = Path(__file__).parent / "published" / "throughput.jsonl"
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from raytune_fsdp.parallel import make_mesh
-from raytune_fsdp.plan import Layout
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.step.parallel import make_mesh
 
-IMPORTED = ["torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "raytune_fsdp.assemble"]
+IMPORTED = ["torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "raytune_fsdp.run.assemble"]
 """By the server, once. None of them starts a thread."""
 
 

@@ -41,15 +41,15 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.record import installed, write_result
-from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.loop import train
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import read_trajectory
 
 BATCH, VOCABULARY, LR = 4, 8192, 1e-4
 WARMUP_STEPS = 2

@@ -31,15 +31,15 @@ import ray
 from transformers import AutoTokenizer
 
 from benchmarks.record import write_result
+from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.config import CompletionFormat, DataConfig, DatasetConfig
 from raytune_fsdp.data.census import census
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.division import Division
-from raytune_fsdp.launch.ray.batches import ray_batches
-from raytune_fsdp.launch.ray.stream import build_on_ray, split, stream_dataset
-from raytune_fsdp.types import Cursor
+from raytune_fsdp.launch.ray.tasks.batches import ray_batches
+from raytune_fsdp.launch.ray.tasks.stream import build_on_ray, split, stream_dataset
+from raytune_fsdp.plan.division import Division
 
 SEQ_LEN, WINDOW, WORDS, SEED = 2048, 1024, 220, 7
 UNMEASURED_STEPS = 5

@@ -30,7 +30,7 @@ import psutil
 
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.record.jsonl import read_metrics
 from tests.mlflow_server import Server, whole
 from tests.ray.jobs import TEMPORARY, Command, Nodes, Pipe, config_of, events
 from tests.runs import trajectory

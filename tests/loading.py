@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytune_fsdp.config import ModelConfig, ParallelConfig
-from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.network import build_base, fit_vocabulary, load_architecture
-from raytune_fsdp.model.weights import GrownWeights, RandomWeights, Weights
-from raytune_fsdp.parallel import Unit, make_mesh, shard, units_of
-from raytune_fsdp.plan import Layout
-from raytune_fsdp.run.initial_weights import Origin
+from raytune_fsdp.model.weights.keys import check_shapes, grown_rows, match_keys
+from raytune_fsdp.model.weights.source import GrownWeights, RandomWeights, Weights
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.run.starting_weights import Origin
+from raytune_fsdp.step.parallel import Unit, make_mesh, shard, units_of
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import json
 import math
 from pathlib import Path
 
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import JsonlTracker
-from raytune_fsdp.tracking.tracker import RunStart, Status
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import JsonlTracker
+from raytune_fsdp.record.tracker import RunStart, Status
 
 
 def step(

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from raytune_fsdp.base.batch import PADDING, PackedSample
 from raytune_fsdp.config import DataConfig, DatasetConfig, TokensFormat
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.types import PADDING, PackedSample
 
 VOCABULARY = 10_000
 

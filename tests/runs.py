@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from raytune_fsdp.base.batch import StopReason
+from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import Interrupted
-from raytune_fsdp.types import StopReason
 from tests.ranks import run_ranks
 
 GPT2 = {
@@ -79,7 +79,7 @@ def make_config(
 
 def trajectory(config: FinetuneConfig, world: int, stop_after: int | None = None) -> list[dict[str, Any]]:
     """Train (or continue) on `world` ranks and read what the run directory says of every step."""
-    from raytune_fsdp.tracking.jsonl import read_trajectory
+    from raytune_fsdp.record.jsonl import read_trajectory
 
     run_ranks(train_rank, world, config.model_dump(), stop_after)
     return read_trajectory(Path(config.run.storage) / config.run.name / "metrics.jsonl")

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.gpu.page import page, summary
 from benchmarks.gpu.process import DONE, FAILED, NOT_HERE, UNDER_WAY, Piece, run_alone
-from raytune_fsdp.durable import replace_durably
+from raytune_fsdp.base.durable import replace_durably
 
 PRELOAD = ["torch", "torch.distributed", "transformers.models.llama.modeling_llama", "benchmarks.gpu.pieces"]
 MOST_TRIES = 2

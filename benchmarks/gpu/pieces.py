@@ -25,14 +25,14 @@ from benchmarks.gpu import training
 from benchmarks.gpu.process import NotHereError, Piece
 from benchmarks.gpu.train_step import SIZES, document_lengths
 from benchmarks.record import installed, origin
+from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.launch.worker import choose_device, use_gpu
-from raytune_fsdp.model.attention import Heads, Needs, choose
-from raytune_fsdp.model.calls import Call
-from raytune_fsdp.model.compiler import COMPILED, EAGER
-from raytune_fsdp.model.head import Shape, linear_cross_entropy
-from raytune_fsdp.model.kernels import KERNELS
-from raytune_fsdp.model.trial import why_kernel_fails
-from raytune_fsdp.types import Borders
+from raytune_fsdp.model.attention.calls import Call
+from raytune_fsdp.model.attention.choose import Heads, Needs, choose
+from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.attention.trial import why_kernel_fails
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER
+from raytune_fsdp.model.objective.chunked_head import Shape, linear_cross_entropy
 
 Ways = Mapping[str, Callable[[], Any]]
 

@@ -5,7 +5,7 @@
 
 A random Llama of that size trains in bf16 (fp32 master weights, fused AdamW) on documents of random tokens, lengths
 log-normal around 600, packed into samples of 4096. Metrics are fetched every five steps, as a run on a cluster would do
-it; the first ten steps do not count. MFU is what `raytune_fsdp.estimate.flops` describes: 6 operations a token and
+it; the first ten steps do not count. MFU is what `raytune_fsdp.step.flops` describes: 6 operations a token and
 weight, input embedding left out, plus the attention inside documents, over the device's dense bf16 peak. Beside it, as
 6N, the count of 6 for every weight and none for attention, which many tables show. Needs neither Ray nor MLflow.
 """
@@ -29,20 +29,20 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from benchmarks.record import write_result
-from raytune_fsdp.assemble import assemble
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.estimate.flops import peak_flops
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import choose_device, join
-from raytune_fsdp.loop import Parts, train
-from raytune_fsdp.model.compiler import COMPILED, EAGER
-from raytune_fsdp.model.quantized import QuantizedLayer
-from raytune_fsdp.precision import numerics
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import read_events, read_metrics
-from raytune_fsdp.tracking.tracker import Status
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER
+from raytune_fsdp.model.precision.quantized import QuantizedLayer
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events, read_metrics
+from raytune_fsdp.record.tracker import Status
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import Parts, train
+from raytune_fsdp.step.flops import peak_flops
+from raytune_fsdp.step.precision import numerics
 
 WARMUP_STEPS, LOG_EVERY = 10, 5
 SIZES: dict[str, dict[str, Any]] = {

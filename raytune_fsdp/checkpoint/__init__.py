@@ -5,7 +5,7 @@ docs/checkpoint-format.md describes the files, docs/architecture.md gives the re
 In the order of a save:
 
     saver.py           begins the saves of an attempt, one at a time
-    tensors.py         the tensors to save, by name
+    contents.py        the tensors to save, by name
     state.py           everything else, as JSON
     layout.py          which rank writes which piece; the index of all pieces
     staging.py         a copy of this rank's pieces in host memory
@@ -24,7 +24,9 @@ Afterwards:
     loading.py         a checkpoint verified and loaded by all ranks together
     reading.py         the tensors of a committed checkpoint
     weights.py         a checkpoint as a source of weights: to generate, export, or begin another run
+    merged.py          all weights of its network, whatever it holds of them
     model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference
+    several_gpus.py    that model on one device, or on all
     form.py            as which network a checkpoint of a model that also sees is exported
     on_demand.py       how a person asks a training run for a checkpoint now
 """

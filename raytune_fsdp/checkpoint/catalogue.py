@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import check
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, named
-from raytune_fsdp.errors import ResumeError, TransientError
 
 logger = logging.getLogger(__name__)
 

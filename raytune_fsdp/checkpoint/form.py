@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
+from raytune_fsdp.base.errors import ModelError, RaytuneError, first_line
+from raytune_fsdp.base.untrusted import MIB, read_json
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, looks_like_checkpoint
+from raytune_fsdp.checkpoint.contents import INITIAL
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import read_state
-from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.errors import ModelError, RaytuneError, first_line
-from raytune_fsdp.model.adapter_names import acts_outside
-from raytune_fsdp.model.bounds import read_config
-from raytune_fsdp.model.export import Form, WholeTensors
-from raytune_fsdp.model.files import WeightFiles, find_weights, locate
-from raytune_fsdp.model.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
-from raytune_fsdp.model.named_class import Named, find_named
+from raytune_fsdp.model.adapters.names import acts_outside
+from raytune_fsdp.model.directory.bounds import read_config
+from raytune_fsdp.model.directory.files import WeightFiles, find_weights, locate
+from raytune_fsdp.model.directory.named_class import Named, find_named
+from raytune_fsdp.model.export.write import Form, WholeTensors
 from raytune_fsdp.model.network import stored_network
-from raytune_fsdp.model.weights import Weights
-from raytune_fsdp.rundir import RECIPE_FILE
-from raytune_fsdp.untrusted import MIB, read_json
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.model.weights.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
+from raytune_fsdp.model.weights.source import Weights
+from raytune_fsdp.plan.run_dir import RECIPE_FILE
 
 _RECIPE_BYTES = 4 * MIB
 _MOST_RUNS = 100

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from raytune_fsdp.base.untrusted import UnsoundError, check_format, is_count, parse_json, shown
 from raytune_fsdp.checkpoint.manifest import PIECES, index_values
-from raytune_fsdp.untrusted import UnsoundError, check_format, is_count, parse_json, shown
 
 Place = tuple[str, int, int]
 """Where the numbers of a piece are: a file, the offset in it, and the number of bytes."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.model.pieces import local_piece, piece_of
+from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 
 METADATA_FILE = ".metadata"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
+from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.reading import read_index, read_tensors
-from raytune_fsdp.checkpoint.tensors import tensors_of
-from raytune_fsdp.collectives import on_all_ranks
-from raytune_fsdp.optim import Optimizer
+from raytune_fsdp.step.optim import Optimizer
 
 
 def load(model: PreTrainedModel, optimizer: Optimizer, checkpoint: CommittedCheckpoint) -> None:

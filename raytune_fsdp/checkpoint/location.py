@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.storage import Storage
-from raytune_fsdp.urls import is_url
 
 
 def storage_at(location: str) -> Storage:

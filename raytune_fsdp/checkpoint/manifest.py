@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_BYTES, STATE_FILE, Storage
-from raytune_fsdp.pulse import beat
-from raytune_fsdp.untrusted import (
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.untrusted import (
     MAX_VALUES,
     MIB,
     UnsoundError,
@@ -23,6 +22,7 @@ from raytune_fsdp.untrusted import (
     reason,
     shown,
 )
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_BYTES, STATE_FILE, Storage
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum

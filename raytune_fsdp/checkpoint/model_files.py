@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.errors import ModelError, ResumeError, first_line, is_panic
+from raytune_fsdp.base.threads import READERS
+from raytune_fsdp.base.untrusted import UnsoundError
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
+from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
 from raytune_fsdp.checkpoint.objects import ObjectStorage
-from raytune_fsdp.checkpoint.whole import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
-from raytune_fsdp.durable import replace_at_once
-from raytune_fsdp.errors import ModelError, ResumeError, first_line, is_panic
-from raytune_fsdp.model.attention import forget_flash_attention
-from raytune_fsdp.model.bounds import check_header
-from raytune_fsdp.model.dequantize import check_packed
-from raytune_fsdp.model.files import find_weights
-from raytune_fsdp.model.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
-from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
+from raytune_fsdp.checkpoint.several_gpus import place
+from raytune_fsdp.model.attention.choose import forget_flash_attention
+from raytune_fsdp.model.directory.bounds import check_header
+from raytune_fsdp.model.directory.files import find_weights
+from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
+from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.refusals import NEEDS_CODE, wants_code
+from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.model.network import choose_experts, stored_network
-from raytune_fsdp.model.placement import place
-from raytune_fsdp.model.quantization import forget_quantization
-from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
-from raytune_fsdp.model.tokenizer import tokenizer_in
-from raytune_fsdp.rundir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
-from raytune_fsdp.threads import READERS
-from raytune_fsdp.untrusted import UnsoundError
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.model.weights.dequantize import check_packed
+from raytune_fsdp.model.weights.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
+from raytune_fsdp.plan.run_dir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 
 _OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
 """Files that a run keeps beside its config and tokenizer, and that are in no export as they are."""

@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 
 import pyarrow.fs
 
+from raytune_fsdp.base.file_systems import file_system
+from raytune_fsdp.base.untrusted import UnsoundError, check_size
 from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile, at_once, named
-from raytune_fsdp.file_systems import file_system
-from raytune_fsdp.untrusted import UnsoundError, check_size
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from raytune_fsdp.untrusted import UnsoundError, open_regular
+from raytune_fsdp.base.untrusted import UnsoundError, open_regular
 
 _PREFIX = "checkpoint-now."
 _ASKED, _TAKEN, _ANSWERED = ".asked", ".taken", ".answered"

@@ -17,9 +17,9 @@ from io import FileIO
 from pathlib import Path
 from typing import cast
 
+from raytune_fsdp.base.durable import sync_directory, write_durably
+from raytune_fsdp.base.untrusted import is_hollow, open_regular, read_file
 from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_FILE, Sink, StoredFile, at_once, named
-from raytune_fsdp.durable import sync_directory, write_durably
-from raytune_fsdp.untrusted import is_hollow, open_regular, read_file
 
 STAGING = ".tmp"
 """Suffix of directories that are unfinished or being deleted."""

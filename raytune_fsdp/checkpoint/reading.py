@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.errors import ResumeError, TransientError
+from raytune_fsdp.base.untrusted import UnsoundError, reason
 from raytune_fsdp.checkpoint.index import Index, Place, parse_index
 from raytune_fsdp.checkpoint.layout import chunk_of
 from raytune_fsdp.checkpoint.manifest import index_limit, read_manifest
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
-from raytune_fsdp.errors import ResumeError, TransientError
-from raytune_fsdp.optim import local_piece
-from raytune_fsdp.pulse import beat
-from raytune_fsdp.untrusted import UnsoundError, reason
+from raytune_fsdp.step.optim import local_piece
 
 
 def read_index(storage: Storage, name: str) -> Index:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raytune_fsdp.machine import free_memory, this_node
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.base.machine import free_memory, this_node
+from raytune_fsdp.base.urls import is_url
 
 
 def node_without_room(mine: int) -> dict[str, Any] | None:

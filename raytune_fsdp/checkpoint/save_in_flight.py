@@ -15,14 +15,14 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.base.batch import Saved
+from raytune_fsdp.base.errors import TransientError, in_one_line
 from raytune_fsdp.checkpoint.layout import METADATA_FILE, PieceLayout
 from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.messages import Messages
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import NotFiniteError, Sum, write_pieces, write_small
-from raytune_fsdp.errors import TransientError, in_one_line
-from raytune_fsdp.types import Saved
 
 logger = logging.getLogger(__name__)
 

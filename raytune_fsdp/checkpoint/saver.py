@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
+from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
@@ -21,9 +23,7 @@ from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight
 from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
-from raytune_fsdp.checkpoint.tensors import tensors_of
-from raytune_fsdp.errors import in_one_line
-from raytune_fsdp.optim import Optimizer, local_piece
+from raytune_fsdp.step.optim import Optimizer, local_piece
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from raytune_fsdp.optim import Optimizer, local_piece
+from raytune_fsdp.step.optim import Optimizer, local_piece
 
 logger = logging.getLogger(__name__)
 

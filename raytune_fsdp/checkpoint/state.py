@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from raytune_fsdp.base.batch import Cursor
+from raytune_fsdp.base.errors import ConfigError, ResumeError, TransientError
+from raytune_fsdp.base.untrusted import MAX_VALUES, UnsoundError, check_format, is_count, parse_json, reason, shown
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.storage import STATE_BYTES, STATE_FILE
 from raytune_fsdp.data.order import is_known
-from raytune_fsdp.errors import ConfigError, ResumeError, TransientError
-from raytune_fsdp.types import Cursor
-from raytune_fsdp.untrusted import MAX_VALUES, UnsoundError, check_format, is_count, parse_json, reason, shown
 
 FORMAT = 1
 _MARGIN_BYTES, _MARGIN_VALUES = 1 << 20, 10_000

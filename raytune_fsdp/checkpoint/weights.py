@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.contents import MODEL
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.reading import read_index, read_rows, read_tensors
 from raytune_fsdp.checkpoint.storage import Storage, StoredFile
-from raytune_fsdp.checkpoint.tensors import MODEL
 
 _KEPT_FILES = 16  # far below the usual limit of 1024 handles, whatever the number of ranks that wrote
 

@@ -13,7 +13,7 @@ import xxhash
 from raytune_fsdp.checkpoint.layout import Span
 from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
-from raytune_fsdp.model.weights import all_finite
+from raytune_fsdp.model.weights.source import all_finite
 
 T = TypeVar("T")
 _CHUNK_BYTES = 8 << 20  # hashed and written in turn; hashing takes 0.045 s of a save of 1.1 s (491 MB)

@@ -6,16 +6,23 @@
     screen.py      the process that owns the terminal meanwhile, and
     region.py      what it writes there
 
-    data.py        look at the data, count it, remove old prepared data
-    plan.py        what a config amounts to
     train.py       fine-tune a model
+    data.py        look at the data, count it, remove old prepared data
+    plan.py        what a config amounts to; plan_on_gpus.py: memory and time, plan_as_page.py: with sliders,
+                   plan_calibrate.py: measures a machine
+    doctor.py      check machine, cluster, storage and services
     runs.py        list the runs of a storage directory
     watch.py       follow a run that another command trains
     logs.py        what the ranks of a run have printed
+    report.py      the page about a run
     checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
-    generate.py    ask a trained model
-    export.py      a checkpoint -> a model directory
+    generate.py    ask a trained model; chat.py: talk with it
+    eval.py        measure a model on evaluation data
+    diff.py        the first step at which two runs part
+    step.py        which rows a step trained on; audit.py: train a segment again, and compare
+    export.py      a checkpoint -> a model directory; average.py: the mean of several
     recipes.py     list, show and copy the configs that come with the package
+    convert.py     another trainer's config into one of ours
     schema.py      the config's JSON schema
 
 Commands import heavy packages inside their functions, so `--help` and a mistyped flag are answered without torch.

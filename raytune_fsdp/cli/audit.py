@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from raytune_fsdp.base.errors import ConfigError, Interrupted
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.errors import ConfigError, Interrupted
-from raytune_fsdp.untrusted import printable
 
 DIFFERS = 4
 """The exit code where the segment is not what the run says: no other failure has it."""
@@ -56,9 +56,9 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.workers is not None:
         cluster = config.cluster.model_dump() | {"workers": found.workers}
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
-    from raytune_fsdp.audit import audit, choose_segment, report
-    from raytune_fsdp.run.past import check_code, past_place, placed
     from raytune_fsdp.run.places import check_beginning, check_places
+    from raytune_fsdp.tools.audit import audit, choose_segment, report
+    from raytune_fsdp.tools.audit.past import check_code, past_place, placed
 
     check_code(config, trusted=found.trust_remote_code, ranks=True)
     check_places(found.run, trusted=found.trust_places, config=config if found.config is None else None)

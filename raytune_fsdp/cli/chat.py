@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.errors import ConfigError, DataError
+from raytune_fsdp.base.untrusted import printable, without_controls
 from raytune_fsdp.cli.common import ModelParser, exit_code
-from raytune_fsdp.errors import ConfigError, DataError
-from raytune_fsdp.untrusted import printable, without_controls
 
 if TYPE_CHECKING:
-    from raytune_fsdp.answers import Talk
+    from raytune_fsdp.run.evaluation.answers import Talk
 
 _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> 
 
 def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:
     found, model, tokenizer, device = parser.parse_and_load(arguments)
-    from raytune_fsdp.answers import Talk
+    from raytune_fsdp.run.evaluation.answers import Talk
 
     if not tokenizer.chat_template:
         raise ConfigError(

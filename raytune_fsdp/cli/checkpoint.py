@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.errors import ResumeError, TrainingError
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, add_trust_places, exit_code, say
 from raytune_fsdp.cli.runs import check_run
-from raytune_fsdp.errors import ResumeError, TrainingError
-from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
     from raytune_fsdp.checkpoint.on_demand import Asking
-    from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 3.5
@@ -88,7 +88,7 @@ def _answer(asking: Asking, place: RunDir, wait: float) -> dict[str, object]:
 def _why_silent(place: RunDir) -> str:
     """Why a run makes no checkpoint, by its lock and its record."""
     from raytune_fsdp.launch.run_lock import holder_of
-    from raytune_fsdp.report.overview import overview
+    from raytune_fsdp.record.report.overview import overview
 
     seen, path = overview(place.path), printable(str(place.path))
     at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
@@ -104,7 +104,7 @@ def _why_silent(place: RunDir) -> str:
 
 def _list(found: Namespace) -> int:
     from raytune_fsdp.checkpoint.location import storage_at
-    from raytune_fsdp.tracking.console import gibibytes
+    from raytune_fsdp.record.console import gibibytes
 
     for each in _committed(found):
         size = sum(storage_at(each.root).sizes(each.name).values())
@@ -131,8 +131,8 @@ def _verify(found: Namespace) -> int:
 def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     """The checkpoints of a run; a line says so if there are none. Raises if this is no run."""
     from raytune_fsdp.checkpoint.catalogue import committed
+    from raytune_fsdp.plan.run_dir import checkpoints_of
     from raytune_fsdp.run.places import check_places
-    from raytune_fsdp.rundir import checkpoints_of
 
     run = found.run
     check_places(run, trusted=found.trust_places, base="")

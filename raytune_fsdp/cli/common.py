@@ -16,12 +16,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, UserError
+from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, UserError
+from raytune_fsdp.base.hushed import hush
+from raytune_fsdp.base.redaction import redact_shapes
+from raytune_fsdp.base.untrusted import Printable, printable
 from raytune_fsdp.launch.torchrun import is_rank0
-from raytune_fsdp.redaction import redact_shapes
-from raytune_fsdp.rundir import CONFIG_FILE, check_links
-from raytune_fsdp.talkative import hush
-from raytune_fsdp.untrusted import Printable, printable
+from raytune_fsdp.plan.run_dir import CONFIG_FILE, check_links
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.common import Parser, exit_code, say, write_new
-from raytune_fsdp.errors import ConfigError
 
 _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
 

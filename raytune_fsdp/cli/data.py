@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust_places, exit_code, nearest, say
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE
+from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -51,8 +51,8 @@ def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, 
     file = Path(found.config or "")
     if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
         return found, config
-    from raytune_fsdp.run.past import past_place, placed
     from raytune_fsdp.run.places import check_places
+    from raytune_fsdp.tools.audit.past import past_place, placed
 
     check_places(file.parent, trusted=found.trust_places, config=config, base="")
     moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
@@ -76,9 +76,9 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
             f"--eval {found.eval}: no evaluation dataset has this name{nearest(found.eval, evals)}; all: {known}"
         )
     windows = train if found.eval is None else evals[found.eval]
+    from raytune_fsdp.base.batch import Cursor
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.report.data import preview
-    from raytune_fsdp.types import Cursor
+    from raytune_fsdp.record.report.data import preview
 
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     samples = Stream(windows, seed=config.run.seed).samples(Cursor())
@@ -94,8 +94,8 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     found, config = _parsed(parser, arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.data.left_out import left_out_of
-    from raytune_fsdp.report.data import plot_lengths, stats
-    from raytune_fsdp.report.figure import NOT_INSTALLED, can_draw
+    from raytune_fsdp.record.report.data import plot_lengths, stats
+    from raytune_fsdp.record.report.figure import NOT_INSTALLED, can_draw
     from raytune_fsdp.run.prepare import prepare_data
 
     if found.png is not None and not can_draw():

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from raytune_fsdp.base.errors import UserError
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, exit_code
-from raytune_fsdp.errors import UserError
-from raytune_fsdp.untrusted import printable
 
 PART = 1
 """The exit code of runs that part, as `diff` has it for files."""
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> 
 
 def _diff(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.report.difference import difference
+    from raytune_fsdp.record.report.difference import difference
 
     there = difference(found.run, found.other)
     if there.step is None and not there.equal:

@@ -45,10 +45,10 @@ def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
 
     with environment(quieting()), ignoring_warnings():
-        from raytune_fsdp.doctor import bandwidth, finding
-        from raytune_fsdp.doctor.checkup import Checkup
+        from raytune_fsdp.tools.doctor import finding, network
+        from raytune_fsdp.tools.doctor.checkup import Checkup
 
-        nominal = bandwidth.parse_speed(found.bandwidth) if found.bandwidth else None
+        nominal = network.parse_speed(found.bandwidth) if found.bandwidth else None
         checkup = Checkup(config, network=found.network, nominal=nominal, began=began)
         findings = checkup.findings()
     about = f"run {config.run.name}" if config else "no run: --config FILE checks what a run needs, too"

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust_places, exit_code
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.rundir import CONFIG_FILE, EVENTS_FILE, check_links
-from raytune_fsdp.tracking.console import event_in_words
-from raytune_fsdp.tracking.names import ANSWERED, with_perplexity
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.record.names import ANSWERED, with_perplexity
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -53,7 +53,7 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     from raytune_fsdp.run.places import check_places
 
     if found.config is None and run is not None:  # the config of the run, which may be a stranger's
-        from raytune_fsdp.run.past import check_code, past_place, placed
+        from raytune_fsdp.tools.audit.past import check_code, past_place, placed
 
         check_code(config, trusted=found.trust_remote_code)
         check_places(run, trusted=found.trust_places, config=config, base=found.base)
@@ -102,8 +102,8 @@ def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | 
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config.load import load_config
     from raytune_fsdp.run.beginning import orders_of
-    from raytune_fsdp.run.past import past_place
     from raytune_fsdp.run.resume import find_resume
+    from raytune_fsdp.tools.audit.past import past_place
 
     with suppress(RaytuneError):
         if own is not None:
@@ -121,16 +121,16 @@ def _measure(
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    from raytune_fsdp.answers import check_prompts
     from raytune_fsdp.checkpoint.model_files import load_for_inference
-    from raytune_fsdp.data.open_data import open_evals
+    from raytune_fsdp.data.open import open_evals
     from raytune_fsdp.data.order import Order
     from raytune_fsdp.data.questions import check_names, open_tasks
-    from raytune_fsdp.exam import Exam
     from raytune_fsdp.launch.alone import examine
     from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device
-    from raytune_fsdp.model.attention import positions_of
+    from raytune_fsdp.model.attention.choose import positions_of
+    from raytune_fsdp.run.evaluation.answers import check_prompts
+    from raytune_fsdp.run.evaluation.exam import Exam
     from raytune_fsdp.run.network_checks import check_lengths
     from raytune_fsdp.run.prepare import set_template
 

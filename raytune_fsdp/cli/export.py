@@ -54,7 +54,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
         private=found.private,
     )
     if chosen.push is not None:
-        from raytune_fsdp.model.hub import check_push
+        from raytune_fsdp.model.directory.hub_push import check_push
 
         check_push(chosen.push)  # before the export, which may take long
     check_places(found.source, trusted=found.trust_places, base=found.base, exports=True)

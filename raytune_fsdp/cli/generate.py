@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from raytune_fsdp.base.untrusted import without_controls
 from raytune_fsdp.cli.common import ModelParser, exit_code
-from raytune_fsdp.untrusted import without_controls
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate")
 
 def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
     found, model, tokenizer, device = parser.parse_and_load(arguments)
-    from raytune_fsdp.answers import answer
+    from raytune_fsdp.run.evaluation.answers import answer
 
     # Read line by line, so that it answers while the other end of a pipe is still asking.
     lines = found.prompts or (line.strip() for line in sys.stdin)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from raytune_fsdp import __version__
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.common import exit_code, nearest
-from raytune_fsdp.errors import ConfigError
 
 PROGRAM = "raytune-fsdp"
 

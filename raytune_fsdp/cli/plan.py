@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.cadence import in_words
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
 from raytune_fsdp.cli.common import ConfigParser, exit_code, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, plan_on_gpus
+from raytune_fsdp.plan.cadence import in_words
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.plan import Plan
+    from raytune_fsdp.plan.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> int:
@@ -49,9 +49,9 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.calibrate is not None:
         return plan_calibrate.calibrate_here(parser, found, overrides)
     found, config = parser.parse_with_config(arguments)
-    from raytune_fsdp.counts import Census
-    from raytune_fsdp.plan import resolve, sizes_of
-    from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.plan.counts import Census
+    from raytune_fsdp.plan.plan import resolve, sizes_of
+    from raytune_fsdp.plan.run_dir import RunDir
 
     world = found.world_size or sizes_of(config)[-1]
     census = None
@@ -75,8 +75,8 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if on_gpus:
         print(f"\n{on_gpus.page}")
     if found.units:
-        from raytune_fsdp.tracking.console import event_in_words
-        from raytune_fsdp.tracking.names import SHARDED
+        from raytune_fsdp.record.console import event_in_words
+        from raytune_fsdp.record.names import SHARDED
 
         print(f"{'units':10} {event_in_words(SHARDED, units['sharding']) if units['sharding'] else 'not sharded'}")
     return 0

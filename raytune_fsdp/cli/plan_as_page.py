@@ -6,14 +6,14 @@ import webbrowser
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import ConfigParser
 from raytune_fsdp.cli.plan_on_gpus import PER_NODE
-from raytune_fsdp.untrusted import printable
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.counts import Census
-    from raytune_fsdp.planner.web.server import PlanServer
+    from raytune_fsdp.plan.counts import Census
+    from raytune_fsdp.predict.page.server import PlanServer
 
 
 def add_flags(parser: ConfigParser) -> None:
@@ -41,15 +41,15 @@ def server_of(
     parser: ConfigParser, found: Namespace, config: FinetuneConfig, census: Census | None, world: int
 ) -> PlanServer:
     """What answers, listening already."""
-    from raytune_fsdp.estimate.devices import find_device, link_speed
+    from raytune_fsdp.predict.devices import find_device, link_speed
 
     # Before torch is imported: mistakes are answered at once.
     device = find_device(found.gpu)
     between = link_speed(found.network) if found.network else None
-    from raytune_fsdp.planner.web.choices import offered, start_of
-    from raytune_fsdp.planner.web.document import live_page
-    from raytune_fsdp.planner.web.points import Points
-    from raytune_fsdp.planner.web.server import PlanServer
+    from raytune_fsdp.predict.page.choices import offered, start_of
+    from raytune_fsdp.predict.page.document import live_page
+    from raytune_fsdp.predict.page.points import Points
+    from raytune_fsdp.predict.page.server import PlanServer
 
     per_node = found.gpus_per_node or PER_NODE
     start = start_of(config, device.name, world)

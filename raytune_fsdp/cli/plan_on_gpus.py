@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.cli.common import ConfigParser
-from raytune_fsdp.errors import RaytuneError
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.estimate.devices import Device
-    from raytune_fsdp.plan import Plan
-    from raytune_fsdp.planner.search import Offer
-    from raytune_fsdp.planner.stopping import Writing
+    from raytune_fsdp.plan.plan import Plan
+    from raytune_fsdp.predict.devices import Device
+    from raytune_fsdp.predict.search import Offer
+    from raytune_fsdp.predict.stopping import Writing
 
 
 PER_NODE = 8
@@ -58,7 +58,7 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
     """None: it was not asked for."""
     if found.gpu is None and found.search is None:
         return None
-    from raytune_fsdp.estimate.devices import link_speed
+    from raytune_fsdp.predict.devices import link_speed
 
     # Before torch is imported: mistakes are answered at once.
     between = link_speed(found.network) if found.network else None
@@ -67,10 +67,10 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
     device = _device(found.gpu)
     speed = link_speed(found.storage) if found.storage else None
     per_node = _per_node(parser, found, device, plan.layout.world)
-    from raytune_fsdp.planner.page import as_data, as_page
-    from raytune_fsdp.planner.planned import planned
-    from raytune_fsdp.planner.prediction import Cluster
-    from raytune_fsdp.planner.stopping import Writing
+    from raytune_fsdp.predict.page.text import as_data, as_page
+    from raytune_fsdp.predict.planned import planned
+    from raytune_fsdp.predict.prediction import Cluster
+    from raytune_fsdp.predict.stopping import Writing
 
     writing = None if speed is None else Writing(speed, measured=False)
     each = planned(
@@ -92,9 +92,9 @@ def _free(config: FinetuneConfig) -> int | None:
 
 def _recorded(config: FinetuneConfig) -> Writing | None:
     """As this run has saved before, if it has, and its record is here."""
-    from raytune_fsdp.planner.stopping import as_recorded
-    from raytune_fsdp.rundir import RunDir
-    from raytune_fsdp.tracking.jsonl import each_event
+    from raytune_fsdp.plan.run_dir import RunDir
+    from raytune_fsdp.predict.stopping import as_recorded
+    from raytune_fsdp.record.jsonl import each_event
 
     try:
         return as_recorded(each_event(RunDir.of(config).events))
@@ -104,8 +104,8 @@ def _recorded(config: FinetuneConfig) -> Writing | None:
 
 def _device(name: str) -> Device:
     """One of the table, or of a machine that was measured."""
-    from raytune_fsdp.estimate.calibration import read_calibration
-    from raytune_fsdp.estimate.devices import device_of, find_device
+    from raytune_fsdp.predict.calibration import read_calibration
+    from raytune_fsdp.predict.devices import device_of, find_device
 
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
 
@@ -152,7 +152,7 @@ def _with(flag: str) -> str:
 
 
 def _offers(parser: ConfigParser, text: str) -> list[Offer]:
-    from raytune_fsdp.planner.search import Offer
+    from raytune_fsdp.predict.search import Offer
 
     offers = []
     for each in text.split(","):
@@ -171,9 +171,9 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
 
 
 def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[Offer], between: float | None) -> OnGpus:
-    from raytune_fsdp.planner.page import search_as_data, search_as_page
-    from raytune_fsdp.planner.search import search
-    from raytune_fsdp.planner.subject import Subject
+    from raytune_fsdp.predict.page.text import search_as_data, search_as_page
+    from raytune_fsdp.predict.search import search
+    from raytune_fsdp.predict.subject import Subject
 
     subject = Subject.of(config, found.architecture)
     clusters = search(

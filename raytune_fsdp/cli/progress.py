@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.screen import screen
 from raytune_fsdp.launch.torchrun import under_torchrun
-from raytune_fsdp.tracking.live import PLAIN_TERMS, message
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.record.screen_messages import PLAIN_TERMS, message
 
 if TYPE_CHECKING:
-    from raytune_fsdp.types import Progress
+    from raytune_fsdp.base.batch import Progress
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_MESSAGES = 0.1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unicodedata import combining, east_asian_width
 
-from raytune_fsdp.tracking.console import duration
+from raytune_fsdp.record.console import duration
 
 _MARGIN = 3
 """Columns that stay free at the right: a terminal prints ^C where the cursor is, and must not break the line for it."""
@@ -70,7 +70,8 @@ class View:
         self._works: dict[str, tuple[int, int]] = {}
 
     def take(self, fields: Mapping[str, Any]) -> None:
-        """Take a message (tracking/live.py). Its values may be anything: they come through a terminal's output."""
+        """Take a message (record/screen_messages.py). Its values may be anything, as they come through a
+        terminal's output."""
         if isinstance(what := fields.get("work"), str):
             done, total = _count(fields.get("done")), _count(fields.get("total"))
             self._works.pop(what, None)

@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -
 
 def _report(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.report.curves import plot_runs
-    from raytune_fsdp.report.page import page, write_page
-    from raytune_fsdp.rundir import curve_of, report_of
+    from raytune_fsdp.plan.run_dir import curve_of, report_of
+    from raytune_fsdp.record.report.curves import plot_runs
+    from raytune_fsdp.record.report.page import page, write_page
 
     made = page(found.run)
     place = report_of(found.run[0])

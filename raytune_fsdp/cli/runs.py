@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.cli.common import Parser, exit_code, nearest, say
-from raytune_fsdp.errors import ResumeError
 
 if TYPE_CHECKING:
-    from raytune_fsdp.report.overview import Overview
-    from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.plan.run_dir import RunDir
+    from raytune_fsdp.record.report.overview import Overview
 
 _LOOK_SECONDS = 0.2
 
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> 
 
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.report.overview import as_json, overview
-    from raytune_fsdp.rundir import check_links, is_run
+    from raytune_fsdp.plan.run_dir import check_links, is_run
+    from raytune_fsdp.record.report.overview import as_json, overview
 
     if is_run(found.storage):
         parser.error(f"{found.storage} is a run itself; its storage is {found.storage.absolute().parent}")
@@ -66,7 +66,7 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
 
 def runs_in(storage: Path) -> list[RunDir]:
     """The runs of a storage directory, also those that have only just begun."""
-    from raytune_fsdp.rundir import CHECKPOINTS, RunDir, is_run
+    from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, is_run
 
     places = []
     for path in sorted(storage.absolute().iterdir()):
@@ -79,7 +79,7 @@ def runs_in(storage: Path) -> list[RunDir]:
 
 def check_run(path: Path) -> RunDir:
     """The run in a directory. Raises if there is none, and says which there are."""
-    from raytune_fsdp.rundir import RunDir, checkpoints_of, is_run
+    from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, is_run
 
     place = RunDir(path.absolute(), str(path.absolute()))
     if is_run(path) or place.lock.is_file():
@@ -120,7 +120,7 @@ def states_of(places: Sequence[RunDir]) -> dict[Path, str]:
 def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
     """A line for every run, below a head, in columns."""
     from raytune_fsdp.cli.region import clean
-    from raytune_fsdp.tracking.console import duration
+    from raytune_fsdp.record.console import duration
 
     cells = [("run", "state", "step", "loss", "best eval", "workers", "age")]
     for each, state in rows:

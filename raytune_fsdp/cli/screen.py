@@ -27,7 +27,7 @@ from typing import Literal
 import raytune_fsdp
 from raytune_fsdp.cli.region import Region, View, clean
 from raytune_fsdp.launch.environment import environment
-from raytune_fsdp.tracking.live import VARIABLE, read_message
+from raytune_fsdp.record.screen_messages import VARIABLE, read_message
 
 _DRAW_SECONDS = 0.1
 _TICK_SECONDS = 1.0
@@ -44,8 +44,8 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
 @contextmanager
 def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
     """While the block lasts, what this process and those that it starts write to these files, all of them one
-    terminal, is shown above a region that shows messages (tracking/live.py). False if there is none: no process could
-    be started."""
+    terminal, is shown above a region that shows messages (record/screen_messages.py). False if there is none: no
+    process could be started."""
     kept = {file: os.dup(file) for file in files}
     try:
         process = _start(kept[files[0]])

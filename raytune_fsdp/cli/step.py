@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.untrusted import printable, printable_json
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust_places, config_of_run, exit_code
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.untrusted import printable, printable_json
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.run.past import PastStep
+    from raytune_fsdp.tools.audit.past import PastStep
 
 Losses = Sequence[Sequence[tuple[float, int]]]
 """Of each document of each sample: the sum of the losses of its target tokens, and how many those are."""
@@ -56,8 +56,15 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    from raytune_fsdp.run.past import check_code, checkpoint_before, past_place, past_step, placed, recorded_losses
     from raytune_fsdp.run.places import check_places
+    from raytune_fsdp.tools.audit.past import (
+        check_code,
+        checkpoint_before,
+        past_place,
+        past_step,
+        placed,
+        recorded_losses,
+    )
 
     check_code(config, trusted=found.trust_remote_code)
     check_places(
@@ -88,9 +95,9 @@ def _losses(
     config: FinetuneConfig, past: PastStep, checkpoint: CommittedCheckpoint, *, trust: bool, base: str | None
 ) -> Losses:
     from raytune_fsdp.checkpoint.model_files import load_for_inference
-    from raytune_fsdp.evaluate import document_losses
     from raytune_fsdp.launch.worker import alone, choose_device
-    from raytune_fsdp.run.needs import use_attention_for_packed
+    from raytune_fsdp.run.evaluation.losses import document_losses
+    from raytune_fsdp.run.trials.needs import use_attention_for_packed
 
     device = choose_device(config.cluster.device, 1)
     model, _ = load_for_inference(Path(checkpoint.path), device, trust_remote_code=trust, base=base)
@@ -102,8 +109,8 @@ def _losses(
 
 def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Number of the sample and of the document in it, and what there is to say about it."""
-    from raytune_fsdp.report.data import documents_of
-    from raytune_fsdp.types import IGNORE
+    from raytune_fsdp.base.batch import IGNORE
+    from raytune_fsdp.record.report.data import documents_of
 
     for number, each in enumerate(past.samples):
         sample = each.sample
@@ -139,7 +146,7 @@ def _as_json(past: PastStep, losses: Losses | None) -> Iterator[str]:
 
 
 def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) -> Iterator[str]:
-    from raytune_fsdp.report.data import documents_of, headline, text_of
+    from raytune_fsdp.record.report.data import documents_of, headline, text_of
 
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     yield _headline(past)

@@ -12,9 +12,9 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.hushed import VERBOSE, speak
 from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say, say_lines
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.talkative import VERBOSE, speak
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -41,7 +41,7 @@ def main(
 
 
 def _parser(prog: str, default_config: str | Path | None) -> ConfigParser:
-    from raytune_fsdp.api import WAIT_FOR_TRACKING
+    from raytune_fsdp.launch.finetune import WAIT_FOR_TRACKING
 
     parser = ConfigParser(prog, "Fine-tune a model.", default_config)
     parser.add_argument(
@@ -85,18 +85,18 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.dry_run:
         return _dry_run(config, as_json=found.json, **allowed)
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
-    from raytune_fsdp.api import finetune
-    from raytune_fsdp.doctor.at_start import look_around
+    from raytune_fsdp.launch.finetune import finetune
     from raytune_fsdp.launch.torchrun import is_rank0
+    from raytune_fsdp.tools.doctor.at_start import look_around
 
     if is_rank0():
         look_around()
     with shown(quiet=not is_rank0()) as progress:
         result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking, **allowed)
     if is_rank0():
-        from raytune_fsdp.report.summary import next_commands, summary
-        from raytune_fsdp.rundir import mlflow_database
-        from raytune_fsdp.tracking.mlflow import mlflow_installed
+        from raytune_fsdp.plan.run_dir import mlflow_database
+        from raytune_fsdp.record.copies.mlflow import mlflow_installed
+        from raytune_fsdp.record.report.summary import next_commands, summary
 
         mlflow, uri = config.tracking.mlflow, None
         if mlflow.enabled and mlflow_installed():
@@ -133,8 +133,8 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
 
 def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places: bool) -> int:
     began = time.time()  # the imports are of the time to load
-    from raytune_fsdp.dry_run import dry_run, in_words, to_json
     from raytune_fsdp.launch.torchrun import is_rank0
+    from raytune_fsdp.tools.dry_run import dry_run, in_words, to_json
 
     if as_json:  # nothing else is to stand on stdout, also of what ranks print there
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})

@@ -10,21 +10,21 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, exit_code, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.cli.runs import check_run
-from raytune_fsdp.errors import Interrupted, TrainingError
-from raytune_fsdp.tracking import RunStart, names
-from raytune_fsdp.tracking.console import ConsoleTracker
-from raytune_fsdp.tracking.lines import metrics_of, step_of
-from raytune_fsdp.tracking.live import tell
-from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
-from raytune_fsdp.types import StepMetrics
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.record import RunStart, names
+from raytune_fsdp.record.console import ConsoleTracker
+from raytune_fsdp.record.lines import metrics_of, step_of
+from raytune_fsdp.record.screen_messages import tell
+from raytune_fsdp.record.tail import EventFollower, RecordFollower
 
 if TYPE_CHECKING:
-    from raytune_fsdp.report.overview import Overview
-    from raytune_fsdp.rundir import RunDir
+    from raytune_fsdp.plan.run_dir import RunDir
+    from raytune_fsdp.record.report.overview import Overview
 
 _POLL_SECONDS = 0.5
 _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") ->
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     place = check_run(parser.parse(arguments).run)
     from raytune_fsdp.launch.run_lock import Signs
-    from raytune_fsdp.report.overview import overview
+    from raytune_fsdp.record.report.overview import overview
 
     signs = Signs(place)
     state = signs.look()
@@ -85,7 +85,7 @@ class _Watched:
     """A run, shown as its own command shows it."""
 
     def __init__(self, place: RunDir) -> None:
-        from raytune_fsdp.report.overview import last_step, steps_of
+        from raytune_fsdp.record.report.overview import last_step, steps_of
 
         self._place = place
         self._steps = steps_of(place.path)

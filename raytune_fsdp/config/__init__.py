@@ -1,9 +1,8 @@
 """What a user may write: `FinetuneConfig` and its sections, a file each.
 
     base.py        what all sections have in common      rules.py      checks that several of them share
-    recorded.py    what of a config others may read
-    run.py, model.py, data.py, formats.py, method.py, parallel.py, optim.py, optimizers.py, train.py, checkpoint.py,
-    eval.py, tracking.py, cluster.py, export.py
+    every.py       how often something is done           sections/     a section a file
+    recorded.py    what of a config others may read      differing.py  what it says that defaults do not
 
 How a YAML file and command-line flags become one, in the order of the data:
 
@@ -25,12 +24,13 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.checkpoint import CheckpointConfig
-from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.config.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
-from raytune_fsdp.config.eval import EvalConfig
-from raytune_fsdp.config.export import ExportConfig
-from raytune_fsdp.config.formats import (
+from raytune_fsdp.config.recorded import check_no_marks
+from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
+from raytune_fsdp.config.sections.cluster import ClusterConfig
+from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
+from raytune_fsdp.config.sections.eval import EvalConfig
+from raytune_fsdp.config.sections.export import ExportConfig
+from raytune_fsdp.config.sections.formats import (
     ChatFormat,
     CompletionFormat,
     Format,
@@ -39,19 +39,18 @@ from raytune_fsdp.config.formats import (
     TemplateFormat,
     TokensFormat,
 )
-from raytune_fsdp.config.method import FreezeMethod, FullMethod, Ia3Method, LoraMethod, Method
-from raytune_fsdp.config.model import ModelConfig
-from raytune_fsdp.config.optim import GroupConfig, OptimConfig
-from raytune_fsdp.config.parallel import ParallelConfig
-from raytune_fsdp.config.profile import ProfileConfig
-from raytune_fsdp.config.recorded import check_no_marks
-from raytune_fsdp.config.run import RunConfig
-from raytune_fsdp.config.tracking import TrackingConfig
-from raytune_fsdp.config.train import TrainConfig
+from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, Ia3Method, LoraMethod, Method
+from raytune_fsdp.config.sections.model import ModelConfig
+from raytune_fsdp.config.sections.optim import GroupConfig, OptimConfig
+from raytune_fsdp.config.sections.parallel import ParallelConfig
+from raytune_fsdp.config.sections.profile import ProfileConfig
+from raytune_fsdp.config.sections.run import RunConfig
+from raytune_fsdp.config.sections.tracking import TrackingConfig
+from raytune_fsdp.config.sections.train import TrainConfig
 
 
 class FinetuneConfig(Section):
-    """Everything a user may say about a run, exactly as written. `raytune_fsdp.plan` derives the rest."""
+    """Everything a user may say about a run, exactly as written. `raytune_fsdp.plan.plan` derives the rest."""
 
     run: RunConfig
     """What the run is called, where it lives, what it starts from."""

@@ -15,13 +15,13 @@ from typing import Any, Literal, get_origin
 import yaml
 from pydantic import ValidationError
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.overrides import apply_overrides, read_overrides
 from raytune_fsdp.config.problems import explain
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, tags
 from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, parse, problem_line, spelled
-from raytune_fsdp.errors import ConfigError
 
 ROOT = Place((Option(FinetuneConfig),))
 _PACKAGE = Path(__file__).parents[1]

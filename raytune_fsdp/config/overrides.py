@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.config.schema import ANYTHING, TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc, Plain, listed, parse, scalar, spelled
-from raytune_fsdp.redaction import redact_text
 
 
 class Problem(Exception):

@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config.describe import describe, type_in_words
 from raytune_fsdp.config.rules import CredentialsError
 from raytune_fsdp.config.schema import TAG, Place, find, tags
 from raytune_fsdp.config.text import Loc
-from raytune_fsdp.redaction import redact
 
 _MOST_LINES = 100
 """Of the problems of one config. To look for the nearest name of each of 60,000 keys would take an hour."""

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raytune_fsdp.redaction import REDACTED, redact, redact_shapes
-from raytune_fsdp.urls import without_user
+from raytune_fsdp.base.redaction import REDACTED, redact, redact_shapes
+from raytune_fsdp.base.urls import without_user
 
 
 def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:

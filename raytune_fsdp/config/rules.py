@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from raytune_fsdp.redaction import find_secrets
-from raytune_fsdp.urls import holds_credentials, is_url
+from raytune_fsdp.base.redaction import find_secrets
+from raytune_fsdp.base.urls import holds_credentials, is_url
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from raytune_fsdp.untrusted import shown
+from raytune_fsdp.base.untrusted import shown
 
 Loc = tuple[str, ...]
 """Where a value is: keys and list indexes from the root."""

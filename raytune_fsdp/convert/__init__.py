@@ -4,11 +4,14 @@
     runs.py            what several projects say of a run: its directory, length, batch and cadences
     training.py        what TRL and LLaMA-Factory take from transformers: the options of TrainingArguments
     schedules.py       the schedules of the learning rate that they have
+    adapters.py        what several projects say of LoRA; optimizers.py: of optimizers
     sharding.py        what several projects say of FSDP
     deepspeed.py       what axolotl, TRL and LLaMA-Factory say of DeepSpeed
     axolotl.py, trl.py, llama_factory.py, accelerate.py
                        a table for each project: what becomes of every option, and the defaults that are not ours
     axolotl_left.py    what of axolotl changes nothing of what is learned
+    axolotl_adapters.py
+                       what axolotl says of adapters
     axolotl_data.py, llama_factory_data.py
                        their datasets
     llama_factory_rows.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raytune_fsdp.config.method import ALL_LINEAR
+from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.convert.rules import Crossing, WrongValueError, flag, number, text, whole, words
 
 

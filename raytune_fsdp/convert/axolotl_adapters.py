@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytune_fsdp.config.method import ALL_LINEAR
+from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.convert.adapters import Lora, Quantized, base_of_flags, carry_lora
 from raytune_fsdp.convert.rules import Crossing, TheirOption, flag, leave, part, same, text, told, words
 

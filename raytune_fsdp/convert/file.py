@@ -12,6 +12,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.redaction import find_secrets
+from raytune_fsdp.base.untrusted import MAX_DEPTH, UnsoundError, reason
+from raytune_fsdp.base.untrusted import read_file as read_bytes
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import ROOT
 from raytune_fsdp.config.problems import explain, shown
@@ -21,10 +25,6 @@ from raytune_fsdp.convert.axolotl import AXOLOTL
 from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
 from raytune_fsdp.convert.rules import Crossing, Project, Said, TheirOption
 from raytune_fsdp.convert.trl import TRL
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.redaction import find_secrets
-from raytune_fsdp.untrusted import MAX_DEPTH, UnsoundError, reason
-from raytune_fsdp.untrusted import read_file as read_bytes
 
 PROJECTS = {project.name: project for project in (AXOLOTL, TRL, LLAMA_FACTORY, ACCELERATE)}
 _INSIDES = {

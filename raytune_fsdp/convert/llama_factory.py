@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytune_fsdp.config.method import ALL_LINEAR
+from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, Quantized, carry_lora, details_of_nf4
 from raytune_fsdp.convert.llama_factory_data import prepare_data

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.base.untrusted import UnsoundError, read_json, reason
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import Crossing, flag, in_words, number, text, whole, words
 from raytune_fsdp.convert.runs import is_directory, rows_of
-from raytune_fsdp.untrusted import UnsoundError, read_json, reason
 
 _INFO = "dataset_info.json"
 _MAX_BYTES = 4_000_000

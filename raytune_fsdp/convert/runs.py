@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.convert.rules import Crossing, in_words, number, text, whole
-from raytune_fsdp.urls import is_url
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 # Names of builders, which stand where others have the name of a dataset.

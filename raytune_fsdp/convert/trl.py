@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, base_of_flags, carry_lora, details_of_nf4
 from raytune_fsdp.convert.rules import (
@@ -30,7 +31,6 @@ from raytune_fsdp.convert.rules import (
 from raytune_fsdp.convert.runs import BUILDERS, attention, is_directory, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
 from raytune_fsdp.convert.training import evaluates, finish_training, prepare_training, say_precision, training_options
-from raytune_fsdp.redaction import redact
 
 _LR = 2e-5
 _LENGTH = 1024

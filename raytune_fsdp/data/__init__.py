@@ -2,23 +2,22 @@
 
 In the order of the data:
 
-open_data      from a config to the windows to train on, and those to evaluate on
-duplicates     rows that become the same tokens, found before any is tokenized
-left_out       which of them are not trained on
-sources/       the rows of files, found by number
-mixture        which row of which dataset comes at each place of an epoch
-order          the keyed permutations behind that order
-rows/          a row becomes a document: token ids, and which of them are trained on
-trial          functions of users are tried: the same twice, and which modules they need
-packing        documents become packed samples of one length
-unread         well-known columns that a format does not read
-windows        a fixed group of rows, packed together: the unit of work and of caching
-packed_window  one built window: its samples, its counts, its bytes on storage
-cache          built windows on shared storage
-identity       everything that decides the windows, and its fingerprint
-census         every window built once and counted, before training
-stream         the endless sequence of packed samples, the same at every world size (division.py cuts it into steps)
-batches        the blocks of one rank, as tensors
-parts          blocks that several ranks share
-skipped        the rows left out because of `data.bad_rows=skip`, reported as training reaches them
+open.py            from a config to the windows to train on, and those to evaluate on
+sources/           the rows of files, found by number
+rows/              a row becomes a document: token ids, and which of them are trained on
+unread.py          well-known columns that a format does not read
+trial.py           functions of users are tried: the same twice, and which modules they need
+duplicates.py      rows that become the same tokens; left_out.py: which of them are not trained on
+order.py           keyed permutations; mixture.py: which row of which dataset comes at each place of an epoch
+packing.py         documents become packed samples of one length; origins.py: which rows they are from
+windows.py         a fixed group of rows, packed together: the unit of work and of caching
+packed_window.py   one built window: its samples, its counts, its bytes on storage
+cache.py           built windows on shared storage
+identity.py        everything that decides the windows, and its fingerprint
+census.py          every window built once and counted, before training
+skipped.py         the rows left out because of `data.bad_rows=skip`, reported as training reaches them
+stream.py          the endless sequence of packed samples, the same at every world size
+batches.py         the samples of one rank, as tensors; to_device.py: there before they are needed
+shared_batches.py  samples that several ranks share
+questions.py       questions with known answers
 """

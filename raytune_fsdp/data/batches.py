@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytune_fsdp.base.batch import IGNORE, PADDING, Batch, Borders, Cursor, PackedSample, StepBatches, Targets
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.division import Division
-from raytune_fsdp.step_counts import StepCounts
-from raytune_fsdp.types import IGNORE, PADDING, Batch, Borders, Cursor, PackedSample, StepBatches, Targets
+from raytune_fsdp.plan.division import Division
+from raytune_fsdp.plan.step_counts import StepCounts
 
 FILLER_INDEX = -1
 """`Batch.index` of a filler, which is not a block of the step."""

@@ -28,9 +28,9 @@ from typing import IO, Any
 import pyarrow as pa
 import xxhash
 
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.packed_window import Window
-from raytune_fsdp.durable import replace_at_once
-from raytune_fsdp.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from raytune_fsdp.counts import Census, DatasetCount, SkippedRow, WindowCounts
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, DataError
-from raytune_fsdp.types import Progress
+from raytune_fsdp.plan.counts import Census, DatasetCount, SkippedRow, WindowCounts
 
 Places = Sequence[tuple[int, int]]
 """Pairs of epoch and window."""

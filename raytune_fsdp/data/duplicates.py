@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytune_fsdp.config.data import DataConfig, DatasetConfig
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError, RaytuneError
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.order import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
@@ -28,9 +31,6 @@ from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source
 from raytune_fsdp.data.sources.prepared import prepare
 from raytune_fsdp.data.trial import try_functions
-from raytune_fsdp.errors import DataError, RaytuneError
-from raytune_fsdp.types import Progress
-from raytune_fsdp.urls import is_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from raytune_fsdp.config.data import DataConfig, DatasetConfig
+from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.packed_window import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
-from raytune_fsdp.data.rows.functions import RowFunction
+from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources import Source
-from raytune_fsdp.identity import ABSENT, named
+from raytune_fsdp.plan.identity import ABSENT, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

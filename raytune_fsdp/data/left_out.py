@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytune_fsdp.config.data import DataConfig
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.config.sections.data import DataConfig
 from raytune_fsdp.data.sources import Selected, Source
 from raytune_fsdp.data.sources.selection import digest_of
-from raytune_fsdp.errors import DataError
 
 if TYPE_CHECKING:
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]

@@ -19,8 +19,8 @@ from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Literal
 
+from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.data.order import Permutation
-from raytune_fsdp.keyed import derive_key
 
 Shuffle = Literal["rows", "blocks", "none"]
 

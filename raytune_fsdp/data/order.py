@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from raytune_fsdp.keyed import mix64
+from raytune_fsdp.base.random import mix64
 
 OLDEST_ORDER = 2
 """The version of all that later ones do not change, and of every run begun before there was another."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raytune_fsdp.counts import DatasetCount, SkippedRow
 from raytune_fsdp.data.packing import Arrangement
 from raytune_fsdp.data.rows.formats import Document
+from raytune_fsdp.plan.counts import DatasetCount, SkippedRow
 
 
 @dataclass(frozen=True, slots=True)

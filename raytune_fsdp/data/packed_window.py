@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
 from raytune_fsdp.data.packing import PackedSamples
+from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
 
 FORMAT = 1
 """Version of the bytes: an Arrow stream with one record batch, then its xxh3_128 (16 bytes)."""

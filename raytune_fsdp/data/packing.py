@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import xxhash
 
+from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
 from raytune_fsdp.data.rows.formats import Document
-from raytune_fsdp.types import IGNORE, PADDING, PackedSample
 
 if TYPE_CHECKING:
-    from raytune_fsdp.types import Int32Array
+    from raytune_fsdp.base.batch import Int32Array
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]

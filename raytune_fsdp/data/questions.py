@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raytune_fsdp.base.answers_alike import TooSlowError, find
+from raytune_fsdp.base.batch import IGNORE, Progress
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.eval import ChoicesTask, ExactTask
+from raytune_fsdp.config.sections.eval import ChoicesTask, ExactTask
 from raytune_fsdp.data.order import order_of
 from raytune_fsdp.data.packing import PackedSamples, Packing, pack
 from raytune_fsdp.data.rows.encoding import SpanEncoder
@@ -23,15 +26,12 @@ from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates
 from raytune_fsdp.data.sources import Source, dataset_name, open_source, shorten
 from raytune_fsdp.data.sources.source import Columns
 from raytune_fsdp.data.windows import pad_id_of
-from raytune_fsdp.errors import DataError, RowError
-from raytune_fsdp.final_answer import TooSlowError, find
-from raytune_fsdp.rundir import cache_of
-from raytune_fsdp.types import IGNORE, Progress
+from raytune_fsdp.plan.run_dir import cache_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from raytune_fsdp.types import Int32Array
+    from raytune_fsdp.base.batch import Int32Array
 
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 

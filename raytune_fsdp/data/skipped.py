@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raytune_fsdp.counts import SkippedRow
+from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.data.stream import Stream
-from raytune_fsdp.types import Cursor
+from raytune_fsdp.plan.counts import SkippedRow
 
 _ROWS_PER_EVENT = 100  # an event is one line of events.jsonl
 

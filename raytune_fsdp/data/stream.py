@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
+from raytune_fsdp.base.batch import Cursor, PackedSample
+from raytune_fsdp.base.errors import DataError, ResumeError
+from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.data.order import Permutation
 from raytune_fsdp.data.origins import RowOrigin
 from raytune_fsdp.data.packed_window import Window
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import DataError, ResumeError
-from raytune_fsdp.keyed import derive_key
-from raytune_fsdp.types import Cursor, PackedSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raytune_fsdp.pulse import beat
+from raytune_fsdp.base.beat import beat
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.order import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
-from raytune_fsdp.data.rows.functions import call_elsewhere
+from raytune_fsdp.data.rows.user_functions import call_elsewhere
 from raytune_fsdp.data.sources import Source
-from raytune_fsdp.errors import RowError
 
 _TRIED_ROWS = 20
 """Of each dataset, given to its function."""

@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytune_fsdp.config.data import DataConfig, DatasetConfig
-from raytune_fsdp.counts import DatasetCount, SkippedRow, WindowCounts
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.errors import ConfigError, DataError, RowError
+from raytune_fsdp.base.random import derive_key
+from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import WindowCache
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import Mixture, weights_of
@@ -33,10 +36,7 @@ from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source, dataset_names, open_sources
 from raytune_fsdp.data.trial import try_functions
 from raytune_fsdp.data.unread import unread_columns
-from raytune_fsdp.errors import ConfigError, DataError, RowError
-from raytune_fsdp.keyed import derive_key
-from raytune_fsdp.pulse import beat
-from raytune_fsdp.types import Progress
+from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

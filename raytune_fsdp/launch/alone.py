@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.evaluate import check_network
-from raytune_fsdp.exam import Exam
 from raytune_fsdp.launch.worker import alone
-from raytune_fsdp.model.attention import generating
-from raytune_fsdp.plan import ALONE
-from raytune_fsdp.run.needs import use_attention_for_packed
+from raytune_fsdp.model.attention.choose import generating
+from raytune_fsdp.plan.plan import ALONE
+from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.losses import check_network
+from raytune_fsdp.run.trials.needs import use_attention_for_packed
 
 
 def examine(

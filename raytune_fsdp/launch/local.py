@@ -17,25 +17,25 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from raytune_fsdp import errors
-from raytune_fsdp.assemble import LauncherHooks
-from raytune_fsdp.collectives import on_rank0
+from raytune_fsdp.base import errors
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, TrainingError
+from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError, TrainingError
-from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
-from raytune_fsdp.launch.preflight import preflight
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
-from raytune_fsdp.parallel import memory_of
+from raytune_fsdp.predict.preflight import preflight
+from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
-from raytune_fsdp.types import Progress
+from raytune_fsdp.step.parallel import memory_of
 
 T = TypeVar("T")
 

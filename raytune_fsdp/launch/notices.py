@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.config.cluster import SPOT_NOTICE_SECONDS
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 
 STOP_SECONDS = "RAYTUNE_FSDP_STOP_SECONDS"
 """Environment variable: the seconds that a scheduler gives between its signal and the end. Only whoever writes its

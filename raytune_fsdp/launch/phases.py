@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from raytune_fsdp.tracking.live import tell
+from raytune_fsdp.record.screen_messages import tell
 
 ON_RAY = ("start", "checks", "Ray", "workers", "imports", "model", "data")
 HERE = ("checks", "model")

@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from raytune_fsdp.talkative import HUSHED, hush, is_verbose, set_levels
-from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
-from raytune_fsdp.untrusted import Printable
+from raytune_fsdp.base.hushed import HUSHED, hush, is_verbose, set_levels
+from raytune_fsdp.base.untrusted import Printable
+from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT
 
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
 """Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""

@@ -23,13 +23,13 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Literal
 
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.lease import MOST_BYTES, Lease, hold, lease_of, release
+from raytune_fsdp.base.machine import this_node
+from raytune_fsdp.base.untrusted import UnsoundError, is_count, open_regular, read_file, reason
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.durable import replace_at_once
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.lease import MOST_BYTES, Lease, hold, lease_of, release
-from raytune_fsdp.machine import this_node
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.untrusted import UnsoundError, is_count, open_regular, read_file, reason
+from raytune_fsdp.plan.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

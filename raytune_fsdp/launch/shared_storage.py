@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytune_fsdp.durable import write_durably
-from raytune_fsdp.errors import ConfigError, in_one_line
+from raytune_fsdp.base.durable import write_durably
+from raytune_fsdp.base.errors import ConfigError, in_one_line
 
 _POLL_SECONDS = 0.2  # NFS may show other nodes' files only seconds later
 TOKEN_PREFIX = ".shared-"
@@ -35,7 +35,7 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
     # torch and transformers, which takes seconds. Nodes that only look for a token (doctor) never import them.
     import torch.distributed as dist
 
-    from raytune_fsdp.collectives import on_rank0
+    from raytune_fsdp.base.collectives import on_rank0
 
     token = on_rank0(lambda: put_token(run_dir, "rank 0"), what="write to the run's storage")
     everyone: list[_Outcome | None] = [None] * dist.get_world_size()

@@ -17,8 +17,8 @@ from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
 
-from raytune_fsdp.errors import Interrupted
-from raytune_fsdp.types import StopReason
+from raytune_fsdp.base.batch import StopReason
+from raytune_fsdp.base.errors import Interrupted
 
 _TOGETHER_SECONDS = 1.0  # Ctrl-C and some schedulers signal the process and its group: one press arrives twice
 _KINDS = (signal.SIGTERM, signal.SIGINT)

@@ -8,18 +8,18 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.cluster import Between
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.config.sections.cluster import Between
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
-from raytune_fsdp.plan import sizes_of
+from raytune_fsdp.plan.plan import sizes_of
 from raytune_fsdp.run.checks import check_config, check_first
 
 if TYPE_CHECKING:
+    from raytune_fsdp.base.batch import Progress
     from raytune_fsdp.run.standing import Prepared, Standing
-    from raytune_fsdp.types import Progress
 
 
 def run(

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from raytune_fsdp.assemble import LauncherHooks, assemble
+from raytune_fsdp.base.batch import Stop
+from raytune_fsdp.base.errors import DataError, HandedOver, Interrupted, TrainingError
+from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import DataError, HandedOver, Interrupted, TrainingError
 from raytune_fsdp.launch.quiet import log_warnings
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
-from raytune_fsdp.lease import Lease
-from raytune_fsdp.loop import Parts, train
-from raytune_fsdp.model.compiler import settings_restored
-from raytune_fsdp.out_of_memory import explain, explain_building
-from raytune_fsdp.precision import numerics
+from raytune_fsdp.model.compile_layers import settings_restored
+from raytune_fsdp.record.tracker import Status
+from raytune_fsdp.run.assemble import LauncherHooks, assemble
+from raytune_fsdp.run.loop import Parts, train
+from raytune_fsdp.run.out_of_memory import explain, explain_building
 from raytune_fsdp.run.standing import Prepared, Standing
-from raytune_fsdp.tracking.tracker import Status
-from raytune_fsdp.types import Stop
+from raytune_fsdp.step.precision import numerics
 
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:

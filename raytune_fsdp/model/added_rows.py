@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.tables import table
 
 ROWS = "added_rows"

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.collectives import on_all_ranks
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.collectives import on_all_ranks
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.model.network import init_buffers
-from raytune_fsdp.model.pieces import Piece, local_piece, piece_of
-from raytune_fsdp.model.quantized import ends_of
-from raytune_fsdp.model.weights import Weights, all_finite
-from raytune_fsdp.pulse import beat
+from raytune_fsdp.model.pieces.pieces import Piece, local_piece, piece_of
+from raytune_fsdp.model.precision.quantized import ends_of
+from raytune_fsdp.model.weights.keys import owned_tensors
+from raytune_fsdp.model.weights.source import Weights, all_finite
 
 # Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
 _READ_BYTES = 4 << 20

@@ -17,15 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
-from raytune_fsdp.errors import ModelError, first_line
-from raytune_fsdp.model.attention import forget_flash_attention
-from raytune_fsdp.model.bounds import bounded_building, check_buffers, read_config
-from raytune_fsdp.model.named_class import built_on_meta
-from raytune_fsdp.model.quantization import forget_quantization, quantization_of
-from raytune_fsdp.model.refusals import NEEDS_CODE, unknown_word, wants_code
+from raytune_fsdp.model.attention.choose import forget_flash_attention
+from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.directory.named_class import built_on_meta
+from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
+from raytune_fsdp.model.directory.refusals import NEEDS_CODE, unknown_word, wants_code
 from raytune_fsdp.model.trained import choose_trained
-from raytune_fsdp.types import ParameterCount
 
 MASTER_DTYPE = {
     "fp64": torch.float64,

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, PreTrainedModel
 
+from raytune_fsdp.base.batch import IGNORE, Batch, Cursor, PackedSample
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.data.parts import part_of
+from raytune_fsdp.data.shared_batches import part_of
 from raytune_fsdp.data.to_device import mapped
-from raytune_fsdp.model.attention import logits_of
-from raytune_fsdp.model.calls import PREFIX, Call, attend, reference
-from raytune_fsdp.model.head import LossHead
-from raytune_fsdp.model.kernels import KERNELS
-from raytune_fsdp.model.loss import block_loss, plain_losses
-from raytune_fsdp.types import IGNORE, Batch, Cursor, PackedSample
+from raytune_fsdp.model.attention.calls import PREFIX, Call, attend, reference
+from raytune_fsdp.model.attention.choose import logits_of
+from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.objective.chunked_head import LossHead
+from raytune_fsdp.model.objective.loss import block_loss, plain_losses
 
 LENGTHS = ((7, 3, 9), (11, 8))
 """Documents of each row."""

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
 
-from raytune_fsdp.config.method import AdapterMethod, FreezeMethod, LoraMethod, Method
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.adapters import attach
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, LoraMethod, Method
+from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.added_rows import train_rows
 
 

@@ -1,15 +1,28 @@
-"""What a run is and where it stands: found out before training, recorded while it trains.
+"""A run as a story: found out before training, trained, recorded, saved, exported.
 
-In the order of a command:
+Before ranks start, in the order of a command:
 
-    checks           rules that cost nothing to check, before torch is imported or Ray started
-    prepare          everything that can be found wrong before a rank starts: model, tokenizer, data, census
-    probe            one step of a small part of the network, as some configs fail only there
-    standing         where the run is now; how all ranks agree on that at every start
-    resume           what makes it the same run, and the checkpoint to continue from
-    initial_weights  the weights of a run that begins: a model directory, a checkpoint of another run, or a seed
-    kernels          the attention and the loss that it computes with, and whether its blocks are compiled
-    record           what a run writes about itself: its directory, its attempts, its trackers
-    places           what its files name outside of its directory, and whether the user has chosen that
-    publish          a checkpoint as a Hugging Face model directory, and on the hub
+    checks.py            rules that cost nothing to check, before torch is imported or Ray started
+    places.py            what its files name outside of its directory, and whether the user has chosen that
+    beginning.py         by which versions of what older trees did otherwise the run was begun
+    resume.py            what makes it the same run, and the checkpoint to continue from
+    length.py            how long it was planned to be, and what a longer plan would train
+    prepare.py           everything that can be found wrong with model, tokenizer, data and census
+    tokenizer.py         tokens that the run adds
+    network_checks.py    what the run asks of its network
+    trials/              what is tried small before it is relied on
+    starting_weights.py  the weights that it begins with; base_model.py: the frozen ones; fetching.py: from the hub
+    same_files.py        whether all ranks see the same files of a model
+    open_record.py       its directory, its attempts, its trackers; described.py: what those are told
+
+On every rank:
+
+    standing.py          where the run is now; how all ranks agree on that at every start
+    assemble.py          a prepared run becomes objects on a rank, the only place where they are made
+    loop.py              a batch, a step, and when to log, evaluate, save, stop
+    measure/             what a rank measures of its steps
+    evaluation/          what the model is worth
+    saving.py            when a save begins, and what is recorded of it; saves.py: what is kept
+    out_of_memory.py     a GPU ran out of memory: what took it, and what helps
+    publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

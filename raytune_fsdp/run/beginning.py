@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from raytune_fsdp.accumulation import AS_WEIGHTS, FP32
+from raytune_fsdp.base.durable import replace_durably
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, reason, shown
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.data.order import is_known, order_of
-from raytune_fsdp.durable import replace_durably
-from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import each_event
-from raytune_fsdp.untrusted import UnsoundError, check_format, read_json, reason, shown
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import each_event
+from raytune_fsdp.step.accumulation import AS_WEIGHTS, FP32
 
 _BYTES, _PLAN_BYTES = 1 << 10, 1 << 20
 _RULES: dict[str, Callable[[Any], bool]] = {

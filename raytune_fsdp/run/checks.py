@@ -11,17 +11,17 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from raytune_fsdp.cadence import in_words, is_multiple
+from raytune_fsdp.base.errors import ConfigError, ResumeError, pip_install
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
-from raytune_fsdp.config.method import AdapterMethod
-from raytune_fsdp.errors import ConfigError, ResumeError, pip_install
-from raytune_fsdp.model.exported import check_replaceable
-from raytune_fsdp.plan import Plan, layout_of, least_ranks, resolve
-from raytune_fsdp.rundir import RunDir, check_links, check_links_beside, is_place_of_exports
-from raytune_fsdp.tracking.mlflow import mlflow_installed
-from raytune_fsdp.tracking.tensorboard import tensorboard_installed
-from raytune_fsdp.tracking.wandb import wandb_installed
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.config.sections.method import AdapterMethod
+from raytune_fsdp.model.export.mark import check_replaceable
+from raytune_fsdp.plan.cadence import in_words, is_multiple
+from raytune_fsdp.plan.plan import Plan, layout_of, least_ranks, resolve
+from raytune_fsdp.plan.run_dir import RunDir, check_links, check_links_beside, is_place_of_exports
+from raytune_fsdp.record.copies.mlflow import mlflow_installed
+from raytune_fsdp.record.copies.tensorboard import tensorboard_installed
+from raytune_fsdp.record.copies.wandb import wandb_installed
 
 logger = logging.getLogger(__name__)
 

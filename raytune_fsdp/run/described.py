@@ -12,12 +12,12 @@ from typing import Literal
 
 import xxhash
 
+from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.sources import Source
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.redaction import redact
-from raytune_fsdp.tracking.tracker import UsedData
-from raytune_fsdp.urls import is_url, without_secrets
+from raytune_fsdp.record.tracker import UsedData
 
 _GIT_SECONDS = 5
 

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from raytune_fsdp.collectives import on_all_ranks
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.collectives import on_all_ranks
+from raytune_fsdp.base.errors import TransientError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import TransientError
-from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.model.hub_download import Download
-from raytune_fsdp.model.hub_weights import HubWeights, cache
-from raytune_fsdp.pulse import beat
-from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
+from raytune_fsdp.model.directory.files import WeightFiles
+from raytune_fsdp.model.directory.hub_download import Download
+from raytune_fsdp.model.directory.hub_weights import HubWeights, cache
+from raytune_fsdp.run.starting_weights import AdapterFiles, Origin
 
 Say = Callable[[str], None]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.untrusted import is_count, read_json
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import AdapterMethod
-from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.optim import lr_factor, multiplier
-from raytune_fsdp.plan import Plan
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.untrusted import is_count, read_json
+from raytune_fsdp.config.sections.method import AdapterMethod
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.step.optim import lr_factor, multiplier
 
 logger = logging.getLogger(__name__)
 

@@ -7,24 +7,20 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import LoraMethod, QloraMethod
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.adapters import base_name, frozen_experts, is_adapted, left_out
+from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
+from raytune_fsdp.model.adapters.attach import base_name, frozen_experts, is_adapted, left_out
+from raytune_fsdp.model.adapters.principal import check_ranks
 from raytune_fsdp.model.added_rows import why_not_alone
-from raytune_fsdp.model.attention import positions_of, takes_position_ids
-from raytune_fsdp.model.fp8 import check_fp8, layers_in_fp8, left_in_bf16
-from raytune_fsdp.model.network import (
-    fp32_in_bf16,
-)
-from raytune_fsdp.model.principal import check_ranks
-from raytune_fsdp.model.quantized import check_torch
-from raytune_fsdp.model.routers import check_routers
-from raytune_fsdp.optim import check_groups, check_matrices
-from raytune_fsdp.run.checks import (
-    warn_of_method,
-)
-from raytune_fsdp.run.initial_weights import Origin
+from raytune_fsdp.model.attention.choose import positions_of, takes_position_ids
+from raytune_fsdp.model.network import fp32_in_bf16
+from raytune_fsdp.model.objective.routers import check_routers
+from raytune_fsdp.model.precision.fp8 import check_fp8, layers_in_fp8, left_in_bf16
+from raytune_fsdp.model.precision.quantized import check_torch
+from raytune_fsdp.run.checks import warn_of_method
+from raytune_fsdp.run.starting_weights import Origin
+from raytune_fsdp.step.optim import check_groups, check_matrices
 
 logger = logging.getLogger(__name__)
 

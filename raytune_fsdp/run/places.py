@@ -15,18 +15,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from raytune_fsdp.base.errors import ConfigError, RaytuneError
+from raytune_fsdp.base.mark import MOST_BYTES, chosen_by_this_user, chosen_in, made_with
+from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.base.untrusted import printable, read_file
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import as_checkpoint, committed, looks_like_checkpoint
 from raytune_fsdp.checkpoint.form import began_with, sees
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.errors import ConfigError, RaytuneError
-from raytune_fsdp.mark import MOST_BYTES, chosen_by_this_user, chosen_in, made_with
-from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE, read_object
-from raytune_fsdp.model.known_files import CONFIG_FILE as MODEL_CONFIG_FILE
-from raytune_fsdp.redaction import redact
-from raytune_fsdp.rundir import (
+from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.model.directory.known_files import CONFIG_FILE as MODEL_CONFIG_FILE
+from raytune_fsdp.plan.run_dir import (
     CHECKPOINTS,
     CONFIG_FILE,
     EVENTS_FILE,
@@ -40,8 +42,6 @@ from raytune_fsdp.rundir import (
     is_run,
     names_checkpoints,
 )
-from raytune_fsdp.untrusted import printable, read_file
-from raytune_fsdp.urls import is_url
 
 _MODELS = (("model", "path"), ("model", "tokenizer"), ("method", "adapter"))
 _LISTS = (("data", "train"), ("data", "eval"), ("eval", "tasks"))
@@ -190,7 +190,7 @@ def _is_directory(text: str) -> bool:
     """Whether the name of a model or dataset is a directory's or a URL, and not one of the hub's."""
     if is_url(text) or text.startswith(("/", "~", ".")):
         return True
-    from raytune_fsdp.model.files import is_local
+    from raytune_fsdp.model.directory.files import is_local
 
     return is_local(text)
 

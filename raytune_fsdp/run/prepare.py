@@ -16,63 +16,51 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from raytune_fsdp.answers import check_prompts
+from raytune_fsdp.base.batch import Cursor, Progress
+from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
+from raytune_fsdp.base.lease import lease_of
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import QloraMethod
-from raytune_fsdp.counts import Census
+from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
-from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.order import Order
 from raytune_fsdp.data.questions import Questions, check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
-from raytune_fsdp.lease import lease_of
-from raytune_fsdp.model.adapters import is_adapted
-from raytune_fsdp.model.attention import Needs, positions_of
-from raytune_fsdp.model.cuts import check_cut, sharing_heads
-from raytune_fsdp.model.files import commit_of, locate
-from raytune_fsdp.model.hub import check_push
-from raytune_fsdp.model.network import (
-    build_network,
-    count_parameters,
-    fit_vocabulary,
-    init_buffers,
-    load_architecture,
-)
-from raytune_fsdp.model.quantized import quantize_layers
-from raytune_fsdp.model.refusals import NEEDS_CODE, wants_code
-from raytune_fsdp.model.sequence import check_sequence
-from raytune_fsdp.model.tensor import cut_shapes
-from raytune_fsdp.model.tokenizer import tokenizer_in, vocabulary_of
-from raytune_fsdp.parallel import describe, is_wrapped, units_of
-from raytune_fsdp.plan import layout_of
-from raytune_fsdp.run.added_tokens import add_tokens
-from raytune_fsdp.run.base import Base, begun_with, check_base
+from raytune_fsdp.model.adapters.attach import is_adapted
+from raytune_fsdp.model.attention.choose import Needs, positions_of
+from raytune_fsdp.model.directory.files import commit_of, locate
+from raytune_fsdp.model.directory.hub_push import check_push
+from raytune_fsdp.model.directory.refusals import NEEDS_CODE, wants_code
+from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
+from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
+from raytune_fsdp.model.precision.quantized import quantize_layers
+from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
+from raytune_fsdp.model.split.sequence import check_sequence
+from raytune_fsdp.model.split.tensor import cut_shapes
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import layout_of
+from raytune_fsdp.plan.run_dir import RunDir, check_links
+from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
+from raytune_fsdp.run.base_model import Base, begun_with, check_base
 from raytune_fsdp.run.beginning import orders_of, orders_on_record
-from raytune_fsdp.run.checks import (
-    check_best,
-    check_early_stop,
-    check_export,
-    check_first,
-    warn_of_saves,
-)
+from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_saves
 from raytune_fsdp.run.described import commit_here
-from raytune_fsdp.run.initial_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
+from raytune_fsdp.run.evaluation.answers import check_prompts
+from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
-from raytune_fsdp.run.needs import network_needs
 from raytune_fsdp.run.network_checks import check_network, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
-from raytune_fsdp.run.probe import check_step
 from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
 from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
-from raytune_fsdp.rundir import RunDir, check_links
-from raytune_fsdp.tasks import metrics_of
-from raytune_fsdp.tracking.names import evaluation_accuracy, evaluation_loss
-from raytune_fsdp.types import Cursor, Progress
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.run.starting_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
+from raytune_fsdp.run.tokenizer import add_tokens
+from raytune_fsdp.run.trials.needs import network_needs
+from raytune_fsdp.run.trials.probe import check_step
+from raytune_fsdp.step.parallel import describe, is_wrapped, units_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,28 +9,28 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from raytune_fsdp.base.errors import RaytuneError, ResumeError
+from raytune_fsdp.base.threads import READERS
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
+from raytune_fsdp.checkpoint.contents import INITIAL
 from raytune_fsdp.checkpoint.form import WrittenAs, sees, written_of
+from raytune_fsdp.checkpoint.merged import base_of, check_rows_stored, named_class, saved_network, whole_weights
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.checkpoint.tensors import INITIAL
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.checkpoint.whole import base_of, check_rows_stored, named_class, saved_network, whole_weights
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.errors import RaytuneError, ResumeError
-from raytune_fsdp.model.export import export
-from raytune_fsdp.model.export_adapter import check_found_by_others, export_adapter
-from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.model.mean import MeanTensors
-from raytune_fsdp.model.named_class import Named
-from raytune_fsdp.report.card import is_of_same_run, model_card
-from raytune_fsdp.run.export_proof import check_acts
-from raytune_fsdp.rundir import EVENTS_FILE, checkpoints_below, checkpoints_of, is_place_of_exports
-from raytune_fsdp.threads import READERS
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.console import event_in_words
-from raytune_fsdp.tracking.jsonl import append_event
-from raytune_fsdp.urls import is_url
+from raytune_fsdp.model.directory.files import WeightFiles
+from raytune_fsdp.model.directory.named_class import Named
+from raytune_fsdp.model.export.adapter import check_found_by_others, export_adapter
+from raytune_fsdp.model.export.mean import MeanTensors
+from raytune_fsdp.model.export.write import export
+from raytune_fsdp.plan.run_dir import EVENTS_FILE, checkpoints_below, checkpoints_of, is_place_of_exports
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.record.jsonl import append_event
+from raytune_fsdp.record.report.card import is_of_same_run, model_card
+from raytune_fsdp.run.trials.export_proof import check_acts
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def publish(
     )  # fmt: skip
     if chosen.push is None:
         return None
-    from raytune_fsdp.model.hub import push
+    from raytune_fsdp.model.directory.hub_push import push
 
     return push(destination, chosen.push, private=chosen.private, message=f"step {checkpoint.step}")
 

@@ -13,26 +13,26 @@ import yaml
 from pydantic import ValidationError
 from transformers import PretrainedConfig, PreTrainedModel
 
+from raytune_fsdp.base.errors import RaytuneError, ResumeError, TransientError, in_one_line
+from raytune_fsdp.base.redaction import redact_shapes
+from raytune_fsdp.base.untrusted import read_file, shown
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig, OptimConfig, ParallelConfig
-from raytune_fsdp.config.method import unordered
 from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.sections.method import unordered
 from raytune_fsdp.config.text import MAX_BYTES, parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import RaytuneError, ResumeError, TransientError, in_one_line
-from raytune_fsdp.identity import ABSENT, check_identity, named
-from raytune_fsdp.model.adapter_targets import is_expression
-from raytune_fsdp.model.adapters import adapter_tensors, base_name
-from raytune_fsdp.redaction import redact_shapes
+from raytune_fsdp.model.adapters.attach import adapter_tensors, base_name
+from raytune_fsdp.model.adapters.targets import is_expression
+from raytune_fsdp.plan.identity import ABSENT, check_identity, named
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.tracker import flatten
 from raytune_fsdp.run.beginning import beginning_of
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import read_events
-from raytune_fsdp.tracking.tracker import flatten
-from raytune_fsdp.untrusted import read_file, shown
 
 logger = logging.getLogger(__name__)
 

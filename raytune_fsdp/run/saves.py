@@ -9,21 +9,21 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from raytune_fsdp.base.batch import Saved
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import Keep
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.config.every import SaveEvery
-from raytune_fsdp.optim import Optimizer
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import each_event, read_evaluations, seconds_after
+from raytune_fsdp.record.names import highest_is_best, score
+from raytune_fsdp.record.tracker import Tracker
+from raytune_fsdp.run.saving import NothingSaved, Saves
 from raytune_fsdp.run.standing import Prepared, Standing
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.saving import NothingSaved, Saves
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import each_event, read_evaluations, seconds_after
-from raytune_fsdp.tracking.names import highest_is_best, score
-from raytune_fsdp.tracking.tracker import Tracker
-from raytune_fsdp.types import Saved
+from raytune_fsdp.step.optim import Optimizer
 
 LOST = "lost_seconds"
 """Of the event that an attempt has started: what those before it have trained since its checkpoint. They may all have

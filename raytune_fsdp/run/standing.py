@@ -14,26 +14,26 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
 from raytune_fsdp.checkpoint.loading import verify_together
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.counts import Census
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.early_stop import ended_by
-from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.lease import Lease
-from raytune_fsdp.model.attention import Needs
-from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.run.exams import exam_of, owes
-from raytune_fsdp.run.initial_weights import AdapterFiles, Origin
+from raytune_fsdp.model.attention.choose import Needs
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import Plan, resolve
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_evaluations, read_events
+from raytune_fsdp.run.evaluation.early_stop import ended_by
+from raytune_fsdp.run.evaluation.owed import exam_of, owes
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_events
-from raytune_fsdp.types import ParameterCount
+from raytune_fsdp.run.starting_weights import AdapterFiles, Origin
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from ray.dashboard.modules.job.job_supervisor import JobSupervisor
 from ray.runtime_env import RuntimeEnv
 
 from raytune_fsdp.config import CheckpointConfig
-from raytune_fsdp.config.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.config.load import recipes
+from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, SCHEMAS = ROOT / "cluster", Path(__file__).parent / "schemas"

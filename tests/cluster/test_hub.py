@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.cluster.network import why_not
 from tests.cluster.test_network import FAST, HEAD, OUTSIDE, SECOND, Machines
 from tests.models import save_checkpoint

@@ -18,7 +18,7 @@ import pytest
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.cluster.network import Network, wait, why_not
 from tests.ray.jobs import ROOT, TRAIN, config_of, events
 from tests.runs import trajectory

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.cluster.network import Network, wait, why_not
 from tests.ray.jobs import ROOT, events
 

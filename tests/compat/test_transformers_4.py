@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-from raytune_fsdp.model.export import export
-from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.export.write import export
+from raytune_fsdp.model.weights.keys import owned_tensors
 from tests.distributed.test_export import Tensors
 from tests.models import ARCHITECTURES, EXPERTS, architecture, build
 from tests.unit.made_tokenizers import chat, demo, metaspace

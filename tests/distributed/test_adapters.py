@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ConfigError, ModelError, ResumeError
-from raytune_fsdp.run.initial_weights import fill_mode
+from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.run.starting_weights import fill_mode
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.forgeries import put, with_hashes
 from tests.models import save_checkpoint
@@ -153,12 +153,12 @@ def plain_peft(values: dict[str, Any], steps: int) -> list[tuple[float, float]]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.base.batch import Cursor
     from raytune_fsdp.data.batches import stream_batch
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.optim import lr_factor
+    from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.run.prepare import prepare
-    from raytune_fsdp.types import Cursor
+    from raytune_fsdp.step.optim import lr_factor
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare(config, 1)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in

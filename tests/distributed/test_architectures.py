@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.models import UNUSUAL, architecture
 from tests.ranks import run_ranks
 from tests.runs import largest_difference, make_config, train_rank, write_tokenizer

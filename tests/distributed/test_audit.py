@@ -85,7 +85,7 @@ def test_a_run_that_added_gradients_in_16_bits_is_audited_as_it_was_trained(
 
 def _train_as_before(values: dict[str, Any]) -> bool:
     """A rank of a tree that knew no other type than that of the weights, and said nothing of it."""
-    from raytune_fsdp import assemble
+    from raytune_fsdp.run import assemble
 
     kernels_of = assemble.kernels_of
     assemble.kernels_of = lambda *given: {k: v for k, v in kernels_of(*given).items() if k != "gradients"}
@@ -243,12 +243,12 @@ def _train_otherwise(values: dict[str, Any], what: str) -> None:
 
     import torch.distributed as dist
 
-    from raytune_fsdp import loop
-    from raytune_fsdp.assemble import LauncherHooks
     from raytune_fsdp.data.batches import rank_batches
     from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
+    from raytune_fsdp.run import loop
+    from raytune_fsdp.run.assemble import LauncherHooks
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

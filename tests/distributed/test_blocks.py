@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, train_rank
 
@@ -32,12 +32,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 def train_all(configs: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[Any]]]:
     """Train them one after the other. How many tensors each sent to the host, and its first step's gradients."""
-    from raytune_fsdp import step
-    from raytune_fsdp.model import offload
+    from raytune_fsdp.model import offload_activations
+    from raytune_fsdp.step import train_step
 
     sent: list[int] = []
     first: list[list[Any]] = []
-    send, local_gradients = offload.Offload._send, step.local_gradients
+    send, local_gradients = offload_activations.Offload._send, train_step.local_gradients
 
     def counted(self: Any, *tensors: Any) -> Any:
         sent[-1] += 1
@@ -48,9 +48,9 @@ def train_all(configs: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[lis
         first[-1] = first[-1] or [gradient.double().numpy().copy() for gradient in found]
         return found
 
-    offload._SMALLEST = 1
-    offload.Offload._send = counted  # type: ignore[method-assign]
-    step.local_gradients = noted
+    offload_activations._SMALLEST = 1
+    offload_activations.Offload._send = counted  # type: ignore[method-assign]
+    train_step.local_gradients = noted
     for values in configs:
         sent.append(0)
         first.append([])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.launch.local import prepare_on_rank0
-from raytune_fsdp.loop import train
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import train
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.loading import CPU, gathered
 from tests.ranks import run_ranks

@@ -15,8 +15,8 @@ import pytest
 import torch
 import xxhash
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, newest
-from raytune_fsdp.errors import ResumeError
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, make_config, trajectory
@@ -96,7 +96,7 @@ def test_damage_is_detected_or_harmless(
 
 def test_a_run_falls_back_and_says_so(saved: Path, tmp_path: Path) -> None:
     """Through training itself: sizes are right, so only reading all of it shows the damage, on the rank that reads."""
-    from raytune_fsdp.tracking.jsonl import read_events
+    from raytune_fsdp.record.jsonl import read_events
 
     config = make_config(
         tmp_path, GPT2, train={**TRAIN, "max_steps": 4}, parallel={"precision": "fp32"},
@@ -124,12 +124,12 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
     import torch.distributed as dist
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
+    from raytune_fsdp.checkpoint.contents import tensors_of
     from raytune_fsdp.checkpoint.loading import load
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
-    from raytune_fsdp.checkpoint.tensors import tensors_of
     from raytune_fsdp.config import OptimConfig, ParallelConfig
-    from raytune_fsdp.optim import build_optimizer
+    from raytune_fsdp.step.optim import build_optimizer
     from tests.loading import draw, whole
 
     parallel = ParallelConfig.model_validate(values)

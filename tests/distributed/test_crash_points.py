@@ -22,7 +22,7 @@ from tests.ranks import PRELOAD
 from tests.tracing import Call, Tracer, traceable
 
 if TYPE_CHECKING:
-    from raytune_fsdp.optim import AdamW
+    from raytune_fsdp.step.optim import AdamW
 
 WORLD = 2
 OLD, NEW = 4, 8
@@ -36,7 +36,7 @@ def state_of(step: int) -> tuple[torch.nn.Module, AdamW]:
     from torch.distributed.fsdp import fully_shard
 
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.optim import build_optimizer
+    from raytune_fsdp.step.optim import build_optimizer
 
     model = torch.nn.Sequential(torch.nn.Linear(300, 1200), torch.nn.Linear(1200, 3))  # several writes a file
     fully_shard(model)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp import loop
 from raytune_fsdp.cli.main import main
+from raytune_fsdp.run import loop
 from tests.distributed.test_launch import end, environment, job, newest_child, run, start, wait_for, write_config
 from tests.runs import make_config
 

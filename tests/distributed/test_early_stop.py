@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.api import finetune
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_events
+from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from tests.checkpoints import checkpoints
 from tests.runs import make_config, trajectory, write_tokens
 
@@ -80,7 +80,7 @@ def test_a_crash_between_the_last_evaluation_and_the_checkpoint_changes_nothing(
 ) -> None:
     config = config_of(tmp_path, "run")
     with monkeypatch.context() as patch:
-        patch.setattr("raytune_fsdp.loop._saved", lambda *_: 1 / 0)
+        patch.setattr("raytune_fsdp.run.loop._saved", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             finetune(config)
     assert checkpoints(tmp_path / "runs" / "run")[-1].step == 15

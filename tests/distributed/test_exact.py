@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import stream_batch
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.types import Cursor
 from tests.models import architecture
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
@@ -35,7 +35,7 @@ def plain_loop(values: dict[str, Any], steps: int = STEPS) -> list[tuple[float, 
     """Loss and gradient norm of the first steps of a loop in plain PyTorch: one process, one global batch at a time."""
     import torch.distributed as dist
 
-    from raytune_fsdp.assemble import assemble
+    from raytune_fsdp.run.assemble import assemble
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare(config, 1)

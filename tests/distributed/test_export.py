@@ -17,18 +17,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.errors import ModelError, TransientError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ModelError, TransientError
 from raytune_fsdp.launch.local import prepare_on_rank0
-from raytune_fsdp.loop import train
-from raytune_fsdp.model.attention import without_borders
-from raytune_fsdp.model.export import export
-from raytune_fsdp.model.keys import owned_tensors
-from raytune_fsdp.model.tensorfile import TensorFile
+from raytune_fsdp.model.attention.choose import without_borders
+from raytune_fsdp.model.directory.tensorfile import TensorFile
+from raytune_fsdp.model.export.write import export
+from raytune_fsdp.model.weights.keys import owned_tensors
+from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.publish import publish
-from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.loading import CPU, assert_same, gathered
 from tests.models import PARTICULAR, TIED, UNUSUAL, architecture, build, save_checkpoint
 from tests.ranks import run_ranks

@@ -16,10 +16,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.form import began_with
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.errors import ModelError
 from raytune_fsdp.run.publish import average, checkpoints_to_average, publish
 from tests.models import SEEING_CLASSES, build_seeing, save_checkpoint
 from tests.ranks import run_ranks
@@ -240,7 +240,7 @@ def test_the_base_is_found_from_any_directory(qwen: tuple[Path, Path], tmp_path:
 HUB = """
 import json, sys
 from pathlib import Path
-from raytune_fsdp.api import finetune
+from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.run.publish import publish

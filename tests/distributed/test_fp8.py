@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ResumeError
 from raytune_fsdp.launch.local import prepare_on_rank0
-from raytune_fsdp.tracking.jsonl import read_evaluations
+from raytune_fsdp.record.jsonl import read_evaluations
 from tests.checkpoints import checkpoints, tensors_in
 from tests.ranks import run_ranks
 from tests.runs import LLAMA, largest_difference, make_config, train_rank, trajectory

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.models import save_checkpoint
 from tests.runs import make_config, trajectory
 from tests.unit.fake_hub import TOKEN, FakeHub, fake_hub
@@ -79,9 +79,9 @@ def train_rank(directory: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
+    from raytune_fsdp.base.beat import pulse
     from raytune_fsdp.launch.worker import join, work
-    from raytune_fsdp.model.files import known_weights
-    from raytune_fsdp.pulse import pulse
+    from raytune_fsdp.model.directory.files import known_weights
     from raytune_fsdp.run.fetching import _brought
 
     torch.set_num_threads(1)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.config import ExportConfig, ModelConfig
-from raytune_fsdp.errors import ModelError
 from raytune_fsdp.model.network import fit_vocabulary, load_architecture
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.run.initial_weights import fill_mode
+from raytune_fsdp.model.directory.files import WeightFiles
+from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.starting_weights import fill_mode
 from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, EXPERTS, TIED, UNUSUAL, VOCABULARY, build, save_checkpoint
 from tests.ranks import run_ranks

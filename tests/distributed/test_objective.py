@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.record.jsonl import read_metrics
+from raytune_fsdp.record.names import step_values
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.tracking.jsonl import read_metrics
-from raytune_fsdp.tracking.names import step_values
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
 
 SLOW = pytest.mark.slow

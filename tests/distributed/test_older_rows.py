@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from raytune_fsdp.run.prepare import prepare_data
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank, trajectory
 

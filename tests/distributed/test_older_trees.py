@@ -234,7 +234,7 @@ def go_on_with_a_field(older: Path, name: str, section: str, value: int) -> None
 
 def register_default(section: str, extended: Any, field: str, value: Any) -> None:
     """Say what the absence of a field means: the one place where the test knows how the tree does that."""
-    from raytune_fsdp.identity import ABSENT
+    from raytune_fsdp.plan.identity import ABSENT
 
     ABSENT[".".join([section, *([extended.type] if hasattr(extended, "type") else []), field])] = value
 

@@ -49,7 +49,7 @@ def given(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor
     """A whole gradient, as this rank has it."""
     from torch.distributed.tensor import DTensor
 
-    from raytune_fsdp.optim.pieces import Split
+    from raytune_fsdp.step.optim.pieces import Split
 
     if not isinstance(parameter, DTensor):
         return gradient
@@ -66,9 +66,9 @@ def stepped(case: str, parallel: Mapping[str, Any]) -> dict[str, np.ndarray[Any,
     import torch.distributed as dist
 
     from raytune_fsdp.config import ParallelConfig
-    from raytune_fsdp.optim import build_optimizer
-    from raytune_fsdp.parallel import make_mesh, shard, units_of
-    from raytune_fsdp.plan import Layout
+    from raytune_fsdp.plan.plan import Layout
+    from raytune_fsdp.step.optim import build_optimizer
+    from raytune_fsdp.step.parallel import make_mesh, shard, units_of
 
     name, precision, optim = CASES[case]
     model = build(name).to(TYPES[precision])
@@ -201,7 +201,7 @@ def run_dir(config: FinetuneConfig) -> Path:
 
 
 def lines(config: FinetuneConfig) -> list[dict[str, Any]]:
-    from raytune_fsdp.tracking.jsonl import read_trajectory
+    from raytune_fsdp.record.jsonl import read_trajectory
 
     return read_trajectory(run_dir(config) / "metrics.jsonl")
 

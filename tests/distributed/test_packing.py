@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, make_config, train_rank
 
@@ -19,9 +19,9 @@ OPT = {
 
 def packed_and_alone(values: dict[str, Any]) -> float:
     """Largest difference between the logits of packed documents and of the same documents alone."""
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.run.assemble import assemble
 
     config = FinetuneConfig.model_validate(values)
     model = assemble(config, *prepare_on_rank0(config), torch.device("cpu")).model.eval()
@@ -63,7 +63,7 @@ def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any
 
 
 def test_prompts_are_checked_before_anything_starts(tmp_path: Any) -> None:
-    from raytune_fsdp.errors import DataError
+    from raytune_fsdp.base.errors import DataError
     from raytune_fsdp.run.prepare import prepare
 
     for prompt, complaint in (("", "has 0 tokens"), ("w5 " * 60, "fewer than the 48 positions")):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.batch import StepBatches, StopReason
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.run.past import past_place, past_step
-from raytune_fsdp.types import StepBatches, StopReason
+from raytune_fsdp.tools.audit.past import past_place, past_step
 from tests.ranks import run_ranks
 from tests.runs import make_config, write_tokens
 
@@ -55,12 +55,12 @@ def _train(values: Mapping[str, Any], given: Path, stop_after: int | None) -> No
     import torch
     import torch.distributed as dist
 
-    from raytune_fsdp.assemble import LauncherHooks
+    from raytune_fsdp.base.errors import Interrupted
     from raytune_fsdp.data.batches import rank_batches
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.errors import Interrupted
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
+    from raytune_fsdp.run.assemble import LauncherHooks
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

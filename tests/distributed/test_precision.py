@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.checkpoint.state import read_state
-from raytune_fsdp.checkpoint.tensors import tensors_of
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.step import SCALE_GROWTH_STEPS, LossScale
-from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_metrics, read_trajectory
+from raytune_fsdp.step.train_step import SCALE_GROWTH_STEPS, LossScale
 from tests.checkpoints import checkpoints, tensors_in, types_in
 from tests.ranks import run_ranks
 from tests.runs import LLAMA, make_config, trajectory
@@ -33,8 +33,8 @@ def run_dir(config: FinetuneConfig) -> Path:
 
 def assembled(values: Mapping[str, Any]) -> Any:
     """A run's parts on this rank. The optimizer has its state from the start, so that it can be looked at."""
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.run.assemble import assemble
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), CPU)
@@ -47,7 +47,7 @@ def train_watched(parts: Any, at_step: Callable[[int], None] = lambda step: None
 
     `at_step` is called in front of every step. The last step is not among those looked at.
     """
-    from raytune_fsdp.loop import train
+    from raytune_fsdp.run.loop import train
 
     kept: list[int] = []
     scales: list[float] = []

@@ -8,7 +8,7 @@ import pytest
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.launch import local
-from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.distributed.test_launch import write_config
 
 

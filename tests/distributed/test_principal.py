@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.config.method import LoraMethod
-from raytune_fsdp.errors import ConfigError, ModelError
-from raytune_fsdp.model import principal
-from raytune_fsdp.model.adapters import began_as
+from raytune_fsdp.config.sections.method import LoraMethod
+from raytune_fsdp.model.adapters import principal
+from raytune_fsdp.model.adapters.attach import began_as
+from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.quantized import Kind, QuantizedLayer, quantize, widen
+from raytune_fsdp.model.precision.quantized import Kind, QuantizedLayer, quantize, widen
+from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
@@ -179,7 +179,7 @@ LARGE = {
 
 def _held(small: Any, large: Any) -> tuple[int, int, int, float, float]:
     """Peak of filling; what stays on this rank; the largest tensor; bytes of a quantized and of any frozen number."""
-    from raytune_fsdp import assemble as module_of_fill
+    from raytune_fsdp.run import assemble as module_of_fill
 
     first_weights, fill, peaks = module_of_fill.first_weights, module_of_fill.fill, []  # type: ignore[attr-defined]
 

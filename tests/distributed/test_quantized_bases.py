@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations import finegrained_fp8
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
 from tests.loading import assert_same, gathered, load

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raytune_fsdp.tracking.jsonl import read_events, read_metrics
+from raytune_fsdp.record.jsonl import read_events, read_metrics
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, make_config, train_rank
 
@@ -23,9 +23,9 @@ def out_of_memory(values: Mapping[str, Any]) -> str:
     """Train until the third step has no memory, on a node that has little for saves; what is said."""
     import torch
 
-    from raytune_fsdp import loop
+    from raytune_fsdp.base.errors import TrainingError
     from raytune_fsdp.checkpoint import room
-    from raytune_fsdp.errors import TrainingError
+    from raytune_fsdp.run import loop
 
     step = loop.train_step
     room.free_memory = lambda: 1000
@@ -87,8 +87,8 @@ def slowed(values: Mapping[str, Any], slow: int, what: str, times: float) -> Non
     for its data, or for its storage."""
     import torch.distributed as dist
 
-    from raytune_fsdp import assemble
     from raytune_fsdp.checkpoint import save_in_flight
+    from raytune_fsdp.run import assemble
 
     is_slow = dist.get_rank() == slow
     if is_slow and what == "compute":
@@ -134,8 +134,8 @@ def no_memory_for(values: Mapping[str, Any], what: str) -> str:
     """What is said if a part of the run finds no memory when it is made."""
     import torch
 
-    from raytune_fsdp import assemble
-    from raytune_fsdp.errors import TrainingError
+    from raytune_fsdp.base.errors import TrainingError
+    from raytune_fsdp.run import assemble
 
     def without_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.quota import with_quota
 from tests.ranks import run_ranks
 from tests.runs import make_config, trajectory

@@ -1,5 +1,5 @@
 """Gradients that are summed inside of nodes first: the sums are what they were, and what crosses between nodes is what
-estimate/traffic.py says."""
+step/traffic.py says."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.plan import Layout
-from raytune_fsdp.reduction import ranks_of_a_node
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
+from raytune_fsdp.step.traffic import Traffic
 from tests.models import build
 from tests.ranks import run_ranks
 
@@ -46,11 +46,11 @@ class Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def gradients(parallel: dict[str, Any], per_node: int | None) -> tuple[dict[str, Any], dict[str, float], Traffic]:
     """What one block a rank makes of them, what that moved, and what it should have moved."""
     from raytune_fsdp.model.fill import fill
-    from raytune_fsdp.model.loss import block_loss
     from raytune_fsdp.model.network import MASTER_DTYPE
+    from raytune_fsdp.model.objective.loss import block_loss
     from raytune_fsdp.model.proof import documents
-    from raytune_fsdp.optim import local_piece
-    from raytune_fsdp.parallel import make_mesh, shard, traffic_of, units_of
+    from raytune_fsdp.step.optim import local_piece
+    from raytune_fsdp.step.parallel import make_mesh, shard, traffic_of, units_of
 
     world, config = dist.get_world_size(), ParallelConfig.model_validate(parallel)
     shards = config.shard_size or world

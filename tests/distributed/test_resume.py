@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from raytune_fsdp.cli.main import main
+from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
 from raytune_fsdp.run.prepare import prepare, prepare_data
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
 from tests.forgeries import with_hashes
 from tests.ranks import run_ranks

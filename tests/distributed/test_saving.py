@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, make_config, trajectory
@@ -124,7 +124,7 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.optim import build_optimizer, local_piece
+    from raytune_fsdp.step.optim import build_optimizer, local_piece
     from tests.checkpoints import tensors_in
     from tests.loading import draw
 
@@ -271,7 +271,7 @@ def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.optim import build_optimizer
+    from raytune_fsdp.step.optim import build_optimizer
     from tests.loading import draw
 
     model = draw(LLAMA, 5)

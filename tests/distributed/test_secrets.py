@@ -9,10 +9,10 @@ import pytest
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_events
-from raytune_fsdp.tracking.mlflow import mlflow_installed
-from raytune_fsdp.tracking.names import SETTINGS_CHANGED
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.copies.mlflow import mlflow_installed
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.names import SETTINGS_CHANGED
 from tests.planted import FILL, SHAPES
 from tests.runs import make_config
 

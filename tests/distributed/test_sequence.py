@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.collectives import Collectives
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.document_record import read_sums
-from raytune_fsdp.estimate.traffic import exchanged_by_attention
-from raytune_fsdp.tracking.jsonl import read_evaluations
+from raytune_fsdp.record.jsonl import read_evaluations
+from raytune_fsdp.run.measure.documents import read_sums
+from raytune_fsdp.step.traffic import exchanged_by_attention
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory, write_tokens
@@ -129,9 +129,9 @@ def test_adapters_with_dropout_and_another_mesh_after_a_stop(tmp_path: Path) -> 
 def exchanged(values: Mapping[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
     """The numbers that this rank receives for the attention of a step, and the shapes of the hidden states and losses
     that it has."""
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.launch.local import prepare_on_rank0
-    from raytune_fsdp.step import train_step
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.step.train_step import train_step
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

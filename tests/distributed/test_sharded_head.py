@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.record.jsonl import read_metrics
 from tests.distributed.test_blocks import UNTIED, train_all
 from tests.ranks import run_ranks
 from tests.runs import largest_difference, make_config, write_tokens
@@ -61,11 +61,11 @@ def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.local import prepare_on_rank0
-    from raytune_fsdp.model.loss import block_loss
-    from raytune_fsdp.parallel import evaluating
+    from raytune_fsdp.model.objective.loss import block_loss
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.step.parallel import evaluating
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))

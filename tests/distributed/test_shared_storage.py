@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.launch.shared_storage import _by_node, _Outcome, check_shared
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_events
+from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank, write_tokens

@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import Collectives
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
-from raytune_fsdp.checkpoint.compare import TensorDifference, compare_tensors
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.traffic import summed_by_layers
-from raytune_fsdp.model import head
-from raytune_fsdp.model.attention import Needs
-from raytune_fsdp.model.cuts import check_cut
-from raytune_fsdp.run.cut_trial import difference_when_cut
+from raytune_fsdp.model.attention.choose import Needs
+from raytune_fsdp.model.objective import chunked_head
+from raytune_fsdp.model.split.cuts import check_cut
+from raytune_fsdp.plan.run_dir import MODEL_FILES
 from raytune_fsdp.run.publish import export_checkpoint
-from raytune_fsdp.rundir import MODEL_FILES
+from raytune_fsdp.run.trials.cut import difference_when_cut
+from raytune_fsdp.step.traffic import summed_by_layers
+from raytune_fsdp.tools.audit.compare import TensorDifference, compare_tensors
 from tests.distributed.test_sequence import FP32, LLAMA_FP64, MIXTRAL, QWEN3, STEPS, check_learns_the_same
 from tests.models import ARCHITECTURES, EXPERTS, build, save_checkpoint
 from tests.ranks import run_ranks
@@ -164,10 +164,10 @@ def exported(checkpoint: CommittedCheckpoint, directory: Path) -> bytes:
 
 def save_again(values: Mapping[str, Any], place: str) -> None:
     """Read a run's last checkpoint with this mesh, and save what was read in another place."""
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.checkpoint.catalogue import Keep
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.run.assemble import assemble
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)
@@ -197,14 +197,14 @@ class Widest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def summed(values: Mapping[str, Any]) -> tuple[float, int, set[int]]:
     """The numbers that this rank receives in sums over parts of layers in a step, the tokens that it learns from, and
     the last axes of all tensors."""
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.launch.local import prepare_on_rank0
-    from raytune_fsdp.step import train_step
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.step.train_step import train_step
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)
     parts = assemble(config, prepared, standing, torch.device("cpu"))
-    head._CHUNK["cpu"] = 67 * 66  # not all losses at once: of fewer tokens of the vocabulary more would fit
+    chunked_head._CHUNK["cpu"] = 67 * 66  # not all losses at once: of fewer tokens of the vocabulary more would fit
     batches = next(parts.batches)
     with Collectives() as seen, Widest() as widest:
         train_step(

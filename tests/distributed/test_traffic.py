@@ -1,4 +1,4 @@
-"""What real steps send is what estimate/traffic.py says, to the number."""
+"""What real steps send is what step/traffic.py says, to the number."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.collectives import KINDS, Collectives
+from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import QloraMethod
-from raytune_fsdp.model.quantized import quantize_layers
-from raytune_fsdp.types import ParameterCount
+from raytune_fsdp.config.sections.method import QloraMethod
+from raytune_fsdp.model.precision.quantized import quantize_layers
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import make_config
@@ -31,11 +31,11 @@ def moved(
 
 
 def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], dict[str, float], ParameterCount]:
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.model.network import build_network
-    from raytune_fsdp.parallel import traffic_of, units_of
-    from raytune_fsdp.step import train_step
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.step.parallel import traffic_of, units_of
+    from raytune_fsdp.step.train_step import train_step
 
     prepared, standing = prepare_on_rank0(config)
     plan = standing.plan
@@ -160,7 +160,7 @@ def test_in_units_of_all_weights(tmp_path: Path) -> None:
 
 def test_weights_in_8_bits_are_half_the_bytes(tmp_path: Path) -> None:
     """The whole of a network of 24 blocks, with its embedding and head in 16 bits, at most 0.55 of bf16's bytes; and of
-    each the formula of estimate/traffic.py."""
+    each the formula of step/traffic.py."""
     pytest.importorskip("torchao")
     configs = [
         config_of(tmp_path, 2, name=precision, changes={"num_hidden_layers": 24}, parallel={"precision": precision})

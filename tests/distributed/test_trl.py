@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from raytune_fsdp.base.batch import PADDING, Cursor
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.demo import CONVERSATIONS
 from raytune_fsdp.run.prepare import prepare_data
-from raytune_fsdp.types import PADDING, Cursor
 from tests.models import save_checkpoint
 from tests.runs import trajectory
 

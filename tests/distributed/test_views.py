@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.files import WeightFiles
-from raytune_fsdp.run.views import _marks_of_all, digests
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.model.directory.files import WeightFiles
+from raytune_fsdp.run.same_files import _marks_of_all, digests
 from tests.ranks import run_ranks
 
 _NEWNS, _NEWUTS, _PRIVATE = 0x20000, 0x4000000, 0x4000 | 0x40000

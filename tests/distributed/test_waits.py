@@ -57,10 +57,10 @@ class Methods(TorchFunctionMode):
 
 def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
     """What a steady step asks for; with `disturb` a network in the middle of it asks, too."""
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.local import prepare_on_rank0
-    from raytune_fsdp.step import train_step
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.step.train_step import train_step
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_one_that_asks_is_found(tmp_path: Path) -> None:
 
 def waiting_alone(rank: int, port: int, found: Any, imported: Any) -> None:
     """A rank that waits for all, and then for the one that it shares a model with; they have joined, and hang."""
-    from raytune_fsdp.collectives import make_device_mesh
+    from raytune_fsdp.base.collectives import make_device_mesh
     from raytune_fsdp.launch.worker import join
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "4"}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.estimate.flops import peak_flops
 from raytune_fsdp.launch import local
-from raytune_fsdp.tracking.jsonl import read_metrics
+from raytune_fsdp.record.jsonl import read_metrics
+from raytune_fsdp.step.flops import peak_flops
 from tests.checkpoints import checkpoints, types_in
 from tests.runs import make_config, write_tokenizer, write_tokens
 
@@ -98,7 +98,7 @@ def test_compiled_is_near_eager(tmp_path: Path) -> None:
 
 
 def test_fp16_recovers_from_an_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytune_fsdp.assemble.FIRST_SCALE", 2.0**30)
+    monkeypatch.setattr("raytune_fsdp.run.assemble.FIRST_SCALE", 2.0**30)
     lines = train(tmp_path, "fp16", parallel={"precision": "fp16"}, optim={"max_skipped": 20}, steps=40)
     bad = [line["trajectory"]["step"] for line in lines if line["skipped"]]
     assert bad[:1] == [1], "the scale is far too large for the first step"

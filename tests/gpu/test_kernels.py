@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytune_fsdp.assemble import assemble
+from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.loop import train
-from raytune_fsdp.metrics import to_host
-from raytune_fsdp.model.attention import Heads, Needs, choose
-from raytune_fsdp.model.calls import PREFIX, Call, reference
-from raytune_fsdp.model.flash import FLASH
-from raytune_fsdp.model.kernels import KERNELS
-from raytune_fsdp.model.trial import why_kernel_fails
-from raytune_fsdp.step import StepTensors, train_step
-from raytune_fsdp.types import Borders
+from raytune_fsdp.model.attention.calls import PREFIX, Call, reference
+from raytune_fsdp.model.attention.choose import Heads, Needs, choose
+from raytune_fsdp.model.attention.flash import FLASH
+from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.attention.trial import why_kernel_fails
+from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.loop import train
+from raytune_fsdp.run.measure.meter import to_host
+from raytune_fsdp.step.train_step import StepTensors, train_step
 from tests.gpu.test_gpu import ARCHITECTURE
 from tests.runs import make_config, write_tokenizer, write_tokens
 

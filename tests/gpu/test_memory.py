@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
-from raytune_fsdp.model.blocks import run_blocks
-from raytune_fsdp.model.offload import Offload
-from raytune_fsdp.tracking.jsonl import read_events
+from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.offload_activations import Offload
+from raytune_fsdp.record.jsonl import read_events
 from tests.gpu.test_gpu import losses, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -18,7 +18,7 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-from raytune_fsdp.launch.ray.spot import ENDPOINT
+from raytune_fsdp.launch.ray.nodes.spot import ENDPOINT
 
 
 def main(directory: Path) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ray._private.services import get_node_ip_address
 
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.ray.jobs import FAULTS, ROOT, Command, config_of, events
 from tests.runs import trajectory
 

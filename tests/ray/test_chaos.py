@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.tracking.mlflow import mlflow_installed
+from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from tests.chaos import judge, wreak
 
 pytestmark = pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed")

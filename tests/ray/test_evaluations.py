@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_metrics, read_trajectory
+from raytune_fsdp.record.jsonl import read_metrics, read_trajectory
 from tests.ray.jobs import Command, Nodes, config_of, events
 from tests.runs import trajectory, write_tokens
 

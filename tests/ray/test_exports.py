@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.launch.ray.after_commit import AfterCommit
-from raytune_fsdp.launch.ray.exports import Exports
+from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit
+from raytune_fsdp.launch.ray.tasks.exports import Exports
 from raytune_fsdp.launch.shared_storage import put_token
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.plan.run_dir import RunDir
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ray.jobs import config_of
 from tests.runs import trajectory

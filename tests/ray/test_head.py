@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.ray.jobs import Command, Nodes, config_of, events
 from tests.runs import trajectory
 

@@ -16,11 +16,11 @@ import pytest
 import ray
 
 from raytune_fsdp import finetune
+from raytune_fsdp.base.errors import Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
-from raytune_fsdp.errors import Interrupted, RaytuneError, TrainingError
 from raytune_fsdp.launch.ray.driver import trainer_for
 from raytune_fsdp.launch.ray.resources import Request
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.ray.jobs import config_of, events
 from tests.runs import trajectory
 

@@ -16,10 +16,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raytune_fsdp.config import EvalConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.board import Board, Joined, Line
-from raytune_fsdp.launch.ray.evaluations import Evaluations
-from raytune_fsdp.launch.ray.node_watch import NodeWatches
+from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.placement_groups import free_for_tasks, group_around
 from raytune_fsdp.launch.ray.resources import nodes
+from raytune_fsdp.launch.ray.tasks.evaluations import Evaluations
 from tests.ray.test_private import until
 from tests.ray.test_resources import cluster_of, run_alone
 

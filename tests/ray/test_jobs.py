@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import ROOT, TRAIN, config_of, events, mlflow_runs
 from tests.runs import trajectory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_events, read_metrics, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_metrics, read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import Command, config_of, events
 from tests.runs import trajectory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_trajectory
+from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 from tests.ray.jobs import TRAIN, Command, events
 from tests.runs import LLAMA, largest_difference, make_config, trajectory, write_tokens
 

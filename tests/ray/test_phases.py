@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp.tracking.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.ray.jobs import Command, config_of, events
 from tests.runs import trajectory, write_tokens
 

@@ -24,8 +24,8 @@ pytest.importorskip("ray")
 
 import ray
 
-from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray.resources import check, may_grow, nodes, request, scaling_config, shortage
 from tests.ray.conftest import CPUS
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_trajectory
+from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
 from tests.runs import trajectory

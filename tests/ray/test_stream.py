@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 import ray
 
+from raytune_fsdp.base.batch import Cursor, StepBatches
+from raytune_fsdp.base.errors import RowError, TrainingError
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.census import census
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.division import Division
-from raytune_fsdp.errors import RowError, TrainingError
-from raytune_fsdp.launch.ray import tasks
-from raytune_fsdp.launch.ray.batches import ray_batches
-from raytune_fsdp.launch.ray.stream import FIRST_STEPS, build_on_ray, cut, first_samples, split, stream_dataset
-from raytune_fsdp.types import Cursor, StepBatches
+from raytune_fsdp.launch.ray.tasks import calls
+from raytune_fsdp.launch.ray.tasks.batches import ray_batches
+from raytune_fsdp.launch.ray.tasks.stream import FIRST_STEPS, build_on_ray, cut, first_samples, split, stream_dataset
+from raytune_fsdp.plan.division import Division
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
 
@@ -240,7 +240,7 @@ def test_the_first_samples_are_those_of_whole_steps_in_the_first_window(
     assert first_samples(stream, Cursor(), part.division, range(1, 3))[1] == range(2, 3), "Ray Data has the last step"
     assert nothing(Cursor(), range(5, 6))
     assert nothing(held[-size].after, part.steps), "the window has less than a step"
-    monkeypatch.setattr("raytune_fsdp.launch.ray.stream.FIRST_BYTES", 1000)
+    monkeypatch.setattr("raytune_fsdp.launch.ray.tasks.stream.FIRST_BYTES", 1000)
     assert nothing(Cursor(), part.steps)
 
 
@@ -263,7 +263,7 @@ def test_census_names_the_first_bad_row(tmp_path: Path) -> None:
 
 
 def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(calls, "_PATIENCE_SECONDS", 0.5)
     busy = Busy.options(num_cpus=CPUS).remote()
     assert ray.get(busy.ready.remote())
     said: list[str] = []
@@ -273,11 +273,11 @@ def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.Monk
             said.append(record.getMessage())
 
     listener = Listener()
-    tasks.logger.addHandler(listener)
+    calls.logger.addHandler(listener)
     try:
         assert census(make(tmp_path), build=build_on_ray).total.rows == len(LENGTHS)
     finally:
-        tasks.logger.removeHandler(listener)
+        calls.logger.removeHandler(listener)
     assert said[0].startswith("no CPU became free for the data in time (0 of the cluster's 4 CPUs are free)")
     assert len(said) > 1
 

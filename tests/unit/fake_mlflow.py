@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from raytune_fsdp.tracking.jsonl import read_metrics
-from raytune_fsdp.tracking.lines import is_number
-from raytune_fsdp.tracking.names import node_values, step_values, with_perplexity
-from raytune_fsdp.tracking.points import mlflow_name
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.record.copies.points import mlflow_name
+from raytune_fsdp.record.jsonl import read_metrics
+from raytune_fsdp.record.lines import is_number
+from raytune_fsdp.record.names import node_values, step_values, with_perplexity
 
 Fault = Literal["away", "lost", "half"] | BaseException | None
 """The request does not arrive; its answer is lost; the server dies after the points, before the tags; or an error."""

@@ -10,11 +10,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 from raytune_fsdp.demo.make_tokenizer import texts
-from raytune_fsdp.errors import RowError
-from raytune_fsdp.types import IGNORE
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|prompter|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 

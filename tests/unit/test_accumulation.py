@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytune_fsdp.accumulation import _Sum, add_in_fp32
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.plan import Layout
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.step.accumulation import _Sum, add_in_fp32
 
 ALONE = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
 PURE = ParallelConfig(precision="bf16_pure")

@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.errors import ConfigError, ModelError, UserError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.method import LoraMethod
-from raytune_fsdp.errors import ConfigError, ModelError, UserError
-from raytune_fsdp.model.adapter_config import adapter_method, put_adapter_config
-from raytune_fsdp.model.adapters import AdaptedWeights, _nearest, adapter_tensors, base_name, left_out, stored_names
+from raytune_fsdp.config.sections.method import LoraMethod
+from raytune_fsdp.model.adapters.attach import (
+    AdaptedWeights,
+    _nearest,
+    adapter_tensors,
+    base_name,
+    left_out,
+    stored_names,
+)
+from raytune_fsdp.model.adapters.config_file import adapter_method, put_adapter_config
 from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.model.weights import RandomWeights
-from raytune_fsdp.precision import store_frozen
-from raytune_fsdp.run.initial_weights import first_weights, without_adapters
+from raytune_fsdp.model.weights.source import RandomWeights
+from raytune_fsdp.run.starting_weights import first_weights, without_adapters
+from raytune_fsdp.step.precision import store_frozen
 from tests.models import architecture
 
 pytest.importorskip("peft")
@@ -194,7 +201,7 @@ def test_all_linear_layers_are_none_that_route() -> None:
 )
 def test_the_config_for_peft_is_read_back(tmp_path: Path, method: dict[str, Any]) -> None:
     """By our own rules, to the same network; and in the same bytes each time."""
-    from raytune_fsdp.model.adapters import attach
+    from raytune_fsdp.model.adapters.attach import attach
 
     model = network("llama", method)
     put_adapter_config(model, tmp_path)
@@ -312,7 +319,7 @@ def test_a_network_of_many_names_is_not_listed() -> None:
 
 
 def test_an_adapter_needs_a_model() -> None:
-    from raytune_fsdp.run.base import files_of_base
+    from raytune_fsdp.run.base_model import files_of_base
 
     config = FinetuneConfig.model_validate(
         {

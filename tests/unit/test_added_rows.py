@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model import head
 from raytune_fsdp.model.added_rows import HeadWithRows, train_rows, weights_with_rows
-from raytune_fsdp.model.head import LossHead, install
-from raytune_fsdp.model.loss import block_loss
-from raytune_fsdp.model.objective import Objective
-from raytune_fsdp.model.operations import count_architecture
+from raytune_fsdp.model.objective import chunked_head
+from raytune_fsdp.model.objective.chunked_head import LossHead, install
+from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents, error_of_loss
-from raytune_fsdp.optim.groups import undecayed_names
+from raytune_fsdp.step.operations import count_architecture
+from raytune_fsdp.step.optim.groups import undecayed_names
 from tests.models import build
 from tests.unit.test_adapters import network
 
@@ -52,7 +52,7 @@ def test_they_learn_as_in_the_whole_embedding(
     name: str, loss: str, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tied and not, with a scale behind the look-up, a bias in the head, a scale behind the product."""
-    monkeypatch.setitem(head._CHUNK, "cpu", 131 * 5)
+    monkeypatch.setitem(chunked_head._CHUNK, "cpu", 131 * 5)
     whole = build(name, attn_implementation="eager").to(dtype).requires_grad_(False).eval()
     alone = copy.deepcopy(whole)
     alone.tie_weights()

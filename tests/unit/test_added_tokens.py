@@ -15,13 +15,13 @@ import torch
 from pydantic import ValidationError
 from transformers import GPT2Config
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ModelConfig
-from raytune_fsdp.config.model import NewToken
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.weights import GrownWeights
-from raytune_fsdp.run.added_tokens import add_tokens
+from raytune_fsdp.config.sections.model import NewToken
+from raytune_fsdp.model.weights.source import GrownWeights
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume import identity_of
+from raytune_fsdp.run.tokenizer import add_tokens
 from tests.models import save_checkpoint
 from tests.runs import make_config, write_tokenizer
 from tests.unit.made_tokenizers import demo

@@ -12,12 +12,12 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from raytune_fsdp.base.errors import RaytuneError, TransientError  # noqa: E402
+from raytune_fsdp.base.lease import TakenOverError  # noqa: E402
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint  # noqa: E402
-from raytune_fsdp.errors import RaytuneError, TransientError  # noqa: E402
-from raytune_fsdp.launch.ray import after_commit  # noqa: E402
-from raytune_fsdp.launch.ray.after_commit import AfterCommit  # noqa: E402
-from raytune_fsdp.lease import TakenOverError  # noqa: E402
-from raytune_fsdp.rundir import RunDir  # noqa: E402
+from raytune_fsdp.launch.ray.tasks import after_commit  # noqa: E402
+from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit  # noqa: E402
+from raytune_fsdp.plan.run_dir import RunDir  # noqa: E402
 
 ROOT = "checkpoints"
 

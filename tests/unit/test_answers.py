@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from raytune_fsdp import answers
-from raytune_fsdp.answers import Talk, asked, check_prompts, encode_prompt, ends
+from raytune_fsdp.base.errors import ConfigError, DataError, ModelError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.eval import EvalConfig
+from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.errors import ConfigError, DataError, ModelError
+from raytune_fsdp.run.evaluation import answers
+from raytune_fsdp.run.evaluation.answers import Talk, asked, check_prompts, encode_prompt, ends
 from tests.models import save_checkpoint
 from tests.runs import make_config
 from tests.unit.made_tokenizers import chat, demo

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.model.hub_weights import HUB_SECONDS
+from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS
 from tests.unit.test_bad_input import flags, says
 
 pytestmark = pytest.mark.thorough
@@ -24,8 +24,8 @@ LIMIT_SECONDS = 10
 
 NAMES = """
 import json, sys, time
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.files import locate
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.model.directory.files import locate
 import huggingface_hub
 for name, revision in json.loads(sys.argv[1]):
     started = time.monotonic()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.api import finetune
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.launch.finetune import finetune
 from tests.runs import GPT2, LLAMA, make_config, write_tokens
 
 pytestmark = pytest.mark.thorough

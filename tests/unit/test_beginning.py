@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.errors import ResumeError
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.beginning import beginning_of, orders_on_record, put_beginning
-from raytune_fsdp.rundir import RunDir
 
 SAVED = {"time": "", "attempt": 1, "event": "saved", "fields": {"step": 1, "path": "s3://bucket/x"}}
 

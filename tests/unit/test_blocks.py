@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model import compiler as compiler_module
-from raytune_fsdp.model import offload
-from raytune_fsdp.model.blocks import blocks_of, run_blocks
-from raytune_fsdp.model.compiler import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from raytune_fsdp.model import compile_layers as compiler_module
+from raytune_fsdp.model import offload_activations
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
+from raytune_fsdp.model.layers import blocks_of, run_blocks
 from tests.gpu.test_memory import WHERE_KEPT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -208,7 +208,7 @@ class Looped(Network):
 
 @pytest.mark.parametrize("network", [Network, Looped])
 def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    monkeypatch.setattr(offload_activations, "_SMALLEST", 1)
     gradients = []
     for away in (False, True):
         torch.manual_seed(0)
@@ -216,7 +216,7 @@ def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatc
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.uniform_()
-        run_blocks(model, offload=offload.Offload(CPU) if away else None)  # type: ignore[arg-type]
+        run_blocks(model, offload=offload_activations.Offload(CPU) if away else None)  # type: ignore[arg-type]
         wide = torch.rand(3, 8, requires_grad=True)
         model.train()(wide[:, ::2]).sum().backward()
         gradients.append([wide.grad, *(parameter.grad for parameter in model.parameters())])
@@ -230,7 +230,7 @@ def test_offload_leaves_weights_that_ranks_have_parts_of(monkeypatch: pytest.Mon
     from torch.distributed.tensor import distribute_tensor
 
     from raytune_fsdp.launch.worker import alone
-    from raytune_fsdp.model.sums import here
+    from raytune_fsdp.model.pieces.sums import here
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -240,14 +240,14 @@ def test_offload_leaves_weights_that_ranks_have_parts_of(monkeypatch: pytest.Mon
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ here(self.weight)
 
-    def keep(tensor: torch.Tensor, host: torch.Tensor) -> offload._Away:
+    def keep(tensor: torch.Tensor, host: torch.Tensor) -> offload_activations._Away:
         sent.append(tensor)
-        return offload._Away(host, CPU)
+        return offload_activations._Away(host, CPU)
 
-    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    monkeypatch.setattr(offload_activations, "_SMALLEST", 1)
     sent: list[torch.Tensor] = []
     with alone(CPU):
-        away, layer, x = offload.Offload(CPU), Layer(), torch.ones(2, 8, requires_grad=True)
+        away, layer, x = offload_activations.Offload(CPU), Layer(), torch.ones(2, 8, requires_grad=True)
         with patch.object(away, "_send", keep), away.of(0, layer):
             layer(x)
     assert [tensor.shape for tensor in sent] == [x.shape]
@@ -275,9 +275,9 @@ class Story:
 
 def test_a_host_that_is_ahead_does_not_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block waits for the copies of the last but one; what comes back, for backward to be in the block behind it."""
-    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    monkeypatch.setattr(offload_activations, "_SMALLEST", 1)
     story, model = Story(), Network()
-    away = offload.Offload(CPU, story)
+    away = offload_activations.Offload(CPU, story)
     run_blocks(model, offload=away)  # type: ignore[arg-type]
     for number, block in enumerate(model.blocks):
         block.register_full_backward_hook(lambda *_, number=number: story.told.append(f"done {number}"))
@@ -300,9 +300,9 @@ def test_a_host_that_is_ahead_does_not_fill_the_device(monkeypatch: pytest.Monke
 
 
 def test_a_backward_pass_that_was_left_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_SMALLEST", 1)
+    monkeypatch.setattr(offload_activations, "_SMALLEST", 1)
     story, model = Story(), Network()
-    run_blocks(model, offload=(away := offload.Offload(CPU, story)))  # type: ignore[arg-type]
+    run_blocks(model, offload=(away := offload_activations.Offload(CPU, story)))  # type: ignore[arg-type]
     model.train()
 
     class LeftError(Exception):

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from raytune_fsdp.config import OptimConfig, ParallelConfig
-from raytune_fsdp.config.optimizers import state_bytes
+from raytune_fsdp.config.sections.optimizers import state_bytes
 from raytune_fsdp.model.network import MASTER_DTYPE
-from raytune_fsdp.model.quantized import QuantizedLayer
-from raytune_fsdp.parallel import for_one_rank, memory_of
-from raytune_fsdp.plan import Layout
+from raytune_fsdp.model.precision.quantized import QuantizedLayer
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.step.parallel import for_one_rank, memory_of
 from tests.models import build
 from tests.ranks import run_ranks
 
@@ -66,10 +66,10 @@ def test_the_page_says_what_is_counted_with() -> None:
 
 def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]]:
     """Bytes of weight, gradient and state of each tensor, in the first step of a rank."""
-    from raytune_fsdp.model.loss import block_loss
+    from raytune_fsdp.model.objective.loss import block_loss
     from raytune_fsdp.model.proof import documents
-    from raytune_fsdp.optim import build_optimizer, local_piece
-    from raytune_fsdp.parallel import make_mesh, shard, units_of
+    from raytune_fsdp.step.optim import build_optimizer, local_piece
+    from raytune_fsdp.step.parallel import make_mesh, shard, units_of
 
     found = []
     cpu = torch.device("cpu")

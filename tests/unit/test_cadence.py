@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.cadence import PartsOfEpochs, due, in_words, is_multiple, passed
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.counts import Census
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.plan.cadence import PartsOfEpochs, due, in_words, is_multiple, passed
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.run.checks import check_best, check_export
 from tests.runs import make_config
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.plan import main
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.calibration import Calibration, Surface, read_calibration, write_calibration
-from raytune_fsdp.estimate.devices import device_of
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.links import network_of
-from raytune_fsdp.planner.prediction import PROCESS, Cluster, predict
-from raytune_fsdp.planner.speed import rates_of
-from raytune_fsdp.planner.subject import Subject
-from raytune_fsdp.planner.work import Operation
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.calibration import Calibration, Surface, read_calibration, write_calibration
+from raytune_fsdp.predict.devices import device_of
+from raytune_fsdp.predict.links import network_of
+from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict
+from raytune_fsdp.predict.speed import rates_of
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.trace.work import Operation
 from tests.runs import LLAMA, make_config
 
 FLAT = Surface(((64.0, 64.0, 1e9),))

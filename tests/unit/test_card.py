@@ -14,8 +14,8 @@ import yaml
 from raytune_fsdp.checkpoint.catalogue import as_checkpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli import export as export_command
-from raytune_fsdp.model.exported import MARK_FILE
-from raytune_fsdp.report.card import is_of_same_run, model_card
+from raytune_fsdp.model.export.mark import MARK_FILE
+from raytune_fsdp.record.report.card import is_of_same_run, model_card
 from tests.planted import FILL, SHAPES
 
 OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint import posix
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
 from raytune_fsdp.checkpoint.manifest import check, make_manifest, share_of
 from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
-from raytune_fsdp.errors import ResumeError
 
 
 def write(root: Path, step: int, attempt: int = 1, content: bytes = b"x" * 3_000_000) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from raytune_fsdp.cli.region import Region, View, clean, cut_to, width_of
 from raytune_fsdp.cli.screen import _END
-from raytune_fsdp.tracking.live import Looks, message, read_message
+from raytune_fsdp.record.screen_messages import Looks, message, read_message
 from tests.terminal import Terminal, on_terminal
 
 STEP = {
@@ -108,7 +108,7 @@ def test_messages_are_told_from_lines() -> None:
 PROGRAM = """
 import os, subprocess, sys, time
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.tracking.live import Looks, tell
+from raytune_fsdp.record.screen_messages import Looks, tell
 with shown() as progress:
     looks = Looks.of(sys.stdout)
     for each in range({steps}):
@@ -158,7 +158,7 @@ STALLED = """
 import os, sys, time
 from pathlib import Path
 from raytune_fsdp.cli.progress import shown
-from raytune_fsdp.tracking.live import tell
+from raytune_fsdp.record.screen_messages import tell
 done, go = map(Path, sys.argv[1:])
 with shown() as progress:
     tell(title="run", done=1, total=2)

@@ -15,8 +15,8 @@ import pytest
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.launch import run_lock
-from raytune_fsdp.tracking.lines import metrics_of, step_of
-from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
+from raytune_fsdp.record.lines import metrics_of, step_of
+from raytune_fsdp.record.tail import EventFollower, RecordFollower
 from tests.recorded import Recorded, step
 from tests.terminal import on_terminal
 

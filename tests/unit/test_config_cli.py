@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import raytune_fsdp
+from raytune_fsdp.base.errors import ConfigError, Interrupted, TrainingError, UserError
+from raytune_fsdp.base.hushed import VERBOSE
 from raytune_fsdp.cli import common, main, train
-from raytune_fsdp.errors import ConfigError, Interrupted, TrainingError, UserError
 from raytune_fsdp.launch.quiet import ignoring_warnings, quiet, quieting
-from raytune_fsdp.talkative import VERBOSE
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -58,11 +58,11 @@ def waits() -> list[Any]:
 def started(monkeypatch: pytest.MonkeyPatch, waits: list[Any]) -> list[Any]:
     """The configs that `finetune` was called with."""
     configs: list[Any] = []
-    api = types.ModuleType("raytune_fsdp.api")
+    api = types.ModuleType("raytune_fsdp.launch.finetune")
     api.finetune = lambda config, progress, **how: configs.append(config) or waits.append(how)  # type: ignore[attr-defined]
     api.WAIT_FOR_TRACKING = 30.0  # type: ignore[attr-defined]
     monkeypatch.setattr("raytune_fsdp.launch.torchrun.is_rank0", lambda: False)
-    monkeypatch.setitem(sys.modules, "raytune_fsdp.api", api)
+    monkeypatch.setitem(sys.modules, "raytune_fsdp.launch.finetune", api)
     return configs
 
 

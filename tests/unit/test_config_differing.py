@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.run.record import params_of
+from raytune_fsdp.run.open_record import params_of
 
 LEAST: dict[str, Any] = {
     "run": {"name": "x"},

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config, load_config
 from raytune_fsdp.config.text import dump, parse, spelled
-from raytune_fsdp.errors import ConfigError
 
 YAML = """
 run: {name: 2024}

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ChatFormat, FinetuneConfig
 from raytune_fsdp.config.describe import describe
 from raytune_fsdp.config.load import ROOT, load_config
-from raytune_fsdp.config.method import LoraMethod
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.config.sections.method import LoraMethod
 
 YAML = """
 run: {name: base}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.errors import ConfigError
 
 YAML = """\
 run: {name: base}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config, recipes
-from raytune_fsdp.config.method import AdapterMethod, QloraMethod
-from raytune_fsdp.counts import Census
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.config.sections.method import AdapterMethod, QloraMethod
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import resolve
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob("*.yaml"))
 assert RECIPES
@@ -73,8 +73,8 @@ def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
     from transformers import LlamaConfig
 
     from raytune_fsdp.model.network import build_network
-    from raytune_fsdp.model.quantized import QuantizedLayer, quantize_layers
-    from raytune_fsdp.precision import store_frozen
+    from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize_layers
+    from raytune_fsdp.step.precision import store_frozen
 
     config = load_config("llama3-70b-qlora")
     assert isinstance(config.method, QloraMethod)

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.convert import _PROJECTS
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.convert.docs import PAGE, page
 from raytune_fsdp.convert.file import PROJECTS, Converted, convert
-from raytune_fsdp.counts import Census
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import resolve
 from tests.forgeries import MERGE_BOMB
 
 EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))

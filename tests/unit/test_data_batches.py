@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytune_fsdp.base.batch import IGNORE, PADDING, Batch, Cursor, StepBatches
+from raytune_fsdp.base.errors import DataError, ResumeError
 from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, rank_batches
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import mapped, to_device
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.division import Division
-from raytune_fsdp.errors import DataError, ResumeError
-from raytune_fsdp.types import IGNORE, PADDING, Batch, Cursor, StepBatches
+from raytune_fsdp.plan.division import Division
 from tests.rows import all_samples, make_windows, token_rows
 
 LENGTHS = [2 + (7 * i) % 15 for i in range(61)]

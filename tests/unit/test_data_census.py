@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.config import DatasetConfig
-from raytune_fsdp.counts import Census
 from raytune_fsdp.data.census import census
 from raytune_fsdp.demo import CONVERSATIONS, HELDOUT
-from raytune_fsdp.errors import ConfigError, DataError
+from raytune_fsdp.plan.counts import Census
 from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 

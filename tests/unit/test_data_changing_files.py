@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.data.sources import Source, arrow, open_source, opening
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES
-from raytune_fsdp.errors import DataError
 from tests.rows import make_windows, token_rows
 
 ROWS = 4000

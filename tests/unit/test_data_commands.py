@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import pip_install
 from raytune_fsdp.cli import main
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.errors import pip_install
 from tests.runs import make_config
 
 CHAT = [

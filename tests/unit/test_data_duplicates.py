@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DataConfig, DatasetConfig
 from raytune_fsdp.data import duplicates
 from raytune_fsdp.data.duplicates import RowReader, groups_of
 from raytune_fsdp.data.left_out import left_out_of
-from raytune_fsdp.data.open_data import open_data, open_evals
+from raytune_fsdp.data.open import open_data, open_evals
 from raytune_fsdp.data.sources import open_source
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import DataError
 from tests.rows import VOCABULARY, all_samples, demo_tokenizer, documents_in
 from tests.runs import make_config
 

@@ -16,12 +16,12 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.config import ChatFormat
 from raytune_fsdp.data.rows import encoding
 from raytune_fsdp.data.rows.byte_tokens import ByteTokens, is_byte_level
 from raytune_fsdp.data.rows.encoding import SpanEncoder
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, metaspace, pieces, refusal, spelled, without_tags
 
 # Without {% generation %}. Drops the reasoning of all but the last turn, as Qwen3 does; results are the user's.

@@ -14,11 +14,11 @@ import xxhash
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.errors import DataError, RowError
-from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, pieces, refusal, without_tags
 
 TEXT = CompletionFormat(type="completion")

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytune_fsdp.config.data import DataConfig
+from raytune_fsdp.base.batch import Cursor
+from raytune_fsdp.config.sections.data import DataConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.mixture import Interleaving, Mixture, Shuffle, weights_of
 from raytune_fsdp.data.sources import Selected, open_source
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.division import Division
-from raytune_fsdp.types import Cursor
+from raytune_fsdp.plan.division import Division
 from tests.rows import demo_tokenizer, token_rows
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)

@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import (
     ChatFormat,
     CompletionFormat,
@@ -24,14 +26,12 @@ from raytune_fsdp.config import (
     TemplateFormat,
     TokensFormat,
 )
-from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import open_source
 from raytune_fsdp.data.sources.keys import ANY, Keys, KeySearch
-from raytune_fsdp.errors import RowError
-from raytune_fsdp.identity import named
-from raytune_fsdp.types import IGNORE
+from raytune_fsdp.plan.identity import named
 from tests.rows import all_samples, make_windows
 from tests.runs import make_config
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, refusal

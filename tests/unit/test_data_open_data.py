@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.data.open_data import open_data, open_evals
-from raytune_fsdp.errors import ConfigError, DataError
-from raytune_fsdp.rundir import cache_of
+from raytune_fsdp.base.errors import ConfigError, DataError
+from raytune_fsdp.data.open import open_data, open_evals
+from raytune_fsdp.plan.run_dir import cache_of
 from tests.rows import VOCABULARY, demo_tokenizer
 from tests.runs import make_config
 

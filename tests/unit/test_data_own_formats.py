@@ -14,10 +14,10 @@ import pytest
 import xxhash
 from pydantic import ValidationError
 
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig, PythonFormat, TemplateFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import DataError
 from tests.rows import make_windows
 from tests.unit.made_tokenizers import convert, demo, pieces, refusal
 

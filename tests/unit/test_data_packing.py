@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raytune_fsdp.base.batch import IGNORE, PADDING
 from raytune_fsdp.data.packing import best_fit, pack
 from raytune_fsdp.data.rows.formats import Document
-from raytune_fsdp.types import IGNORE, PADDING
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=80)
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytune_fsdp.base.batch import PADDING, Cursor, StepBatches
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.division import Division
-from raytune_fsdp.types import PADDING, Cursor, StepBatches
+from raytune_fsdp.plan.division import Division
 from tests.rows import all_samples, make_windows, token_rows
 
 ROWS = st.lists(st.integers(2, 40), min_size=1, max_size=25)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError, DataError
+from raytune_fsdp.base.random import mix64
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.sources import Source, hold_out, open_source
 from raytune_fsdp.data.sources.source import spread_keys
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, DataError
-from raytune_fsdp.keyed import mix64
 from tests.rows import VOCABULARY, all_samples, demo_tokenizer, documents_in
 from tests.runs import make_config
 

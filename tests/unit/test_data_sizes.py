@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.data.sources import Source, handles, open_source, small_texts
-from raytune_fsdp.errors import DataError, RowError
 from tests.ranks import run_ranks
 from tests.rows import make_windows
 

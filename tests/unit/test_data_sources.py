@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.base.errors import DataError, RowError
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import Source, handles, open_source, scan
-from raytune_fsdp.errors import DataError, RowError
 
 
 def opened(path: Path | str, cache: Path, **fields: Any) -> Source:

@@ -18,11 +18,11 @@ pytest.importorskip("datasets")
 import datasets
 from datasets.packaged_modules.json.json import Json
 
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.data import DatasetConfig
-from raytune_fsdp.config.formats import COLUMNS, ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
+from raytune_fsdp.config.sections.data import DatasetConfig
+from raytune_fsdp.config.sections.formats import COLUMNS, ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
 from raytune_fsdp.data.sources import Source, handles, open_source
-from raytune_fsdp.errors import DataError, RowError
 
 ROWS = [
     {

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.base.errors import DataError, RaytuneError
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import Source, open_source
-from raytune_fsdp.errors import DataError, RaytuneError
 from tests.runs import make_config
 
 pytest.importorskip("aiohttp")

@@ -101,9 +101,9 @@ def hub() -> Iterator[tuple[type[Hub], str]]:
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import open_source
-from raytune_fsdp.errors import DataError
+from raytune_fsdp.base.errors import DataError
 for fields in json.loads(sys.argv[1]):
     try:
         source = open_source(DatasetConfig(**fields), cache=Path(sys.argv[2]), in_place=True)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.urls import without_secrets
 from raytune_fsdp.config.rules import safe_name
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import Source, dataset_name, open_source
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.urls import without_secrets
 
 
 def opened(path: Path | str, cache: Path, **fields: Any) -> Source:

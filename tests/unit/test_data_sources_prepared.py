@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import Source, handles, open_source, prepared
 from raytune_fsdp.data.sources.prepared import prepare
-from raytune_fsdp.errors import DataError
 
 ROWS = [{"id": index, "text": "x" * (index % 50)} for index in range(20_000)]
 
@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_nothing(path: Path) -> None:
 def test_a_killed_process_leaves_nothing_that_counts(path: Path) -> None:
     code = f"""
 import os, pathlib
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import open_source
 path = pathlib.Path({str(path)!r})
 dataset = DatasetConfig(path=str(path))

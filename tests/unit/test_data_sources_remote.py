@@ -20,9 +20,9 @@ pytest.importorskip("moto")
 import boto3
 from moto.server import ThreadedMotoServer
 
-from raytune_fsdp.config.data import DatasetConfig
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import Source, handles, open_source
-from raytune_fsdp.errors import DataError
 
 ROWS = [{"id": index, "text": "é" * (index % 5)} for index in range(3000)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

@@ -12,12 +12,12 @@ from typing import Any
 import fsspec
 import pytest
 
-from raytune_fsdp.config.data import DatasetConfig, SourceConfig
-from raytune_fsdp.config.eval import ExactTask
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.config.sections.data import DatasetConfig, SourceConfig
+from raytune_fsdp.config.sections.eval import ExactTask
 from raytune_fsdp.data.sources import open_source
 from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.sources.source import Columns
-from raytune_fsdp.errors import DataError
 
 HUB = ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.errors import RowError
-from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import chat, metaspace, pieces, spelled, without_tags
 
 CHATML = load_template("chatml")

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import raytune_fsdp
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.templates import chat_template, load_template
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.types import IGNORE
 from tests.unit.made_tokenizers import chat, convert, demo, refusal
 
 SHIPPED = ("chatml", "llama-2", "llama-3", "openassistant")

@@ -13,6 +13,8 @@ import pytest
 import xxhash
 from transformers import AutoTokenizer
 
+from raytune_fsdp.base.batch import PADDING
+from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.config import DatasetConfig, TokensFormat
 from raytune_fsdp.data import identity as identity_module
 from raytune_fsdp.data import windows as windows_module
@@ -20,9 +22,7 @@ from raytune_fsdp.data.census import census
 from raytune_fsdp.data.packing import OPEN_SAMPLES
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.errors import ConfigError, DataError, RowError
-from raytune_fsdp.report.data import stats
-from raytune_fsdp.types import PADDING
+from raytune_fsdp.record.report.data import stats
 from tests.rows import all_samples, documents_in, make_windows, token_rows
 
 

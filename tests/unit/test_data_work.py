@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raytune_fsdp.answers import encode_prompt
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import ChatFormat
 from raytune_fsdp.data.rows import work
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork
-from raytune_fsdp.errors import DataError, RowError
+from raytune_fsdp.run.evaluation.answers import encode_prompt
 from tests.unit.made_tokenizers import demo
 
 MESSAGES = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]

@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.cli.train import main
 from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.demo import CONVERSATIONS
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.dequantize import DequantizedWeights, stored_weights
-from raytune_fsdp.model.files import find_weights
-from raytune_fsdp.model.keys import check_shapes, match_keys, matched_weights
+from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.network import build_base, load_architecture, stored_network
-from raytune_fsdp.model.weights import FileWeights, all_finite
+from raytune_fsdp.model.weights.dequantize import DequantizedWeights, stored_weights
+from raytune_fsdp.model.weights.keys import check_shapes, match_keys, matched_weights
+from raytune_fsdp.model.weights.source import FileWeights, all_finite
 from raytune_fsdp.run.resume import Resumed, check_same_run
 from tests.models import add_tokenizer, save_checkpoint
 from tests.quantized import MXFP4, quantized, save_fp8, save_mxfp4, spread, write
@@ -227,7 +227,7 @@ def test_a_run_refuses_them_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_weights_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss has them in two formats, of which one is not read."""
-    from raytune_fsdp.model import files
+    from raytune_fsdp.model.directory import files
 
     there = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
     asked: dict[str, Any] = {}

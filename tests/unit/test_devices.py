@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.devices import DEVICES, GIB, find_device, link_speed
-from raytune_fsdp.estimate.flops import PEAK_FLOPS, peak_flops
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.predict.devices import DEVICES, GIB, find_device, link_speed
+from raytune_fsdp.step.flops import PEAK_FLOPS, peak_flops
 
 TERA_OF = {
     "A100": 312, "A800": 312, "A10": 125, "A10G": 70, "A30": 165, "A40": 150, "B200": 2250, "B300": 2250,
@@ -166,7 +166,7 @@ def test_what_is_like_nothing_is_refused_with_a_command_that_lists_all() -> None
 
 
 def test_devices_need_no_torch() -> None:
-    code = "import sys, raytune_fsdp.estimate.devices; sys.exit('torch' in sys.modules)"
+    code = "import sys, raytune_fsdp.predict.devices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -20,28 +20,28 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.doctor import (
+from raytune_fsdp.launch.shared_storage import put_token
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.predict.host import kept_at_once
+from raytune_fsdp.tools.doctor import (
     at_start,
-    bandwidth,
     checkup,
     cluster,
     deadline,
     kernels,
     machines,
+    network,
     node,
     services,
     storage,
     writing,
 )
-from raytune_fsdp.doctor.finding import Finding, page, refused
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.launch.shared_storage import put_token
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.beside import kept_at_once
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.tools.doctor.finding import Finding, page, refused
 from tests.runs import LLAMA, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def free_port() -> int:
 PATIENT = """
 import sys
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.doctor import deadline
+from raytune_fsdp.tools.doctor import deadline
 deadline.SECONDS = deadline.HANGS_SECONDS = 100.0
 sys.exit(main())
 """
@@ -303,7 +303,7 @@ def mlflow_at(directory: Path, uri: str) -> list[Finding]:
 
 @pytest.fixture
 def mlflow_env(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
+    from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -464,7 +464,7 @@ def test_a_start_warns_of_what_is_wrong_here_and_waits_for_nothing(
         return {**here, "shm": 64 << 20}
 
     monkeypatch.setattr(at_start.node, "look", look)
-    monkeypatch.setattr("raytune_fsdp.api.finetune", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("raytune_fsdp.launch.finetune.finetune", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", "--config", "demo"])
     go_on.set()
@@ -553,18 +553,18 @@ def test_an_object_store_that_says_nothing_costs_seconds(tmp_path: Path) -> None
 
 
 def test_a_network_that_is_slower_than_promised() -> None:
-    assert bandwidth.parse_speed("400Gbps") == 4e11 and bandwidth.parse_speed("50 GB/s") == 4e11
+    assert network.parse_speed("400Gbps") == 4e11 and network.parse_speed("50 GB/s") == 4e11
     with pytest.raises(ConfigError, match="400Gbps"):
-        bandwidth.parse_speed("fast")
+        network.parse_speed("fast")
     ranks = [
         {"node": each, "backend": "nccl", "speeds": {"all-reduce": 3.3e11, "all-gather": speed}}
         for each, speed in (("a", 3.3e11), ("b", 4e10))
     ]
-    reduce, gather = bandwidth.judge(ranks, 4e11)
+    reduce, gather = network.judge(ranks, 4e11)
     assert reduce.status == "ok" and "82% of 400.0 Gbit/s" in reduce.found  # 80 to 85 % is what a good one gives
     assert gather.status == "problem" and "10% of 400.0 Gbit/s" in gather.found and "NCCL_DEBUG" in gather.fix
-    assert {each.status for each in bandwidth.judge(ranks, None)} == {"ok"}
-    assert bandwidth.judge(ranks[:1] * 2, 4e11)[-1].status == "warning"
+    assert {each.status for each in network.judge(ranks, None)} == {"ok"}
+    assert network.judge(ranks[:1] * 2, 4e11)[-1].status == "warning"
 
 
 def test_messages_of_refusals_are_cut_before_the_way_out() -> None:

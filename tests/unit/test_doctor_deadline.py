@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
+from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config.load import dump_config
-from raytune_fsdp.doctor import beside, checkup, cluster, deadline, machines, node, storage, writing
-from raytune_fsdp.doctor.deadline import Asked, Deadline
-from raytune_fsdp.doctor.finding import Finding, exit_code, ok
 from raytune_fsdp.launch.shared_storage import put_token
-from raytune_fsdp.threads import in_thread
+from raytune_fsdp.tools.doctor import beside, checkup, cluster, deadline, machines, node, storage, writing
+from raytune_fsdp.tools.doctor.deadline import Asked, Deadline
+from raytune_fsdp.tools.doctor.finding import Finding, exit_code, ok
 from tests.runs import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +202,7 @@ class Slowly(MetaPathFinder):
 
 def test_a_node_with_slow_imports_has_no_mount_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = put_token(tmp_path / "run", "a test")
-    told, slow = writing.as_text(token), Slowly("raytune_fsdp.doctor.writing")
+    told, slow = writing.as_text(token), Slowly("raytune_fsdp.tools.doctor.writing")
     monkeypatch.delitem(sys.modules, slow.name)
     monkeypatch.setattr(sys, "meta_path", [slow, *sys.meta_path])
     monkeypatch.setattr(node, "_STORAGE_SECONDS", 0.2)
@@ -219,7 +219,7 @@ def test_a_node_with_slow_imports_has_no_mount_that_hangs(tmp_path: Path, monkey
 
 
 def test_a_node_that_starts_processes_slowly_is_not_lost() -> None:
-    nodes_checked = pytest.importorskip("raytune_fsdp.launch.ray.nodes_checked")
+    nodes_checked = pytest.importorskip("raytune_fsdp.launch.ray.nodes.checked")
     late = cluster._lost("a", nodes_checked.LateError("no answer within 9 s"), 9.0)
     assert late.status == "warning" and late.found.startswith("node a: not checked within 9 s (it takes connections")
     assert "ray stop" not in late.fix and "uptime" in late.fix
@@ -244,6 +244,7 @@ def test_the_process_that_keeps_the_time_imports_nothing_heavy() -> None:
     """An import in C++ would stop all of its threads; and on nodes a clock runs."""
     heavy = ("torch", "ray", "transformers", "mlflow", "pyarrow", "numpy")
     for module, without in (("checkup", heavy), ("writing", (*heavy, "pydantic"))):
-        code = f"import sys, raytune_fsdp.doctor.{module}; print([each for each in {without} if each in sys.modules])"
+        code = f"import sys, raytune_fsdp.tools.doctor.{module} as _; "
+        code += f"print([each for each in {without} if each in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
         assert done.stdout.strip() == "[]", done.stdout + done.stderr

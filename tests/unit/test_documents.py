@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.model.documents import sums_by_segment
-from raytune_fsdp.types import Borders
+from raytune_fsdp.base.batch import Borders
+from raytune_fsdp.model.objective.documents import sums_by_segment
 
 
 @pytest.fixture(params=[False, True], ids=["", "deterministic"])

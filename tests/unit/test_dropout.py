@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.model.dropout import DropoutInParts
+from raytune_fsdp.model.split.dropout import DropoutInParts
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config, recipes
-from raytune_fsdp.dry_run import DryRun, in_words, to_json
-from raytune_fsdp.dry_run.scratch import scratch
-from raytune_fsdp.dry_run.trial import trial_of
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.plan import least_ranks, resolve
+from raytune_fsdp.plan.plan import least_ranks, resolve
+from raytune_fsdp.tools.dry_run import DryRun, in_words, to_json
+from raytune_fsdp.tools.dry_run.scratch import scratch
+from raytune_fsdp.tools.dry_run.trial import trial_of
 
 AS_IT_IS = ("model", "method", "parallel")
 ROWS = [{"path": "rows.jsonl"}]
@@ -127,7 +127,7 @@ def test_scratch_where_nothing_can_be_written(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from raytune_fsdp.dry_run.scratch import scratch
+from raytune_fsdp.tools.dry_run.scratch import scratch
 with scratch(Path(sys.argv[1]), "dry-run-") as directory:
     (directory / "file").write_text("x")
     print(directory, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytune_fsdp.errors import ConfigError, first_line, in_one_line
+from raytune_fsdp.base.errors import ConfigError, first_line, in_one_line
 
 
 @pytest.mark.parametrize(

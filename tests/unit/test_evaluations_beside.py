@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.launch.start import run
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import append_evaluation
 from raytune_fsdp.run.checks import check_where
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import append_evaluation
 from tests.runs import make_config
 
 DATA = {"eval": [{"path": "held-out.jsonl", "format": {"type": "tokens"}}]}
@@ -42,7 +42,7 @@ def test_which_checkpoints_are_measured(tmp_path: Path) -> None:
     """The first one from each multiple on, the last one, and none before one that is on record."""
     pytest.importorskip("ray")
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
-    from raytune_fsdp.launch.ray.evaluations import Evaluations
+    from raytune_fsdp.launch.ray.tasks.evaluations import Evaluations
 
     place = RunDir.of(make_config(tmp_path))
     work = Evaluations(

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from raytune_fsdp.model.older_names import add_older_names, rename_tokenizer
+from raytune_fsdp.model.export.older_names import add_older_names, rename_tokenizer
 from tests.models import ARCHITECTURES, EXPERTS, PARTICULAR, REARRANGED, ROTATED, architecture
 from tests.unit.made_tokenizers import chat, demo, metaspace
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.cli import export as export_command
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.exported import MARK_FILE, check_replaceable, put_mark
-from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.directory.files import find_weights
+from raytune_fsdp.model.export.mark import MARK_FILE, check_replaceable, put_mark
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.run.publish import publish
 from tests.runs import make_config

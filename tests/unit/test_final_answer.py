@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from raytune_fsdp.final_answer import TooSlowError, find, same
+from raytune_fsdp.base.answers_alike import TooSlowError, find, same
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, PackedSample
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ModelConfig
-from raytune_fsdp.config.method import FreezeMethod, FullMethod, LoraMethod, Method
+from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, LoraMethod, Method
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.flops import Architecture, Products, mfu, peak_flops, training_flops
-from raytune_fsdp.model.loss import block_loss
 from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
-from raytune_fsdp.model.operations import count_architecture
+from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.model.trained import choose_trained
-from raytune_fsdp.precision import check_precision
-from raytune_fsdp.types import IGNORE, PADDING, Cursor, PackedSample
+from raytune_fsdp.step.flops import Architecture, Products, mfu, peak_flops, training_flops
+from raytune_fsdp.step.operations import count_architecture
+from raytune_fsdp.step.precision import check_precision
 from tests.models import ARCHITECTURES, EXPERTS, TIED, architecture
 
 

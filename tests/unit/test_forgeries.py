@@ -113,12 +113,12 @@ def read_model(place: Path, good: Path) -> None:
     from safetensors.torch import load_file
 
     from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.model.directory.tokenizer import vocabulary_of
     from raytune_fsdp.model.fill import fill
-    from raytune_fsdp.model.keys import owned_tensors
     from raytune_fsdp.model.network import build_network, fit_vocabulary, init_buffers, load_architecture
-    from raytune_fsdp.model.tokenizer import vocabulary_of
-    from raytune_fsdp.run.initial_weights import find_origin, model_directory
+    from raytune_fsdp.model.weights.keys import owned_tensors
     from raytune_fsdp.run.prepare import load_tokenizer
+    from raytune_fsdp.run.starting_weights import find_origin, model_directory
 
     config = FinetuneConfig.model_validate(
         {
@@ -153,19 +153,19 @@ def ask_model(place: Path, good: Path) -> None:
 
 
 def read_events(place: Path, good: Path) -> None:
-    from raytune_fsdp.tracking.jsonl import read_events
+    from raytune_fsdp.record.jsonl import read_events
 
     assert read_events(place / "events.jsonl") == read_events(good / "events.jsonl"), "other events were read"
 
 
 def read_holes(place: Path, good: Path) -> None:
     """As whatever reads a record does: all of it, as it grows, and before an attempt adds to it."""
-    from raytune_fsdp.report.history import read_history
-    from raytune_fsdp.report.overview import overview
-    from raytune_fsdp.tracking import repair
-    from raytune_fsdp.tracking.cursor import Position, RecordReader
-    from raytune_fsdp.tracking.jsonl import each_line
-    from raytune_fsdp.tracking.tail import EventFollower, RecordFollower
+    from raytune_fsdp.record import repair
+    from raytune_fsdp.record.copies.cursor import Position, RecordReader
+    from raytune_fsdp.record.jsonl import each_line
+    from raytune_fsdp.record.report.history import read_history
+    from raytune_fsdp.record.report.overview import overview
+    from raytune_fsdp.record.tail import EventFollower, RecordFollower
 
     def steps(run: Path) -> list[Any]:
         reader = RecordReader(run / "metrics.jsonl")
@@ -198,9 +198,9 @@ def read_run_config(place: Path, good: Path) -> None:
 
 def compare_run_config(place: Path, good: Path) -> None:
     """As one does that only compares with it, and goes on without."""
-    from raytune_fsdp.report.history import read_history
+    from raytune_fsdp.plan.run_dir import RunDir
+    from raytune_fsdp.record.report.history import read_history
     from raytune_fsdp.run.resume import last_config
-    from raytune_fsdp.rundir import RunDir
 
     last_config(RunDir(place, str(place / "checkpoints")))
     assert list(read_history(place).steps) == list(read_history(good).steps)
@@ -212,8 +212,8 @@ def read_run(place: Path, good: Path) -> None:
 
     from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
     from raytune_fsdp.config import ExportConfig
+    from raytune_fsdp.record.jsonl import read_events, read_metrics
     from raytune_fsdp.run.publish import export_checkpoint
-    from raytune_fsdp.tracking.jsonl import read_events, read_metrics
 
     read_events(place / "events.jsonl")
     read_metrics(place / "metrics.jsonl")
@@ -223,7 +223,7 @@ def read_run(place: Path, good: Path) -> None:
 
 def read_card(place: Path, good: Path) -> None:
     from raytune_fsdp.checkpoint.catalogue import as_checkpoint
-    from raytune_fsdp.report.card import model_card
+    from raytune_fsdp.record.report.card import model_card
 
     found = as_checkpoint(str(place / CHECKPOINT))
     assert found is not None

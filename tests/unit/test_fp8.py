@@ -10,20 +10,28 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.model import fp8
-from raytune_fsdp.model.blocks import blocks_of, run_blocks
-from raytune_fsdp.model.fp8 import check_fp8, compute_in_fp8, layers_in_fp8, left_in_bf16, narrow, scales_of, widen
-from raytune_fsdp.model.loss import block_loss
+from raytune_fsdp.model.layers import blocks_of, run_blocks
+from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.precision import fp8
+from raytune_fsdp.model.precision.fp8 import (
+    check_fp8,
+    compute_in_fp8,
+    layers_in_fp8,
+    left_in_bf16,
+    narrow,
+    scales_of,
+    widen,
+)
 from raytune_fsdp.model.proof import documents
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.links import move, network_of
-from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
-from raytune_fsdp.planner.subject import Subject
-from raytune_fsdp.precision import check_precision
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.links import move, network_of
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.step.precision import check_precision
+from raytune_fsdp.step.traffic import Traffic
 from tests.models import build
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import LLAMA as PLANNED

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model import head
-from raytune_fsdp.model.attention import Needs, logits_of
-from raytune_fsdp.model.head import LossHead, Shape, choose_loss, install, linear_cross_entropy
-from raytune_fsdp.model.loss import block_loss, plain_losses
-from raytune_fsdp.model.objective import Objective
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.model.attention.choose import Needs, logits_of
+from raytune_fsdp.model.objective import chunked_head
+from raytune_fsdp.model.objective.chunked_head import LossHead, Shape, choose_loss, install, linear_cross_entropy
+from raytune_fsdp.model.objective.loss import block_loss, plain_losses
+from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents
 from tests.models import ARCHITECTURES, EXPERTS, SCALED, build
 
@@ -35,7 +35,7 @@ def parts(dtype: torch.dtype, tokens: int = 37, bias: bool = True) -> list[torch
 def test_values_and_gradients(
     shape: Shape, bias: bool, dtype: torch.dtype, bound: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head._CHUNK, "cpu", 131 * chunk)
+    monkeypatch.setitem(chunked_head._CHUNK, "cpu", 131 * chunk)
     ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
     ours, plain = parts(dtype, bias=bias), [None if x is None else x.detach().double() for x in parts(dtype, bias=bias)]
     right = [None if x is None else x.requires_grad_() for x in plain]
@@ -76,7 +76,7 @@ def by_the_book(logits: torch.Tensor, ids: torch.Tensor, objective: Objective) -
 def test_smoothing_and_z_loss(
     objective: Objective, shape: Shape, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head._CHUNK, "cpu", 131 * 5)
+    monkeypatch.setitem(chunked_head._CHUNK, "cpu", 131 * 5)
     ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
     ours, right = parts(dtype), [x.detach().double().requires_grad_() for x in parts(dtype)]
     found = linear_cross_entropy(*ours, ids, shape, objective)
@@ -133,7 +133,7 @@ def test_smoothing_is_that_of_transformers() -> None:
 def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation needs losses alone. That of the weight would be as large as the weight, in fp32."""
     added: list[torch.Tensor] = []
-    monkeypatch.setattr(head, "_add_product", lambda sum_, *_: added.append(sum_))
+    monkeypatch.setattr(chunked_head, "_add_product", lambda sum_, *_: added.append(sum_))
     hidden, weight, bias = parts(torch.float32)
     ids = torch.randint(131, (37,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

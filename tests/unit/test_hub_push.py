@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.model.exported import MARK_FILE
-from raytune_fsdp.model.hub_weights import HUB_SECONDS
+from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS
+from raytune_fsdp.model.export.mark import MARK_FILE
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
 pytestmark = pytest.mark.thorough
@@ -26,8 +26,8 @@ LIMIT_SECONDS = HUB_SECONDS + 3
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.model.hub import check_push, push
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.model.directory.hub_push import check_push, push
 assert "huggingface_hub" not in sys.modules
 import huggingface_hub
 for what, name, directory, private in json.loads(sys.argv[1]):

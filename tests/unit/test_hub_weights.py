@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raytune_fsdp.model.files import find_weights
-from raytune_fsdp.model.hub_weights import TensorHeader, _parsed
-from raytune_fsdp.model.tensorfile import DTYPES
-from raytune_fsdp.model.weights import FileWeights
+from raytune_fsdp.model.directory.files import find_weights
+from raytune_fsdp.model.directory.hub_weights import TensorHeader, _parsed
+from raytune_fsdp.model.directory.tensorfile import DTYPES
+from raytune_fsdp.model.weights.source import FileWeights
 from tests.models import save_checkpoint
 from tests.unit.fake_hub import TOKEN, FakeHub, fake_hub
 
@@ -34,10 +34,10 @@ COMMIT = f"{1:040x}"
 # The hub's library reads where the hub and its cache are when it is imported: this process forks one for each machine.
 SCRIPT = """
 import json, os, sys
-from raytune_fsdp.errors import RaytuneError
-from raytune_fsdp.model.files import cached, known_weights
-from raytune_fsdp.model.hub_download import Download, why_not
-from raytune_fsdp.model.hub_weights import HubWeights
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.model.directory.files import cached, known_weights
+from raytune_fsdp.model.directory.hub_download import Download, why_not
+from raytune_fsdp.model.directory.hub_weights import HubWeights
 assert "huggingface_hub" not in sys.modules
 
 def known(name, stem):

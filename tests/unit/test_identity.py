@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import pytest
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import OptimConfig, TrainConfig
-from raytune_fsdp.config.formats import Format
-from raytune_fsdp.config.method import Method
-from raytune_fsdp.config.optim import Schedule
-from raytune_fsdp.config.optimizers import OptimizerChoice
-from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.identity import ABSENT, check_identity, named
+from raytune_fsdp.config.sections.formats import Format
+from raytune_fsdp.config.sections.method import Method
+from raytune_fsdp.config.sections.optim import Schedule
+from raytune_fsdp.config.sections.optimizers import OptimizerChoice
+from raytune_fsdp.plan.identity import ABSENT, check_identity, named
 
 NAMED_FROM_THE_BEGINNING = {
     "optim": "lr weight_decay beta1 beta2 eps max_grad_norm warmup_ratio warmup_steps schedule schedule_steps "

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp import collectives
-from raytune_fsdp.collectives import why_on_any_rank
+from raytune_fsdp.base import collectives
+from raytune_fsdp.base.batch import Borders
+from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.model import flash
-from raytune_fsdp.model.attention import Choice, Heads, Needs, choose
-from raytune_fsdp.model.calls import Call, Unfit, reference
-from raytune_fsdp.model.flash import is_installed, load
-from raytune_fsdp.model.kernels import KERNELS
+from raytune_fsdp.model.attention import flash
+from raytune_fsdp.model.attention.calls import Call, Unfit, reference
+from raytune_fsdp.model.attention.choose import Choice, Heads, Needs, choose
+from raytune_fsdp.model.attention.flash import is_installed, load
+from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.model.trial import why_kernel_fails
-from raytune_fsdp.run.needs import network_needs
-from raytune_fsdp.types import Borders
+from raytune_fsdp.run.trials.needs import network_needs
 from tests.models import architecture
 from tests.unit.test_probe import LARGE, wanted
 
@@ -34,8 +34,8 @@ SUNK = replace(PLAIN, sinks=True)
 KINDS = (PLAIN, replace(PLAIN, window=128), replace(PLAIN, many=2, softcap=20.0))
 
 BY_THE_BOOK = """
-from raytune_fsdp.model.calls import Call, reference
-from raytune_fsdp.types import Borders
+from raytune_fsdp.model.attention.calls import Call, reference
+from raytune_fsdp.base.batch import Borders
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.errors import ConfigError, ModelError
-from raytune_fsdp.model import flash, kernels
-from raytune_fsdp.model.attention import Choice, Needs, choose, use
-from raytune_fsdp.model.calls import Call, reference
-from raytune_fsdp.model.kernels import KERNELS, sdpa_by_document
+from raytune_fsdp.base.batch import Borders
+from raytune_fsdp.base.errors import ConfigError, ModelError
+from raytune_fsdp.model.attention import flash, kernels
+from raytune_fsdp.model.attention.calls import Call, reference
+from raytune_fsdp.model.attention.choose import Choice, Needs, choose, use
+from raytune_fsdp.model.attention.kernels import KERNELS, sdpa_by_document
 from raytune_fsdp.model.proof import WINDOW, documents, error_of_kernel
-from raytune_fsdp.types import Borders
 from tests.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -177,9 +177,9 @@ def without_softcap(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Ca
 def test_wrong_kernels_are_found_at_the_start(
     architecture: str, wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raytune_fsdp import evaluate
+    from raytune_fsdp.run.evaluation import losses
 
-    monkeypatch.setattr(evaluate, "on_all_ranks", lambda work: [work()])
+    monkeypatch.setattr(losses, "on_all_ranks", lambda work: [work()])
     for kernel in (reference, wrong):
         monkeypatch.setitem(KERNELS, "documents_cpu", in_wide(kernel))
         model = build(architecture).to(dtype)
@@ -188,10 +188,10 @@ def test_wrong_kernels_are_found_at_the_start(
                 module.weight.data *= 30  # or the scores of small random weights would not reach a cap
         model.set_attn_implementation("documents_cpu")
         if kernel is reference:
-            evaluate.check_network(model, "none", CPU, dtype)
+            losses.check_network(model, "none", CPU, dtype)
         else:
             with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=eager"):
-                evaluate.check_network(model, "none", CPU, dtype)
+                losses.check_network(model, "none", CPU, dtype)
         assert model.config._attn_implementation == "documents_cpu"
 
 

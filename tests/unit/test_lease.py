@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from raytune_fsdp.base.errors import TransientError
+from raytune_fsdp.base.lease import Lease, TakenOverError
 from raytune_fsdp.checkpoint import posix
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.location import storage_at
@@ -19,14 +21,12 @@ from raytune_fsdp.checkpoint.saver import open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.writing import write_small
 from raytune_fsdp.config import OptimConfig
-from raytune_fsdp.errors import TransientError
 from raytune_fsdp.launch import worker
-from raytune_fsdp.lease import Lease, TakenOverError
-from raytune_fsdp.optim import build_optimizer
-from raytune_fsdp.run.record import open_run
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import RunStart
-from raytune_fsdp.tracking.jsonl import JsonlTracker, read_events
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import RunStart
+from raytune_fsdp.record.jsonl import JsonlTracker, read_events
+from raytune_fsdp.run.open_record import open_run
+from raytune_fsdp.step.optim import build_optimizer
 from tests.runs import make_config
 
 

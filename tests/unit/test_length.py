@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from raytune_fsdp.api import finetune
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.errors import ResumeError
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_trajectory
 from raytune_fsdp.run.length import check_extension, warn_of_schedule
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_trajectory
 from tests.runs import LLAMA, make_config
 
 STEPS = {"global_batch": 4, "max_steps": 2}

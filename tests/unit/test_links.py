@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.durable import replace_durably
+from raytune_fsdp.base.errors import ModelError, ResumeError
 from raytune_fsdp.checkpoint.catalogue import committed, looks_like_checkpoint, newest
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.posix import PosixStorage
-from raytune_fsdp.durable import replace_durably
-from raytune_fsdp.errors import ModelError, ResumeError
-from raytune_fsdp.model.adapter_config import read_adapter_config
-from raytune_fsdp.model.exported import new_export
-from raytune_fsdp.model.known_files import ADAPTER_CONFIG_FILE
-from raytune_fsdp.rundir import check_links
+from raytune_fsdp.model.adapters.config_file import read_adapter_config
+from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE
+from raytune_fsdp.model.export.mark import new_export
+from raytune_fsdp.plan.run_dir import check_links
 from tests.hostile_runs import CHECKPOINT, NOT_OURS, OLDER, check_all, linked
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp import machine
-from raytune_fsdp.machine import free_memory, group_of, this_node
+from raytune_fsdp.base import machine
+from raytune_fsdp.base.machine import free_memory, group_of, this_node
 from tests.control_groups import limited
 
 LIMIT = 64 << 20

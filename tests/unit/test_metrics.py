@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from raytune_fsdp import metrics, node_figures
-from raytune_fsdp.division import Division
-from raytune_fsdp.estimate.flops import Architecture, Products
-from raytune_fsdp.metrics import Meter
-from raytune_fsdp.node_figures import NodeFigures
-from raytune_fsdp.plan import Layout, Plan
-from raytune_fsdp.step import StepTensors
-from raytune_fsdp.step_counts import StepCounts
-from raytune_fsdp.types import Cursor, StepBatches
+from raytune_fsdp.base.batch import Cursor, StepBatches
+from raytune_fsdp.plan.division import Division
+from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.plan.step_counts import StepCounts
+from raytune_fsdp.run.measure import meter as meters
+from raytune_fsdp.run.measure import nodes as measure_nodes
+from raytune_fsdp.run.measure.meter import Meter
+from raytune_fsdp.run.measure.nodes import NodeFigures
+from raytune_fsdp.step.flops import Architecture, Products
+from raytune_fsdp.step.train_step import StepTensors
 
 DIVISION = Division(total_samples=None, global_batch=2, micro_batch=2, data_ranks=1)
 PLAN = Plan(
@@ -93,7 +94,7 @@ def test_only_steps_that_are_fetched_are_waited_for(monkeypatch: pytest.MonkeyPa
         copies.append(Copy(tensors))
         return copies[-1].here, copies[-1]
 
-    monkeypatch.setattr(metrics, "to_host", to_host)
+    monkeypatch.setattr(meters, "to_host", to_host)
     measured = meter()
     measured._late = 1
     for step in (1, 2, 3):
@@ -106,7 +107,7 @@ def test_only_steps_that_are_fetched_are_waited_for(monkeypatch: pytest.MonkeyPa
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     tensors = StepTensors(counts=torch.zeros(3, dtype=torch.int64), values=torch.zeros(3))
-    found, arrival = metrics.to_host(tensors)
+    found, arrival = meters.to_host(tensors)
     assert found is tensors and arrival is None
 
 
@@ -125,7 +126,7 @@ def test_nodes_are_in_one_step_of_ten_seconds() -> None:
 
 def test_ranks_of_a_node_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [("a", "1"), ("b", "2"), ("a", "1"), ("a", "3")]
-    monkeypatch.setattr(node_figures, "on_all_ranks", lambda what: nodes)
+    monkeypatch.setattr(measure_nodes, "on_all_ranks", lambda what: nodes)
     figures = NodeFigures(torch.device("cpu"), 4)
     assert figures.nodes == ["a", "b", "a", "a-2"], "two machines may have one name"
     everyone = np.array([[9, 50, 100, 8, 3], [9, 20, 10, 6, 4], [9, 70, 200, 7, 5], [9, math.nan, 1, 2, math.nan]])

@@ -17,17 +17,17 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from raytune_fsdp.checkpoint.whole import named_class, plain_network, weights_of_adapter
-from raytune_fsdp.config.method import Method
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.adapter_config import put_adapter_config
-from raytune_fsdp.model.adapter_names import check_loads
-from raytune_fsdp.model.adapters import adapter_tensors, attach, stored_names
-from raytune_fsdp.model.export_adapter import export_adapter
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.checkpoint.merged import named_class, plain_network, weights_of_adapter
+from raytune_fsdp.config.sections.method import Method
+from raytune_fsdp.model.adapters.attach import adapter_tensors, attach, stored_names
+from raytune_fsdp.model.adapters.config_file import put_adapter_config
+from raytune_fsdp.model.adapters.names import check_loads
+from raytune_fsdp.model.export.adapter import export_adapter
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.model.trained import choose_trained
-from raytune_fsdp.run.export_proof import check_acts
-from raytune_fsdp.run.initial_weights import find_adapter
+from raytune_fsdp.run.starting_weights import find_adapter
+from raytune_fsdp.run.trials.export_proof import check_acts
 from tests.models import SEEING_CLASSES, save_checkpoint
 from tests.runs import make_config, write_tokenizer
 
@@ -160,7 +160,7 @@ WIDE = [
 def test_peft_on_the_class_that_the_base_names_computes_what_the_run_does(
     tmp_path: Path, model: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "raytune_fsdp.run.export_proof")
+    caplog.set_level(logging.DEBUG, "raytune_fsdp.run.trials.export_proof")
     base, method = save_checkpoint(tmp_path / "base", model), method_of(model, kind)
     held, place = exported(tmp_path, base, method)
     assert "no small network" not in caplog.text, "the export was proven to act"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.untrusted import printable_json, without_controls
+from raytune_fsdp.base.untrusted import printable_json, without_controls
 from tests.hostile_runs import CHECKPOINT, OLDER, check_all
 
 NAME = "st\u202eeps\u2066\x1b]0;owned\x07\x9b31m"

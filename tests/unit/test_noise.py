@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raytune_fsdp.base.batch import PADDING, Batch
 from raytune_fsdp.data.batches import filler
-from raytune_fsdp.model.loss import block_loss
-from raytune_fsdp.model.noise import noisy_embeddings
-from raytune_fsdp.model.objective import Objective
+from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
+from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents
-from raytune_fsdp.types import PADDING, Batch
 from tests.models import build
 
 ALPHA, WIDTH = 5.0, 32

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.assemble import LauncherHooks
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch import notices
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.worker import alone, work
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import agree
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.console import event_in_words
-from raytune_fsdp.tracking.jsonl import read_events
 from tests.runs import make_config
 
 JOB, POD = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.errors import ModelError
 from raytune_fsdp.launch import worker
 from raytune_fsdp.launch.environment import settings_of_nccl
-from raytune_fsdp.model.compiler import Compiler
-from raytune_fsdp.precision import numerics
+from raytune_fsdp.model.compile_layers import Compiler
+from raytune_fsdp.step.precision import numerics
 from tests.runs import make_config
 
 CPU = torch.device("cpu")

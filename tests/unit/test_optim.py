@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from raytune_fsdp.config import LoraMethod, OptimConfig
-from raytune_fsdp.optim import build_optimizer, lr_factor, multiplier, undecayed_names
-from raytune_fsdp.plan import resolve
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.step.optim import build_optimizer, lr_factor, multiplier, undecayed_names
 from tests.models import build
 from tests.unit.test_plan import config
 

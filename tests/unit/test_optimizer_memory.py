@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from raytune_fsdp.config import OptimConfig
-from raytune_fsdp.optim import build_optimizer, local_piece, pieces
-from raytune_fsdp.optim.moments import BLOCK
+from raytune_fsdp.step.optim import build_optimizer, local_piece, pieces
+from raytune_fsdp.step.optim.moments import BLOCK
 from tests.models import build
 
 GO = torch.tensor(0.0)

@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
-from raytune_fsdp.config.optimizers import state_bytes
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.optim import build_optimizer, check_groups
-from raytune_fsdp.optim.matrices import hidden_matrices
-from raytune_fsdp.optim.moments import EightBit, is_quantized
-from raytune_fsdp.optim.muon import orthogonal
-from raytune_fsdp.optim.noise import LEVELS, Noise, to_bf16
+from raytune_fsdp.config.sections.optimizers import state_bytes
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume import identity_of
+from raytune_fsdp.step.optim import build_optimizer, check_groups
+from raytune_fsdp.step.optim.matrices import hidden_matrices
+from raytune_fsdp.step.optim.moments import EightBit, is_quantized
+from raytune_fsdp.step.optim.muon import orthogonal
+from raytune_fsdp.step.optim.noise import LEVELS, Noise, to_bf16
 from tests.models import build
 from tests.runs import make_config
 from tests.unit.test_plan import config
@@ -74,9 +74,9 @@ def _two(decays: list[Any], rest: list[Any], decay: float) -> list[dict[str, Any
 
 def test_adamw_written_out_is_torch_s() -> None:
     """With moments in fp32 beside weights in fp64 only these are rounded; the rule itself is torch's."""
-    from raytune_fsdp.optim.elementwise import AdamWRule, Elementwise
-    from raytune_fsdp.optim.groups import groups_of, trained
-    from raytune_fsdp.optim.update import Trained
+    from raytune_fsdp.step.optim.elementwise import AdamWRule, Elementwise
+    from raytune_fsdp.step.optim.groups import groups_of, trained
+    from raytune_fsdp.step.optim.update import Trained
 
     ours = OptimConfig(lr=0.1, weight_decay=0.3, beta2=0.9)
     models = [build("gpt2").double(), build("gpt2").double()]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.api import finetune
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.exam import Exam
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.run.evaluation.exam import Exam
 from tests.runs import make_config, write_tokens
 
 pytestmark = pytest.mark.thorough

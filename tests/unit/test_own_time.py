@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.own_time import OwnTime, SlowRanks, typical
+from raytune_fsdp.step.own_time import OwnTime, SlowRanks, typical
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

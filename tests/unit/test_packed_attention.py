@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.data.batches import borders_of, to_batch
-from raytune_fsdp.model.attention import logits_of
-from raytune_fsdp.types import Cursor
+from raytune_fsdp.model.attention.choose import logits_of
 from tests.models import VOCABULARY, build
 from tests.rows import all_samples, make_windows, token_rows
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.placement import place
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.checkpoint.several_gpus import place
 from tests.models import ARCHITECTURES
 
 GPU = torch.device("cuda", 0)

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.mark import chosen_in, made_with, with_mark
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.mark import chosen_in, made_with, with_mark
 from raytune_fsdp.run.places import check_beginning, check_places, mark_of, places_in
 from tests.forgeries import with_hashes
 from tests.hostile_runs import OLDER, OPENERS, READERS, change, check_all, without_places

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.counts import Census
-from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch.start import _check_local
-from raytune_fsdp.model.quantized import Kind, quantize
-from raytune_fsdp.plan import Plan, resolve, sizes_of
+from raytune_fsdp.model.precision.quantized import Kind, quantize
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import Plan, resolve, sizes_of
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.checks import check_first
-from raytune_fsdp.rundir import RunDir
 from tests.runs import LLAMA, make_config
 
 

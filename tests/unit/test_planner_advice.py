@@ -9,17 +9,17 @@ import pytest
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.estimate.devices import find_device, link_speed
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.advice import Advice, advice
-from raytune_fsdp.planner.alternatives import allowed_micro_batch, as_flags, in_words
-from raytune_fsdp.planner.changes import with_changes
-from raytune_fsdp.planner.nearby import moving_less, shared, step_down
-from raytune_fsdp.planner.page import as_page
-from raytune_fsdp.planner.planned import planned
-from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
-from raytune_fsdp.planner.stopping import Stopping, Writing
-from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.advise.advice import Advice, advice
+from raytune_fsdp.predict.advise.alternatives import allowed_micro_batch, as_flags, in_words
+from raytune_fsdp.predict.advise.changes import with_changes
+from raytune_fsdp.predict.advise.nearby import moving_less, shared, step_down
+from raytune_fsdp.predict.devices import find_device, link_speed
+from raytune_fsdp.predict.page.text import as_page
+from raytune_fsdp.predict.planned import planned
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
+from raytune_fsdp.predict.stopping import Stopping, Writing
+from raytune_fsdp.predict.subject import Subject
 from tests.unit.test_planner_memory import EXPERTS, LLAMA, config_of
 
 WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 4096}

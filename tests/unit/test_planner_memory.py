@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.batch import Cursor, PackedSample
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner import live
-from raytune_fsdp.planner.live import TookTooLong
-from raytune_fsdp.planner.memory import Memory, memory_of
-from raytune_fsdp.planner.representatives import representatives
-from raytune_fsdp.planner.trace import full_batches, trace
-from raytune_fsdp.run.needs import network_needs
-from raytune_fsdp.types import Cursor, PackedSample
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.memory import Memory, memory_of
+from raytune_fsdp.predict.trace import live
+from raytune_fsdp.predict.trace.layers import representatives
+from raytune_fsdp.predict.trace.live import TookTooLong
+from raytune_fsdp.predict.trace.trace import full_batches, trace
+from raytune_fsdp.run.trials.needs import network_needs
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,

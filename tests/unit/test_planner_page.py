@@ -11,14 +11,14 @@ import pytest
 
 from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config.load import load_config, recipes
-from raytune_fsdp.config.model import ModelConfig
-from raytune_fsdp.estimate.devices import find_device
+from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.model.network import build_base, load_architecture
-from raytune_fsdp.planner.alternatives import alternatives, cheapest_fit, micro_batches, with_micro_batch
-from raytune_fsdp.planner.page import WIDTH
-from raytune_fsdp.planner.prediction import Cluster, predict
-from raytune_fsdp.planner.subject import Subject, bundled
-from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.predict.advise.alternatives import alternatives, cheapest_fit, micro_batches, with_micro_batch
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.page.text import WIDTH
+from raytune_fsdp.predict.prediction import Cluster, predict
+from raytune_fsdp.predict.subject import Subject, bundled
+from raytune_fsdp.record.jsonl import append_event
 
 _HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
 

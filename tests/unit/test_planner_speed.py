@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.estimate.traffic import Traffic
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.links import move, network_of
-from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
-from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.links import move, network_of
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.step.traffic import Traffic
 from tests.unit.test_planner_memory import LLAMA, config_of
 
 WEIGHTS = Traffic(gathered=2e9, scattered=1e9, all_reduced=0.0, bytes_gathered=2, bytes_reduced=4)
@@ -95,7 +95,7 @@ def test_a_network_that_cannot_be_traced_is_refused_in_one_line(monkeypatch: pyt
     def fails(*_: Any, **__: Any) -> None:
         raise NotImplementedError("aten::odd has no meta kernel\n and a stack")
 
-    monkeypatch.setattr("raytune_fsdp.planner.prediction.trace", fails)
+    monkeypatch.setattr("raytune_fsdp.predict.prediction.trace", fails)
     with pytest.raises(ModelError, match=r"cannot be planned without its data \(.*aten::odd.*--dry-run"):
         planned()
 

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
-from raytune_fsdp.launch import preflight
-from raytune_fsdp.launch.preflight import check_memory, check_room, predict
-from raytune_fsdp.plan import Plan, resolve
-from raytune_fsdp.planner import prediction
-from raytune_fsdp.planner.beside import kept_at_once, more_by_clock
+from raytune_fsdp.plan.plan import Plan, resolve
+from raytune_fsdp.predict import prediction, preflight
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.host import kept_at_once, more_by_clock
+from raytune_fsdp.predict.preflight import check_memory, check_room, predict
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared
 from tests.clock import Clock

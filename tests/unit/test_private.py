@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.durable import take_from_others
-from raytune_fsdp.tracking.jsonl import append_evaluation, append_event
-from raytune_fsdp.tracking.repair import cut
+from raytune_fsdp.base.durable import take_from_others
+from raytune_fsdp.record.jsonl import append_evaluation, append_event
+from raytune_fsdp.record.repair import cut
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank
 
@@ -64,7 +64,7 @@ def test_a_report_in_its_run_is_private_and_one_elsewhere_as_the_umask_has_it(tm
 @pytest.mark.thorough
 def test_others_read_nothing_of_what_a_run_writes_about_itself(tmp_path: Path) -> None:
     """A run of an older version, all of it for everybody, and a new one."""
-    from raytune_fsdp.report.page import make_curve, make_report
+    from raytune_fsdp.record.report.page import make_curve, make_report
 
     config = make_config(tmp_path, train={"max_steps": 2}, tracking={"documents": True}, checkpoint={"every": 1})
     run_ranks(train_rank, 1, config.model_dump(), 1)

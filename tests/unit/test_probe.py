@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError, ModelError
-from raytune_fsdp.model.attention import Needs, choose
+from raytune_fsdp.model.attention.choose import Needs, choose
 from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.run import probe
 from raytune_fsdp.run.checks import check_first
-from raytune_fsdp.run.needs import network_needs
-from raytune_fsdp.run.probe import check_step
+from raytune_fsdp.run.trials import probe
+from raytune_fsdp.run.trials.needs import network_needs
+from raytune_fsdp.run.trials.probe import check_step
 from tests.models import (
     ARCHITECTURES,
     EXPERTS,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
-from raytune_fsdp.errors import TrainingError
-from raytune_fsdp.optim import build_optimizer
-from raytune_fsdp.out_of_memory import consumers, explain, way_out
-from raytune_fsdp.profiling import StepProfiler, shares_of
+from raytune_fsdp.run.out_of_memory import consumers, explain, way_out
+from raytune_fsdp.step.optim import build_optimizer
+from raytune_fsdp.step.profiling import StepProfiler, shares_of
 from tests.runs import make_config
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.estimate.devices import find_device
+from raytune_fsdp.predict.devices import find_device
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 ROWS: list[dict[str, Any]] = [

@@ -12,15 +12,15 @@ import torch._dynamo
 from torch._dynamo.callback import callback_handler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from raytune_fsdp.answers import answers
+from raytune_fsdp.base.beat import pulse
 from raytune_fsdp.checkpoint import manifest
 from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.launch.worker import alone
-from raytune_fsdp.model.compiler import Compiler, settings_restored
+from raytune_fsdp.model.compile_layers import Compiler, settings_restored
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
-from raytune_fsdp.model.weights import RandomWeights
-from raytune_fsdp.pulse import pulse
+from raytune_fsdp.model.weights.source import RandomWeights
+from raytune_fsdp.run.evaluation.answers import answers
 from tests.runs import GPT2, make_config, write_tokenizer
 
 

@@ -10,8 +10,17 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from transformers.pytorch_utils import Conv1D
 
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.quantized import BLOCK, Kind, QuantizedLayer, check_torch, ends_of, quantize, row_bytes, widen
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.model.precision.quantized import (
+    BLOCK,
+    Kind,
+    QuantizedLayer,
+    check_torch,
+    ends_of,
+    quantize,
+    row_bytes,
+    widen,
+)
 
 KINDS: tuple[Kind, ...] = ("nf4", "int8")
 
@@ -45,7 +54,7 @@ def test_rows_are_quantized_alone_and_each_number_to_its_nearest_value(kind: Kin
 
 def test_nf4_has_its_sixteen_values() -> None:
     """Numbers that are one of them, times a scale, are kept; what is between goes to the nearer one."""
-    from raytune_fsdp.model.quantized import _NF4
+    from raytune_fsdp.model.precision.quantized import _NF4
 
     values = torch.tensor(_NF4)
     rows = torch.stack([values.repeat(4), values.repeat(4) * 0.25])

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.eval import ChoicesTask, EvalConfig
-from raytune_fsdp.data.open_data import open_data
+from raytune_fsdp.config.sections.eval import ChoicesTask, EvalConfig
+from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.questions import Choices, Written, check_names, open_tasks
-from raytune_fsdp.errors import ConfigError, DataError
 from raytune_fsdp.run.checks import check_best, check_early_stop
-from raytune_fsdp.tasks import _judged, metrics_of
-from raytune_fsdp.types import IGNORE
+from raytune_fsdp.run.evaluation.tasks import _judged, metrics_of
 from tests.runs import make_config
 from tests.unit.made_tokenizers import chat, demo, metaspace
 

@@ -21,7 +21,7 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from raytune_fsdp.errors import (
+from raytune_fsdp.base.errors import (
     DataError,
     HandedOver,
     Interrupted,
@@ -30,13 +30,13 @@ from raytune_fsdp.errors import (
     TrainingError,
     TransientError,
 )
+from raytune_fsdp.base.lease import Lease, TakenOverError, hold, release
 from raytune_fsdp.launch.ray import attempts
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.resources import Node
-from raytune_fsdp.lease import Lease, TakenOverError, hold, release
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.jsonl import read_events
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_events
 from tests.runs import make_config
 
 DEAD = WorkerHealthCheckFailedError("A worker failed a health check", RayActorError(error_msg="exit code 2"))

@@ -12,7 +12,7 @@ from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError
 
-from raytune_fsdp.errors import DataError, Interrupted, RowError, TrainingError, TransientError
+from raytune_fsdp.base.errors import DataError, Interrupted, RowError, TrainingError, TransientError
 from raytune_fsdp.launch.ray.failures import MORE_MEMORY, first_cause, in_words, is_final, underlying
 
 DEAD = WorkerHealthCheckFailedError(

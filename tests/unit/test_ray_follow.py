@@ -12,21 +12,21 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from raytune_fsdp import lease
-from raytune_fsdp.errors import Interrupted, TrainingError
+from raytune_fsdp.base import lease
+from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, BoardStream, Joined, Line, Notice, PhaseFinished
 from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.resources import Request
-from raytune_fsdp.launch.ray.sizes import Sizes
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import RunStart
-from raytune_fsdp.tracking.console import ConsoleTracker
-from raytune_fsdp.tracking.jsonl import read_events
-from raytune_fsdp.tracking.live import Looks, read_message
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import RunStart
+from raytune_fsdp.record.console import ConsoleTracker
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.screen_messages import Looks, read_message
 from tests.recorded import step
 from tests.runs import make_config
 

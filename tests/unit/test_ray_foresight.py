@@ -14,16 +14,16 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
-from raytune_fsdp.launch import preflight
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch.ray import driver, rank
 from raytune_fsdp.launch.ray import foresight as module
 from raytune_fsdp.launch.ray.foresight import Foresight
+from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.resources import Node, Request
-from raytune_fsdp.launch.ray.sizes import Sizes
-from raytune_fsdp.plan import Plan
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.predict import preflight
 from tests.runs import make_config
 
 GIB = 2**30

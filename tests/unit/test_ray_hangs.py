@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.launch.ray import listening
 from raytune_fsdp.launch.ray.board import Beat
-from raytune_fsdp.launch.ray.hangs import Hang, culprit, what_all_do
-from raytune_fsdp.launch.ray.listening import Listening
+from raytune_fsdp.launch.ray.watch import listening
+from raytune_fsdp.launch.ray.watch.hangs import Hang, culprit, what_all_do
+from raytune_fsdp.launch.ray.watch.listening import Listening
 from tests.clock import Clock
 
 
@@ -105,7 +105,7 @@ TRAINING = """Thread 0x1 (most recent call first):
 
 Thread 0x2 (most recent call first):
 {frames}
-  File "/x/raytune_fsdp/step.py", line 60 in train_step
+  File "/x/raytune_fsdp/step/train_step.py", line 60 in train_step
   File "/x/raytune_fsdp/launch/ray/rank.py", line 99 in train_rank
 
 Current thread 0x3 (most recent call first):

@@ -20,11 +20,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp import machine
-from raytune_fsdp.launch.ray import node_watch
+from raytune_fsdp.base import machine
 from raytune_fsdp.launch.ray.board import Board, Joined
-from raytune_fsdp.launch.ray.hangs import culprit
-from raytune_fsdp.launch.ray.node_watch import NodeWatches, _NodeWatch
+from raytune_fsdp.launch.ray.nodes import node_watch
+from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches, _NodeWatch
+from raytune_fsdp.launch.ray.watch.hangs import culprit
 
 RANK = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); input()"
 

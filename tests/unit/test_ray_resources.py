@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.resources import (
     Node,

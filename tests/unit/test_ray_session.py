@@ -23,8 +23,8 @@ pytest.importorskip("ray")
 import ray
 from ray.exceptions import AuthenticationError
 
+from raytune_fsdp.base.errors import ConfigError, TrainingError
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.errors import ConfigError, TrainingError
 from raytune_fsdp.launch.ray import private, session
 
 

@@ -16,14 +16,15 @@ pytest.importorskip("ray")
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError
 
-from raytune_fsdp.launch.ray import driver, growth, sizes
+from raytune_fsdp.launch.ray import driver
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.nodes import growth, sizes
+from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.rank import RankJob
 from raytune_fsdp.launch.ray.resources import Node, Request
-from raytune_fsdp.launch.ray.sizes import Sizes
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking.live import Looks
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.screen_messages import Looks
 from tests.clock import Clock
 from tests.runs import make_config
 from tests.unit.test_ray_demand import Groups

@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.launch.ray import beats
-from raytune_fsdp.launch.ray.beats import Beats
+from raytune_fsdp.base.beat import beat, computing, pulse
+from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray.board import Beat, Joined, Line, _Board
-from raytune_fsdp.launch.ray.starting import Starting
-from raytune_fsdp.launch.ray.watch import Watch
-from raytune_fsdp.pulse import beat, computing, pulse
+from raytune_fsdp.launch.ray.watch import beats
+from raytune_fsdp.launch.ray.watch.beats import Beats
+from raytune_fsdp.launch.ray.watch.ranks import Watch
+from raytune_fsdp.launch.ray.watch.starting import Starting
 from tests.unit.test_ray_hangs import AtOnce
 
 BYTES = 1 << 20

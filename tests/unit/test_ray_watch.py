@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.errors import RepeatedError
+from raytune_fsdp.base.errors import RepeatedError
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, Joined, Notice, Started

@@ -12,23 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.audit import choose_segment
+from raytune_fsdp.base.batch import StopReason
+from raytune_fsdp.base.errors import Interrupted, ResumeError, TransientError
 from raytune_fsdp.checkpoint import by_clock, room
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, to_remove
 from raytune_fsdp.checkpoint.posix import PosixDraft
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
-from raytune_fsdp.errors import Interrupted, ResumeError, TransientError
 from raytune_fsdp.launch.worker import alone, work
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import checkpoints_to_average
 from raytune_fsdp.run.saves import intervals_of, lost_seconds
 from raytune_fsdp.run.standing import agree
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import read_evaluations, read_events, read_trajectory
-from raytune_fsdp.types import StopReason
+from raytune_fsdp.tools.audit import choose_segment
 from tests import clock as clocks
 from tests.checkpoints import pieces_of
 from tests.quota import with_quota

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 import raytune_fsdp.config
-from raytune_fsdp.config.base import Section
-from raytune_fsdp.redaction import (
+from raytune_fsdp.base.redaction import (
     REDACTED,
     find_secrets,
     is_secret_key,
@@ -20,7 +19,8 @@ from raytune_fsdp.redaction import (
     redact_text,
     redact_yaml,
 )
-from raytune_fsdp.urls import holds_credentials
+from raytune_fsdp.base.urls import holds_credentials
+from raytune_fsdp.config.base import Section
 from tests.planted import FILL, SHAPES
 
 

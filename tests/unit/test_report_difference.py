@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.base.errors import UserError
 from raytune_fsdp.checkpoint.catalogue import directory_name
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, STATE_FILE
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.errors import UserError
-from raytune_fsdp.report.difference import difference
-from raytune_fsdp.report.page import page
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import append_event
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import append_event
+from raytune_fsdp.record.report.difference import difference
+from raytune_fsdp.record.report.page import page
 from tests.records import make_config, write_run
 
 

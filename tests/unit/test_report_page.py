@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 
 from raytune_fsdp.cli import main
-from raytune_fsdp.counts import Census, DatasetCount, SkippedRow
-from raytune_fsdp.report.census import census_of
-from raytune_fsdp.report.census import data_of as data_of_census
-from raytune_fsdp.report.facts import best, settings
-from raytune_fsdp.report.history import read_history
-from raytune_fsdp.report.page import make_report, page
-from raytune_fsdp.report.spikes import spikes
-from raytune_fsdp.report.thin import buckets, thinned
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import append_event
-from raytune_fsdp.tracking.lines import to_bytes
+from raytune_fsdp.plan.counts import Census, DatasetCount, SkippedRow
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import append_event
+from raytune_fsdp.record.lines import to_bytes
+from raytune_fsdp.record.report.census import census_of
+from raytune_fsdp.record.report.census import data_of as data_of_census
+from raytune_fsdp.record.report.facts import best, settings
+from raytune_fsdp.record.report.history import read_history
+from raytune_fsdp.record.report.page import make_report, page
+from raytune_fsdp.record.report.spikes import spikes
+from raytune_fsdp.record.report.thin import buckets, thinned
 from tests.records import HOSTILE, make_config, write_run
 
 FAKE_BROWSER = Path(__file__).with_name("fake_browser.js")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.report.summary import next_commands, summary
+from raytune_fsdp.record.report.summary import next_commands, summary
 from tests.recorded import Recorded
 
 

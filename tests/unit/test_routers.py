@@ -9,18 +9,18 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from raytune_fsdp.base.batch import PADDING, Batch
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import TrainConfig
 from raytune_fsdp.data.batches import filler
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.model.attention import inputs_of
-from raytune_fsdp.model.blocks import run_blocks
-from raytune_fsdp.model.head import install
-from raytune_fsdp.model.loss import block_loss
-from raytune_fsdp.model.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.attention.choose import inputs_of
+from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.objective.routers import check_routers, numbers_of_experts, routers_of, watched
+from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize_layers
 from raytune_fsdp.model.proof import documents
-from raytune_fsdp.model.quantized import QuantizedLayer, quantize_layers
-from raytune_fsdp.model.routers import check_routers, numbers_of_experts, routers_of, watched
-from raytune_fsdp.types import PADDING, Batch
 from tests.models import architecture, build
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "granitemoehybrid")

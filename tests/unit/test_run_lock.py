@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.lease import TakenOverError, lease_of
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import ConfigError
 from raytune_fsdp.launch import run_lock
 from raytune_fsdp.launch.run_lock import is_locked, locked
-from raytune_fsdp.lease import TakenOverError, lease_of
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.plan.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -41,8 +41,8 @@ with locked(config_of(Path(sys.argv[1]))):
 HOLD_AND_ASK = """
 import sys
 from raytune_fsdp.launch import run_lock
-from raytune_fsdp.lease import TakenOverError, lease_of
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.base.lease import TakenOverError, lease_of
+from raytune_fsdp.plan.run_dir import RunDir
 from tests.unit.test_run_lock import config_of
 from pathlib import Path
 run_lock.BEAT_SECONDS = 0.1
@@ -58,10 +58,10 @@ with run_lock.locked(config):
 """
 ONE_OF_MANY = """
 import sys, time
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.launch import run_lock
-from raytune_fsdp.lease import TakenOverError, lease_of
-from raytune_fsdp.rundir import RunDir
+from raytune_fsdp.base.lease import TakenOverError, lease_of
+from raytune_fsdp.plan.run_dir import RunDir
 from tests.unit.test_run_lock import config_of
 from pathlib import Path
 run_lock.BEAT_SECONDS = 0.3
@@ -365,7 +365,7 @@ def test_storage_that_does_not_answer_ends_no_run(tmp_path: Path, monkeypatch: p
         place.lock.rename(tmp_path / "aside")  # as under an automounter
         threading.Timer(1, (tmp_path / "aside").rename, [place.lock]).start()
         lease.check()
-        monkeypatch.setattr("raytune_fsdp.lease._LOOKS", 2)
+        monkeypatch.setattr("raytune_fsdp.base.lease._LOOKS", 2)
         place.lock.unlink()
         with pytest.raises(TakenOverError, match="has gone.* writes nothing more; the same command continues"):
             lease.check()

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.base.batch import StopReason
+from raytune_fsdp.base.errors import Interrupted, TransientError
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.save_in_flight import Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.errors import Interrupted, TransientError
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.saving import Saves
-from raytune_fsdp.tracking import NullTracker
-from raytune_fsdp.types import StopReason
+from raytune_fsdp.record import NullTracker
+from raytune_fsdp.run.saving import Saves
 
 
 @pytest.fixture

@@ -10,21 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.devices import find_device
 from raytune_fsdp.launch.worker import alone
-from raytune_fsdp.model.sequence import _exchange, check_sequence
-from raytune_fsdp.plan import resolve
-from raytune_fsdp.planner.changes import with_changes
-from raytune_fsdp.planner.page import as_page
-from raytune_fsdp.planner.planned import planned
-from raytune_fsdp.planner.prediction import Cluster, predict
-from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.model.split.sequence import _exchange, check_sequence
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.advise.changes import with_changes
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.page.text import as_page
+from raytune_fsdp.predict.planned import planned
+from raytune_fsdp.predict.prediction import Cluster, predict
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.record.console import event_in_words, gibibytes
+from raytune_fsdp.record.names import SHARDED
 from raytune_fsdp.run.prepare import sharding_of
-from raytune_fsdp.tracking.console import event_in_words, gibibytes
-from raytune_fsdp.tracking.names import SHARDED
 from tests.models import ARCHITECTURES, EXPERTS
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import config_of

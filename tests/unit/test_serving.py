@@ -16,8 +16,8 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from raytune_fsdp.model.export import export
-from raytune_fsdp.model.keys import owned_tensors
+from raytune_fsdp.model.export.write import export
+from raytune_fsdp.model.weights.keys import owned_tensors
 from tests.distributed.test_export import CLASSES, Tensors
 from tests.models import TIED, architecture, build
 from tests.unit.made_tokenizers import chat

@@ -12,10 +12,10 @@ import weakref
 
 import pytest
 
-from raytune_fsdp.errors import Interrupted
+from raytune_fsdp.base.batch import StopReason
+from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.launch import signals
 from raytune_fsdp.launch.signals import Signals, StopFlag
-from raytune_fsdp.types import StopReason
 
 
 def send(kind: signal.Signals) -> None:

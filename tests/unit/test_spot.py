@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.launch.ray import node_watch, spot
 from raytune_fsdp.launch.ray.board import Line
-from raytune_fsdp.launch.ray.spot import ENDPOINT, seconds_left
+from raytune_fsdp.launch.ray.nodes import node_watch, spot
+from raytune_fsdp.launch.ray.nodes.spot import ENDPOINT, seconds_left
 from tests.metadata import Server, serving
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from raytune_fsdp import evaluate
-from raytune_fsdp.errors import ConfigError, ModelError, RaytuneError
-from raytune_fsdp.evaluate import check_network
-from raytune_fsdp.model.attention import Needs, generating, without_borders
-from raytune_fsdp.model.calls import Call, reference
-from raytune_fsdp.model.head import install
-from raytune_fsdp.model.kernels import KERNELS
+from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError
+from raytune_fsdp.model.attention.calls import Call, reference
+from raytune_fsdp.model.attention.choose import Needs, generating, without_borders
+from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.run.evaluation import losses
+from raytune_fsdp.run.evaluation.losses import check_network
 from tests.models import architecture, build
 from tests.ranks import run_ranks
 from tests.runs import make_config
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "on_all_ranks", lambda work: [work()])
+    monkeypatch.setattr(losses, "on_all_ranks", lambda work: [work()])
 
 
 def nan_in_the_first_call() -> Callable[..., torch.Tensor]:
@@ -82,9 +82,9 @@ def test_all_ranks_refuse_what_one_finds(nan_on: int) -> None:
 
 
 def _assembled(values: Mapping[str, Any]) -> str:
-    from raytune_fsdp.assemble import assemble
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.local import prepare_on_rank0
+    from raytune_fsdp.run.assemble import assemble
 
     config = FinetuneConfig.model_validate(values)
     try:
@@ -110,7 +110,7 @@ def test_only_experts_in_16_bits_may_differ_a_little(
     alone: None, name: str, dtype: torch.dtype, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They get batches of other sizes when other documents are beside them. The weights are fp32 in each case."""
-    monkeypatch.setattr(evaluate, "leak_between_documents", lambda *_: 1e-3)
+    monkeypatch.setattr(losses, "leak_between_documents", lambda *_: 1e-3)
     if refused:
         with pytest.raises(ConfigError, match=r"packed documents see each other \(logits change by 1\.0e-03\)"):
             check_network(build(name), "best_fit", CPU, dtype)

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.errors import ConfigError
-from raytune_fsdp.estimate.devices import find_device
-from raytune_fsdp.estimate.traffic import summed_by_layers
-from raytune_fsdp.model.attention import Heads, Needs
-from raytune_fsdp.model.cuts import check_cut
-from raytune_fsdp.model.pieces import range_of
-from raytune_fsdp.plan import layout_of, resolve
-from raytune_fsdp.planner.prediction import Cluster, Prediction, predict
-from raytune_fsdp.planner.subject import Subject
+from raytune_fsdp.model.attention.choose import Heads, Needs
+from raytune_fsdp.model.pieces.pieces import range_of
+from raytune_fsdp.model.split.cuts import check_cut
+from raytune_fsdp.plan.plan import layout_of, resolve
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.step.traffic import summed_by_layers
 from tests.models import build
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import LLAMA as PLANNED

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.tokenizer import tokenizer_in, without_files
-from raytune_fsdp.model.tokenizer_trial import Trials, is_own
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.model.directory.tokenizer import tokenizer_in, without_files
+from raytune_fsdp.model.directory.tokenizer_trial import Trials, is_own
 from tests.tokenizer_configs import BYTES, FAMILIES, NAME_FILES, PIECES, SPECIAL, WORDS
 from tests.unit.made_tokenizers import demo, metaspace
 
@@ -217,7 +217,7 @@ def test_the_word_of_somebody_else_counts_for_nothing(own_cache: Path, tmp_path:
 def test_a_tokenizer_that_takes_too_long_is_refused_and_the_next_one_is_tried(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytune_fsdp.model.tokenizer_trial.SECONDS", 1)
+    monkeypatch.setattr("raytune_fsdp.model.directory.tokenizer_trial.SECONDS", 1)
     slow = word_pieces()
     slow.add_tokens([AddedToken(f"<{number}>", normalized=True) for number in range(100_000)])
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -251,7 +251,7 @@ def test_a_limit_of_a_batch_system_is_kept_and_ends_no_trial(tmp_path: Path, lim
     hard = {"RLIMIT_CPU": 40, "RLIMIT_DATA": 8 << 30}[limit]
     code = f"""
 import json, resource, sys
-from raytune_fsdp.model import tokenizer_child as child
+from raytune_fsdp.model.directory import tokenizer_child as child
 sys.modules["torch"] = None
 resource.setrlimit(resource.{limit}, ({hard}, {hard}))
 answer = child._in_child({{"directory": {str(tmp_path / "tokenizer")!r}, "seconds": 60, "bytes": 1 << 40}})

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from raytune_fsdp.errors import Interrupted, TrainingError
-from raytune_fsdp.tracking import Composite, NullTracker, RunStart, Status, Tracker, flatten
-from raytune_fsdp.types import StepMetrics
+from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.record import Composite, NullTracker, RunStart, Status, Tracker, flatten
 
 
 class Spy:

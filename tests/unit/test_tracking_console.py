@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.tracking import RunStart
-from raytune_fsdp.tracking.console import ConsoleTracker, curve, duration, event_in_words, short
-from raytune_fsdp.tracking.live import Looks, read_message
-from raytune_fsdp.tracking.names import perplexity, with_perplexity
-from raytune_fsdp.types import ParameterCount
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.record import RunStart
+from raytune_fsdp.record.console import ConsoleTracker, curve, duration, event_in_words, short
+from raytune_fsdp.record.names import perplexity, with_perplexity
+from raytune_fsdp.record.screen_messages import Looks, read_message
 from tests.recorded import step
 
 
@@ -94,7 +94,7 @@ class Shown(io.StringIO):
 
 def test_a_region_is_told_of_steps_and_lines_stay_for_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([5.0, 5.0, 5.01, 5.02, 6.0, 7.0, 8.0])
-    monkeypatch.setattr("raytune_fsdp.tracking.console.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("raytune_fsdp.record.console.time.monotonic", lambda: next(now))
     stream = Shown()
     tracker = begin(stream)
     for number in (1, 2, 3):
@@ -234,9 +234,9 @@ def test_curves_that_are_hardly_one() -> None:
 
 def test_plot_draws_a_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from raytune_fsdp.errors import UserError
-    from raytune_fsdp.report.curves import plot, smoothed
-    from raytune_fsdp.tracking.jsonl import JsonlTracker
+    from raytune_fsdp.base.errors import UserError
+    from raytune_fsdp.record.jsonl import JsonlTracker
+    from raytune_fsdp.record.report.curves import plot, smoothed
 
     tracker = JsonlTracker(tmp_path)
     tracker.start(RunStart(name="demo", attempt=1))

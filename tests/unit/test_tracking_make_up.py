@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.api import FinetuneResult, finetune
-from raytune_fsdp.run import record
+from raytune_fsdp.launch.finetune import FinetuneResult, finetune
+from raytune_fsdp.record.copies import following, mlflow, mlflow_model
+from raytune_fsdp.record.copies.mlflow import mlflow_installed
+from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
+from raytune_fsdp.run import open_record
 from raytune_fsdp.run.described import commit_here
-from raytune_fsdp.tracking import following, mlflow_model
-from raytune_fsdp.tracking import mlflow as tracking_mlflow
-from raytune_fsdp.tracking.jsonl import read_events, read_trajectory
-from raytune_fsdp.tracking.mlflow import mlflow_installed
-from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT
 from tests.runs import make_config
 from tests.unit.fake_mlflow import FakeServer, Fault, on_record
 
@@ -38,11 +37,11 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
         seen.append({name: os.environ[name] for name in ENVIRONMENT})
         return server
 
-    monkeypatch.setattr(tracking_mlflow, "connect", connect)
+    monkeypatch.setattr(mlflow, "connect", connect)
     monkeypatch.setattr(mlflow_model, "connect", connect)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
     variables = dict(os.environ)
-    monkeypatch.setattr(record, "RANKS_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(open_record, "RANKS_WAIT_SECONDS", 0.2)
     monkeypatch.setattr(following, "LAST_PAUSES_SECONDS", 0.05)
     uri = "http://127.0.0.1:9"
     config = make_config(

@@ -18,15 +18,16 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.rundir import mlflow_database
-from raytune_fsdp.tracking import Composite, RunStart, following
-from raytune_fsdp.tracking import mlflow as tracking_mlflow
-from raytune_fsdp.tracking.jsonl import JsonlTracker, append_evaluation, read_events, read_trajectory
-from raytune_fsdp.tracking.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
-from raytune_fsdp.tracking.mlflow_model import register
-from raytune_fsdp.tracking.mlflow_run import ENVIRONMENT, connect
-from raytune_fsdp.tracking.tracker import UsedData
-from raytune_fsdp.types import ParameterCount
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.plan.run_dir import mlflow_database
+from raytune_fsdp.record import Composite, RunStart
+from raytune_fsdp.record.copies import following
+from raytune_fsdp.record.copies import mlflow as tracking_mlflow
+from raytune_fsdp.record.copies.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
+from raytune_fsdp.record.copies.mlflow_model import register
+from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT, connect
+from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation, read_events, read_trajectory
+from raytune_fsdp.record.tracker import UsedData
 from tests.mlflow_server import whole
 from tests.unit.fake_mlflow import FakeServer, Fault, nodes_on_record, on_record, step
 
@@ -514,7 +515,8 @@ def test_a_server_that_never_answers_costs_no_more_than_the_deadline(tmp_path: P
 
 
 def test_mlflow_is_not_imported_before_it_is_used() -> None:
-    code = "import sys, raytune_fsdp.tracking.mlflow, raytune_fsdp.tracking.console, raytune_fsdp.report.curves\n"
+    code = "import sys, raytune_fsdp.record.copies.mlflow, raytune_fsdp.record.console\n"
+    code += "import raytune_fsdp.record.report.curves\n"
     code += "assert not {'mlflow', 'torch', 'ray', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
@@ -522,7 +524,7 @@ def test_mlflow_is_not_imported_before_it_is_used() -> None:
 def test_whoever_dies_while_the_database_is_made_leaves_none(tmp_path: Path) -> None:
     """MLflow refuses a database in which some of its migrations are missing, and would do so for every later run."""
     uri, _ = mlflow_database(tmp_path)
-    code = f"from raytune_fsdp.tracking.mlflow_run import connect; connect({uri!r})"
+    code = f"from raytune_fsdp.record.copies.mlflow_run import connect; connect({uri!r})"
     maker = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     until = time.monotonic() + 120
     while not any(file.stat().st_size > 50_000 for file in tmp_path.glob(".mlflow.db.*.tmp")):

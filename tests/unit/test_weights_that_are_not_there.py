@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.errors import ModelError
-from raytune_fsdp.model.files import find_weights
+from raytune_fsdp.model.directory.files import find_weights
 from tests.models import (
     ARCHITECTURES,
     EXPERTS,

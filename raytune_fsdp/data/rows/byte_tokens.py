@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from raytune_fsdp.types import Int32Array
+    from raytune_fsdp.base.batch import Int32Array
 
 
 class ByteTokens:

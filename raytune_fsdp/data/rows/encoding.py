@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.rows.byte_tokens import ByteTokens, is_byte_level
 from raytune_fsdp.data.rows.sandbox import Span
-from raytune_fsdp.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from raytune_fsdp.types import Int32Array
+    from raytune_fsdp.base.batch import Int32Array
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raytune_fsdp.config.formats import (
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import DataError, RowError
+from raytune_fsdp.config.sections.formats import (
     ChatFormat,
     CompletionFormat,
     Format,
@@ -19,23 +21,21 @@ from raytune_fsdp.config.formats import (
     TokensFormat,
 )
 from raytune_fsdp.data.order import ORDER_VERSION
-from raytune_fsdp.data.rows.chat import Conversation, check_text, read_column, read_conversation
+from raytune_fsdp.data.rows.conversation import Conversation, check_text, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
-from raytune_fsdp.data.rows.functions import RowFunction
 from raytune_fsdp.data.rows.instruction import read_instruction, read_template
 from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.data.rows.special_tokens import Policy, SpecialTokens
 from raytune_fsdp.data.rows.templates import chat_template
 from raytune_fsdp.data.rows.token_rows import read_tokens
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
+from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources import shorten
-from raytune_fsdp.errors import DataError, RowError
-from raytune_fsdp.types import IGNORE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from raytune_fsdp.types import Int32Array
+    from raytune_fsdp.base.batch import Int32Array
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raytune_fsdp.config.formats import InstructionFormat, TemplateFormat, parts_of
-from raytune_fsdp.data.rows.chat import Conversation, check_text, check_unicode, read_column
+from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.config.sections.formats import InstructionFormat, TemplateFormat, parts_of
+from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column
 from raytune_fsdp.data.sources import shorten
-from raytune_fsdp.errors import RowError
 
 # Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
 _ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."

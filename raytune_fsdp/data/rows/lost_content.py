@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from raytune_fsdp.data.rows.chat import Conversation
+from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.marks import take_marks
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.sources import shorten

@@ -21,10 +21,10 @@ import numpy as np
 import xxhash
 from tokenizers.models import WordLevel, WordPiece
 
-from raytune_fsdp.config.formats import Format
-from raytune_fsdp.data.rows.chat import Conversation
+from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.config.sections.formats import Format
+from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, _Text
-from raytune_fsdp.errors import RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

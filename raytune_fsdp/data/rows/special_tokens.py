@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.sandbox import Span
-from raytune_fsdp.errors import RowError
 
 Policy = Literal["keep", "escape", "error"]
 

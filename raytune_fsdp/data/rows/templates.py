@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
+from raytune_fsdp.base.errors import DataError, in_one_line
 from raytune_fsdp.data.rows.sandbox import Span, compiled
 from raytune_fsdp.data.rows.work import WorkExceeded
 from raytune_fsdp.data.sources import shorten
-from raytune_fsdp.errors import DataError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

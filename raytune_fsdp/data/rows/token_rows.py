@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytune_fsdp.config.formats import TokensFormat
-from raytune_fsdp.data.rows.chat import read_column
+from raytune_fsdp.base.batch import IGNORE
+from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.config.sections.formats import TokensFormat
+from raytune_fsdp.data.rows.conversation import read_column
 from raytune_fsdp.data.sources import shorten
-from raytune_fsdp.errors import RowError
-from raytune_fsdp.types import IGNORE
 
 if TYPE_CHECKING:
-    from raytune_fsdp.types import Int32Array
+    from raytune_fsdp.base.batch import Int32Array
 
 
 def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[Int32Array, Int32Array]:

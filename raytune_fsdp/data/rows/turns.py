@@ -23,12 +23,12 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal
 
-from raytune_fsdp.data.rows.chat import Conversation, check_unicode
+from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.data.rows.conversation import Conversation, check_unicode
 from raytune_fsdp.data.rows.lost_content import has_all_contents_in_order, lost_content
 from raytune_fsdp.data.rows.marks import Mark, after_last_mark, has_marks, messages_between, take_marks, with_marks
 from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
-from raytune_fsdp.errors import RowError
 
 _WAY_OUT = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "

@@ -6,6 +6,7 @@ opening     opens a dataset; calls all the others
 places      the files behind a path, pattern, directory or URL, in a stable order
 splits      which files of a directory belong to the split that is read
 remote      files in object stores and whatever else fsspec opens
+fetched     files of stores that name no version of them
 file_names  what a file's name says: its kind, its compression, the dataset's default name
 keys        which keys rows have, of those that only newer versions of the order read
 hub         datasets of the Hugging Face hub, written once as Arrow
@@ -15,7 +16,7 @@ scan        one pass over a text file: where each row is, and the hash of the co
 parquet     rows of Parquet files: by row group in place, or written once as Arrow
 arrow       rows of Arrow files, mapped into memory
 prepared    directories of the cache: made once, renamed into place, used by all nodes
-handles     what a process holds open, within bounds
+handles     what a process holds open, within bounds; blocks: hashes of the parts of a file
 source      what a source is, and how the rows of several files are joined
 selection   some of a source's rows: the first, the last, a choice; what is held out for evaluation
 

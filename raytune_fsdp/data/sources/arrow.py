@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.fetched import write_content
@@ -32,8 +34,6 @@ from raytune_fsdp.data.sources.handles import (
 from raytune_fsdp.data.sources.keys import Keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading, too_large
-from raytune_fsdp.errors import DataError, RowError
-from raytune_fsdp.types import Progress
 
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])

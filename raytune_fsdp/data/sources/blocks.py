@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from raytune_fsdp.bounded import Bounded
+from raytune_fsdp.base.bounded import Bounded
 from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading
 
 BLOCK_BYTES = 1 << 14

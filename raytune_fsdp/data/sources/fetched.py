@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.data.sources.handles import content_hash
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import key_of, unwritable
 from raytune_fsdp.data.sources.remote import UNKNOWN, with_version
 from raytune_fsdp.data.sources.source import File
-from raytune_fsdp.types import Progress
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from raytune_fsdp.config.data import DatasetConfig, SourceConfig
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.urls import is_url, split_query, without_secrets
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.urls import is_url, split_query, without_secrets
+from raytune_fsdp.config.sections.data import DatasetConfig, SourceConfig
 
 KINDS = {
     ".jsonl": "jsonl",

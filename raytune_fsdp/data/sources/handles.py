@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import xxhash
 
-from raytune_fsdp.bounded import Bounded
+from raytune_fsdp.base.bounded import Bounded
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, NAME, Blocks, hash_blocks
 from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading, unreadable
-from raytune_fsdp.errors import DataError
 
 _HASH_BYTES = 8 << 20
 

@@ -9,7 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.config.data import SourceConfig
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.errors import DataError, RaytuneError
+from raytune_fsdp.config.sections.data import SourceConfig
 from raytune_fsdp.data.sources.arrow import (
     BATCH_ROWS,
     ArrowRows,
@@ -24,9 +27,6 @@ from raytune_fsdp.data.sources.arrow import (
 from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.prepared import key_of, prepare
 from raytune_fsdp.data.sources.source import Columns, File, reading
-from raytune_fsdp.durable import replace_at_once
-from raytune_fsdp.errors import DataError, RaytuneError
-from raytune_fsdp.types import Progress
 
 # A hub that does not answer must not hold up a run whose data is in the cache.
 _ASK_SECONDS = 10.0

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from raytune_fsdp.config.formats import FUNCTIONS, SYSTEM, ChatFormat, Format, PythonFormat
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.config.sections.formats import FUNCTIONS, SYSTEM, ChatFormat, Format, PythonFormat
 from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.prepared import PreparedRows
-from raytune_fsdp.durable import replace_at_once
 
 NAMES = ("weight", "training", SYSTEM, FUNCTIONS)
 ANY = "*"

@@ -9,8 +9,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from raytune_fsdp.config.data import DataConfig, DatasetConfig, SourceConfig
-from raytune_fsdp.config.formats import (
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.urls import without_secrets
+from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig, SourceConfig
+from raytune_fsdp.config.sections.formats import (
     COLUMNS,
     FUNCTIONS,
     ChatFormat,
@@ -31,9 +34,6 @@ from raytune_fsdp.data.sources.selection import some_rows
 from raytune_fsdp.data.sources.small_texts import open_small_texts, small_groups
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source
 from raytune_fsdp.data.sources.texts import TextRows, open_text
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.types import Progress
-from raytune_fsdp.urls import without_secrets
 
 # Files opened at once: stores and disks answer slowly, but many requests at a time. Only two while rows are decoded to
 # be written as Arrow, which takes memory.

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError, RowError
+from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.data.sources.arrow import (
     BATCH_ROWS,
     ArrowRows,
@@ -36,9 +39,6 @@ from raytune_fsdp.data.sources.keys import Keys, keys_of_schema, noted
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Row, reading
-from raytune_fsdp.errors import DataError, RowError
-from raytune_fsdp.file_systems import file_system
-from raytune_fsdp.types import Progress
 
 _BUFFER_BYTES = 1 << 20
 # Decoded rows in memory at once, while a file is written as Arrow.

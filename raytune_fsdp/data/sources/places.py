@@ -15,7 +15,12 @@ from typing import Any
 import pyarrow as pa
 from fsspec.utils import glob_translate
 
-from raytune_fsdp.config.data import SourceConfig
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.file_systems import file_system
+from raytune_fsdp.base.untrusted import read_file
+from raytune_fsdp.base.urls import is_url, without_secrets
+from raytune_fsdp.config.sections.data import SourceConfig
 from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
 from raytune_fsdp.data.sources.file_names import (
     compression_of,
@@ -28,11 +33,6 @@ from raytune_fsdp.data.sources.file_names import (
 from raytune_fsdp.data.sources.remote import BESIDE_DATA_BYTES, remote_files
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.data.sources.splits import SplitFiles
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.file_systems import file_system
-from raytune_fsdp.types import Progress
-from raytune_fsdp.untrusted import read_file
-from raytune_fsdp.urls import is_url, without_secrets
 
 # Also the size of a request to a store.
 _CHUNK_BYTES = 8 << 20

@@ -23,13 +23,13 @@ from typing import Any
 
 import xxhash
 
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.durable import sync_directory, write_durably
+from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.blocks import TABLES, Blocks
 from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, hash_once
 from raytune_fsdp.data.sources.source import File
-from raytune_fsdp.durable import sync_directory, write_durably
-from raytune_fsdp.errors import DataError
-from raytune_fsdp.types import Progress
 
 # Part of every key. Raise it when the format of any prepared file changes.
 _VERSION = 2

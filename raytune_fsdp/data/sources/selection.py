@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from raytune_fsdp.config.data import RowsConfig
+from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.random import mix64
+from raytune_fsdp.config.sections.data import RowsConfig
 from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.source import Columns, Row, Source
-from raytune_fsdp.errors import RowError
-from raytune_fsdp.keyed import mix64
 
 if TYPE_CHECKING:
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.file_names import compression_of
@@ -20,7 +21,6 @@ from raytune_fsdp.data.sources.handles import Stored, check_unchanged
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare
 from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.data.sources.texts import TextRows, find_rows, text_rows, with_keys
-from raytune_fsdp.types import Progress
 
 # From this many on: with few files, one that changes should not have the others read again.
 _MANY = 32

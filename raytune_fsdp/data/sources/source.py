@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from raytune_fsdp.base.errors import DataError, RaytuneError, RowError
+from raytune_fsdp.base.random import derive_key
+from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.data.order import OLDEST_ORDER
 from raytune_fsdp.data.sources.file_names import shorten
-from raytune_fsdp.errors import DataError, RaytuneError, RowError
-from raytune_fsdp.keyed import derive_key
-from raytune_fsdp.urls import is_url, without_secrets
 
 if TYPE_CHECKING:
     from raytune_fsdp.data.sources.keys import Keys

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, BlockHashing
 from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.fetched import write_content
@@ -26,8 +28,6 @@ from raytune_fsdp.data.sources.keys import Keys, KeySearch, keys_of_columns, not
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import CACHE_GONE, File, Row, reading, too_large
-from raytune_fsdp.errors import DataError, RowError
-from raytune_fsdp.types import Progress
 
 # Rows that follow each other are read together up to so much.
 _TOGETHER_BYTES = 1 << 20

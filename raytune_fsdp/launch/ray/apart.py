@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import current_thread
 from typing import Any, TextIO, cast
 
-from raytune_fsdp.durable import make_private, open_private
-from raytune_fsdp.redaction import redact_text
-from raytune_fsdp.untrusted import printable
+from raytune_fsdp.base.durable import make_private, open_private
+from raytune_fsdp.base.redaction import redact_text
+from raytune_fsdp.base.untrusted import printable
 
 RAYS_THREAD = "ray_listen_error_messages"
 """The thread of Ray's that prints. No setting keeps it from that."""

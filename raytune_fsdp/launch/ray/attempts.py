@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import asdict
 
-from raytune_fsdp.checkpoint.catalogue import committed
-from raytune_fsdp.errors import (
+from raytune_fsdp.base.errors import (
     HandedOver,
     Interrupted,
     RepeatedError,
@@ -21,6 +20,9 @@ from raytune_fsdp.errors import (
     UserError,
     in_one_line,
 )
+from raytune_fsdp.base.lease import lease_of
+from raytune_fsdp.base.threads import in_thread
+from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.failures import (
     MORE_MEMORY,
@@ -34,12 +36,10 @@ from raytune_fsdp.launch.ray.failures import (
 )
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.resources import answering, nodes
-from raytune_fsdp.lease import lease_of
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.threads import in_thread
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import append_event
-from raytune_fsdp.tracking.lines import now
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import append_event
+from raytune_fsdp.record.lines import now
 
 _REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step

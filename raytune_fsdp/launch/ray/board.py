@@ -13,9 +13,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
-from raytune_fsdp.tracking.live import Looks
-from raytune_fsdp.types import StopReason
+from raytune_fsdp.record.screen_messages import Looks
 
 
 @dataclass(frozen=True, slots=True)

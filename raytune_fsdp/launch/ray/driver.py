@@ -21,25 +21,25 @@ import ray
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError
+from raytune_fsdp.base.hushed import is_verbose
+from raytune_fsdp.base.lease import TakenOverError, lease_of
+from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.counts import WindowCounts
 from raytune_fsdp.data.census import Places, build_here
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.errors import ConfigError, Interrupted, RaytuneError
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.preflight import check_attention
-from raytune_fsdp.launch.ray.after_commit import AfterCommit, Chore
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
-from raytune_fsdp.launch.ray.demand import Demand
-from raytune_fsdp.launch.ray.evaluations import Evaluations
-from raytune_fsdp.launch.ray.exports import Exports
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
 from raytune_fsdp.launch.ray.follow import Follow
 from raytune_fsdp.launch.ray.foresight import Foresight
-from raytune_fsdp.launch.ray.hub_reach import check_reach
+from raytune_fsdp.launch.ray.nodes.demand import Demand
+from raytune_fsdp.launch.ray.nodes.hub_reach import check_reach
+from raytune_fsdp.launch.ray.nodes.sizes import Sizes, that_are_free
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import (
@@ -54,26 +54,26 @@ from raytune_fsdp.launch.ray.resources import (
     scaling_config,
 )
 from raytune_fsdp.launch.ray.session import Session
-from raytune_fsdp.launch.ray.sizes import Sizes, that_are_free
-from raytune_fsdp.launch.ray.stream import build_on_ray
+from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit, Chore
+from raytune_fsdp.launch.ray.tasks.evaluations import Evaluations
+from raytune_fsdp.launch.ray.tasks.exports import Exports
+from raytune_fsdp.launch.ray.tasks.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
 from raytune_fsdp.launch.run_lock import is_locked
 from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, Token, put_token
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.lease import TakenOverError, lease_of
-from raytune_fsdp.plan import Plan, sizes_of
+from raytune_fsdp.plan.counts import WindowCounts
+from raytune_fsdp.plan.plan import Plan, sizes_of
+from raytune_fsdp.plan.run_dir import storage_of
+from raytune_fsdp.predict.preflight import check_attention
+from raytune_fsdp.record import names
+from raytune_fsdp.record.copies.mlflow import mlflow_installed
+from raytune_fsdp.record.jsonl import append_event
+from raytune_fsdp.record.screen_messages import Looks
 from raytune_fsdp.run.checks import check_device, idle_gpus
+from raytune_fsdp.run.open_record import mlflow_tracker, run_start
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.record import mlflow_tracker, run_start
 from raytune_fsdp.run.standing import Prepared, Standing, on_world
-from raytune_fsdp.rundir import storage_of
-from raytune_fsdp.talkative import is_verbose
-from raytune_fsdp.threads import in_thread
-from raytune_fsdp.tracking import names
-from raytune_fsdp.tracking.jsonl import append_event
-from raytune_fsdp.tracking.live import Looks
-from raytune_fsdp.tracking.mlflow import mlflow_installed
-from raytune_fsdp.types import Progress
 
 FEW_WINDOWS = 4
 """Up to this number of windows are built in this process: tasks would first have to wait until Ray has started (about

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import ray
 from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
-from raytune_fsdp.errors import RaytuneError, TrainingError, TransientError, in_one_line
+from raytune_fsdp.base.errors import RaytuneError, TrainingError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.board import Board, Controlled
 from raytune_fsdp.launch.ray.private import (
     ControllerCallback,

@@ -11,11 +11,12 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from raytune_fsdp.base.batch import StopReason
+from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray.after_commit import AfterCommit
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import (
     Beat,
@@ -29,20 +30,19 @@ from raytune_fsdp.launch.ray.board import (
     PhaseFinished,
     Started,
 )
-from raytune_fsdp.launch.ray.demand import Demand
 from raytune_fsdp.launch.ray.failures import in_words
-from raytune_fsdp.launch.ray.hangs import culprit, what_all_do
-from raytune_fsdp.launch.ray.listening import Listening
-from raytune_fsdp.launch.ray.node_watch import NodeWatches
+from raytune_fsdp.launch.ray.nodes.demand import Demand
+from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
+from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for, way_out
-from raytune_fsdp.launch.ray.sizes import Sizes
-from raytune_fsdp.launch.ray.watch import Watch
+from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit
+from raytune_fsdp.launch.ray.watch.hangs import culprit, what_all_do
+from raytune_fsdp.launch.ray.watch.listening import Listening
+from raytune_fsdp.launch.ray.watch.ranks import Watch
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.lease import lease_of
-from raytune_fsdp.rundir import RunDir
-from raytune_fsdp.tracking import names
-from raytune_fsdp.types import StopReason
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
 
 _READ_SECONDS = 0.5  # how late a signal is seen at most
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0

@@ -6,11 +6,11 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
-from raytune_fsdp.launch.preflight import check_memory, check_room, device_named, is_too_much, predict
 from raytune_fsdp.launch.ray.resources import Node, Request, accelerators_of
-from raytune_fsdp.plan import Plan, resolve
+from raytune_fsdp.plan.plan import Plan, resolve
+from raytune_fsdp.predict.preflight import check_memory, check_room, device_named, is_too_much, predict
 from raytune_fsdp.run.standing import Prepared
 
 logger = logging.getLogger(__name__)

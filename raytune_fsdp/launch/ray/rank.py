@@ -17,8 +17,9 @@ import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from raytune_fsdp.errors import HandedOver, Interrupted
-from raytune_fsdp.launch.ray.beats import Beats
+from raytune_fsdp.base.beat import pulse
+from raytune_fsdp.base.errors import HandedOver, Interrupted
+from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray.board import (
     Board,
     BoardStream,
@@ -30,21 +31,20 @@ from raytune_fsdp.launch.ray.board import (
     StopFromBoard,
 )
 from raytune_fsdp.launch.ray.rank_log import RankLog
+from raytune_fsdp.launch.ray.watch.beats import Beats
 from raytune_fsdp.launch.signals import answer_with_stacks
-from raytune_fsdp.pulse import pulse
-from raytune_fsdp.threads import in_thread
-from raytune_fsdp.tracking.live import Looks
+from raytune_fsdp.record.screen_messages import Looks
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from raytune_fsdp.base.batch import Saved, StepBatches, Stop
+    from raytune_fsdp.base.predicted import NotPredicted, Predicted
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.estimate.predicted import NotPredicted, Predicted
     from raytune_fsdp.launch.shared_storage import Token
+    from raytune_fsdp.plan.run_dir import RunDir
+    from raytune_fsdp.record.tracker import Tracker
     from raytune_fsdp.run.standing import Prepared, Standing
-    from raytune_fsdp.rundir import RunDir
-    from raytune_fsdp.tracking.tracker import Tracker
-    from raytune_fsdp.types import Saved, StepBatches, Stop
 
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
     reached("workers")
     # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
+    from raytune_fsdp.base.hushed import VERBOSE
     from raytune_fsdp.launch.quiet import quiet
-    from raytune_fsdp.talkative import VERBOSE
 
     if job.verbose:
         os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
@@ -136,8 +136,8 @@ def _work(
     node: str,
     reached: Callable[[str], None],
 ) -> None:
-    from raytune_fsdp.assemble import LauncherHooks
     from raytune_fsdp.launch.worker import work
+    from raytune_fsdp.run.assemble import LauncherHooks
 
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
@@ -174,7 +174,7 @@ def _work(
 def _trackers(config: FinetuneConfig, ray_log: TextIO | None) -> list[Tracker]:
     """Those that need Ray."""
     from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
-    from raytune_fsdp.tracking.console import ConsoleTracker
+    from raytune_fsdp.record.console import ConsoleTracker
 
     found: list[Tracker] = [PrometheusTracker(config.run.name)] if config.tracking.prometheus.enabled else []
     if ray_log is not None and config.tracking.console:
@@ -223,8 +223,8 @@ def _batches(
     samples rank 0 reads itself.
     """
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.launch.ray.batches import ray_batches
-    from raytune_fsdp.launch.ray.stream import first_samples, split, stream_dataset
+    from raytune_fsdp.launch.ray.tasks.batches import ray_batches
+    from raytune_fsdp.launch.ray.tasks.stream import first_samples, split, stream_dataset
 
     division, state = standing.plan.division, standing.state
     steps = standing.steps_left
@@ -268,7 +268,7 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
     import torch
     from ray.train.torch import get_device
 
-    from raytune_fsdp.errors import ConfigError
+    from raytune_fsdp.base.errors import ConfigError
 
     if job.device == "cpu":
         return torch.device("cpu")
@@ -286,8 +286,8 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
 
 def _check_memory(job: RankJob, prepared: Prepared, standing: Standing, device: Any) -> None:
     """Refuse what this rank's device cannot hold: the driver may not know what devices there are."""
-    from raytune_fsdp.launch.preflight import check_memory
-    from raytune_fsdp.parallel import memory_of
+    from raytune_fsdp.predict.preflight import check_memory
+    from raytune_fsdp.step.parallel import memory_of
 
     if job.predicted is not None:
         here = ray.train.get_context().get_local_world_size()
@@ -299,7 +299,7 @@ def _check_memory(job: RankJob, prepared: Prepared, standing: Standing, device: 
 
 def _as_placed(predicted: Predicted | NotPredicted | None, world: int) -> Predicted | NotPredicted | None:
     """The driver does not know where Ray puts the ranks: of several nodes no time is predicted."""
-    from raytune_fsdp.estimate.predicted import Predicted
+    from raytune_fsdp.base.predicted import Predicted
 
     if isinstance(predicted, Predicted) and ray.train.get_context().get_local_world_size() < world:
         return replace(predicted, seconds=None)

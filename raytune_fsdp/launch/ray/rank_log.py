@@ -11,10 +11,10 @@ from pathlib import Path
 from threading import Lock
 from typing import TextIO
 
-from raytune_fsdp.durable import make_private, open_private
-from raytune_fsdp.redaction import redact_text
-from raytune_fsdp.threads import in_thread
-from raytune_fsdp.untrusted import MIB
+from raytune_fsdp.base.durable import make_private, open_private
+from raytune_fsdp.base.redaction import redact_text
+from raytune_fsdp.base.threads import in_thread
+from raytune_fsdp.base.untrusted import MIB
 
 _COPY_SECONDS = 1.0
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import ray
 from ray.util.accelerators import accelerators
 
-from raytune_fsdp.config.cluster import ClusterConfig
-from raytune_fsdp.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray import private
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
+from raytune_fsdp.base.errors import ConfigError, TrainingError, first_line, in_one_line
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
-from raytune_fsdp.errors import ConfigError, TrainingError, first_line, in_one_line
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.failures import DIED
-from raytune_fsdp.launch.ray.head import Head
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
+from raytune_fsdp.launch.ray.watch.head import Head
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError, model_validator
 
+from raytune_fsdp.base.durable import replace_durably, sync_directory
+from raytune_fsdp.base.errors import ResumeError, in_one_line
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.checkpoint.storage import DAMAGED
-from raytune_fsdp.durable import replace_durably, sync_directory
-from raytune_fsdp.errors import ResumeError, in_one_line
-from raytune_fsdp.rundir import CHECKPOINTS
+from raytune_fsdp.plan.run_dir import CHECKPOINTS
 
 SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"
 

@@ -33,14 +33,14 @@ import time
 from pathlib import Path
 
 PLACES = {
-    "network": ("raytune_fsdp.assemble", "build_network"),
-    "weights": ("raytune_fsdp.assemble", "fill"),
-    "optimizer": ("raytune_fsdp.assemble", "build_optimizer"),
-    "checkpoint": ("raytune_fsdp.assemble", "load"),
-    "batch": ("raytune_fsdp.loop", "lr_factor"),
+    "network": ("raytune_fsdp.run.assemble", "build_network"),
+    "weights": ("raytune_fsdp.run.assemble", "fill"),
+    "optimizer": ("raytune_fsdp.run.assemble", "build_optimizer"),
+    "checkpoint": ("raytune_fsdp.run.assemble", "load"),
+    "batch": ("raytune_fsdp.run.loop", "lr_factor"),
     "backward": ("torch", "Tensor.backward"),
-    "update": ("raytune_fsdp.step", "_clip"),
-    "evaluation": ("raytune_fsdp.evaluate", "eval_step"),
+    "update": ("raytune_fsdp.step.train_step", "_clip"),
+    "evaluation": ("raytune_fsdp.run.evaluation.losses", "eval_step"),
     "write": ("raytune_fsdp.checkpoint.save_in_flight", "write_pieces"),
     "commit": ("raytune_fsdp.checkpoint.save_in_flight", "make_manifest"),
     "prune": ("raytune_fsdp.checkpoint.saver", "prune"),
@@ -68,7 +68,7 @@ def strike_at(place: str) -> None:
 
 
 def poison() -> None:
-    step = sys.modules["raytune_fsdp.pulse"].pulse().step
+    step = sys.modules["raytune_fsdp.base.beat"].pulse().step
     if (Path(os.environ["FAULTS"]) / f"poison-{step}").exists():
         raise ArithmeticError(f"step {step} cannot be computed")
     if (Path(os.environ["FAULTS"]) / f"eat-{step}-{os.environ.get('RANK')}").exists():
@@ -106,10 +106,10 @@ def watch_join() -> None:
 
 
 def watch_forward() -> None:
-    """Ranks import `raytune_fsdp.step` long after this."""
-    while not hasattr(sys.modules.get("raytune_fsdp.step"), "block_loss"):
+    """Ranks import `raytune_fsdp.step.train_step` long after this."""
+    while not hasattr(sys.modules.get("raytune_fsdp.step.train_step"), "block_loss"):
         time.sleep(0.01)
-    step = sys.modules["raytune_fsdp.step"]
+    step = sys.modules["raytune_fsdp.step.train_step"]
     calls, forward = iter(range(1, 10**9)), step.block_loss
 
     def counted(model, *arguments):
@@ -151,7 +151,7 @@ def struck_at(place, function):
 
 
 def watch_imports(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "import" and arguments[0] == "raytune_fsdp.assemble":
+    if event == "import" and arguments[0] == "raytune_fsdp.run.assemble":
         strike_at(f"imports-{os.environ.get('RANK')}")
 
 

@@ -1,0 +1,242 @@
+"""The values that travel between stages. Plain frozen data; no behaviour beyond what the fields imply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+
+Progress = Callable[[str, int, int], None]
+"""Called during long work with what is being done, how much is done, and how much there is in total."""
+
+IGNORE = -100
+"""The label of a token that is not trained on."""
+
+PADDING = -1
+"""The source id of padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Position in the stream, as the packed sample that comes next. All three count from 0."""
+
+    epoch: int = 0
+    window: int = 0
+    """Place of the window in the order of the epoch."""
+    index: int = 0
+    """Place of the sample in the order of the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSample:
+    """One sequence of `seq_len` tokens. All four arrays are int32 of that length.
+
+    `labels[i]` is `input_ids[i]` if token i is trained on, otherwise IGNORE; models shift the labels themselves, so
+    token i is predicted from token i-1. The first token of a document has label IGNORE. `position_ids` restart at 0
+    with every document and with the padding. `source_ids[i]` is the index of the dataset in `data.train` (in an
+    evaluation, among those that it measures), or PADDING.
+    """
+
+    input_ids: Int32Array
+    labels: Int32Array
+    position_ids: Int32Array
+    source_ids: Int32Array
+    id: int
+    """xxh3_64 of the four arrays, as a signed integer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borders:
+    """Where documents begin in a block laid out as one row, its samples one after another. Padding is a document."""
+
+    starts: torch.Tensor
+    """int32: the first token of each document, and at the end the number of all tokens."""
+    longest: int
+    """Tokens of the longest document."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The tokens of a block that are trained on, found on the host: only their predictions are ever computed."""
+
+    places: torch.Tensor
+    """int64: for each, the place of the token that predicts it, the samples laid out one after another."""
+    ids: torch.Tensor
+    """int64: what is to be predicted."""
+    datasets: torch.Tensor
+    """int64: the dataset of each, as in `source_ids`."""
+    by_dataset: tuple[int, ...]
+    """How many there are of each dataset, up to the last one that has any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPart:
+    """Which tokens of a block a member of its group has, the samples laid out as one row."""
+
+    member: int
+    members: int
+    """All parts are equally long."""
+    lengths: torch.Tensor
+    """int64: of each token, how many its sample has, padding left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
+
+    A filler has the shape of a full block but no target tokens. The counts leave out padding, and are taken on the
+    host. Of a `part` everything is the part's, places of targets included, but the borders and ids of samples.
+    """
+
+    index: int
+    """Index of the block in its step, from 0."""
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    source_ids: torch.Tensor
+    borders: Borders
+    targets: Targets
+    sample_ids: tuple[int, ...]
+    """Ids of the packed samples, in order; empty for a filler."""
+    tokens: int
+    target_tokens: int
+    attended_pairs: int
+    """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
+    after: Cursor
+    """The sample after the last one of the block."""
+    part: BlockPart | None = None
+    """None: this is the whole block."""
+    counts: bool = True
+    """Whether its losses count on this rank: of those that compute the same tokens together, the first one's do."""
+
+    @property
+    def is_filler(self) -> bool:
+        return not self.sample_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """The blocks of one rank in one optimizer step. All ranks get the same number, fillers included."""
+
+    step: int
+    """1 for the first optimizer step of a run."""
+    blocks: tuple[Batch, ...]
+    counts: torch.Tensor
+    """int64: this rank's share of the `StepCounts`, packed."""
+    windows_built: int = 0
+    """Windows that begin in this step and had to be tokenized for this rank, because they were not in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step as it is recorded: the trajectory, and measurements that depend on the machine."""
+
+    step: int
+    epoch: float
+    samples: str
+    """xxh3 of the ordered sample ids of the global batch, in hex."""
+    tokens: int
+    target_tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    step_seconds: float
+    data_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory_bytes: int
+    accuracy: float | None = None
+    """Share of the target tokens that were the model's first choice."""
+    datasets: tuple[tuple[str, float, float, int], ...] = ()
+    """Of each dataset in the step, where there are several: its name, loss, accuracy and target tokens."""
+    windows_built: int = 0
+    """Windows that had to be tokenized for this step, because they were not in the cache."""
+    expert_load: tuple[float, ...] = ()
+    """Of each layer of a mixture of experts: tokens of its busiest expert, over the mean of its experts."""
+    experts_idle: int | None = None
+    """Experts of all layers that no token went to."""
+    rank_seconds: tuple[float, ...] = ()
+    """The step's seconds as the fastest rank, the median and the slowest saw them, where there are several."""
+    rank_data_seconds: tuple[float, ...] = ()
+    """The same of the seconds that ranks waited for data."""
+    rank_compute_seconds: tuple[float, ...] = ()
+    """The same of the seconds that the units of the network took, without what ranks waited for each other."""
+    rank_memory_bytes: tuple[int, ...] = ()
+    """`memory_bytes` of the rank with the least, the median, and the rank with the most, where there are several."""
+    reserved_bytes: int | None = None
+    """What torch's allocator has taken of the GPU that it has taken most of; None on CPUs."""
+    host_memory_bytes: int | None = None
+    """Memory in use on the node that uses most."""
+    gpu_utilization: float | None = None
+    """Percent, of the GPU that is used least; None without NVIDIA's library for it (nvidia-ml-py)."""
+    nodes: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = ()
+    """A line for each node, in one step of ten seconds at most (`run/measure/nodes.py`)."""
+    predicted: tuple[float | None, ...] = ()
+    """By how much too much was predicted of what a rank keeps, of its peak, and of the seconds of a step, of what was
+    measured: in one step of an attempt (`run/measure/against_prediction.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """How many numbers a network has; shared ones count once."""
+
+    total: int
+    trainable: int
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.trainable == self.total:
+            return f"{self.total:,} parameters, all of them trained"
+        return f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
+
+
+class StopReason(IntEnum):
+    """Why a run stops before its last step. If ranks have different reasons, all take the highest number."""
+
+    RESIZE = 1
+    """There is room for more ranks."""
+    DRAIN = 2
+    """A node of the run is about to be taken away."""
+    SIGNAL = 3
+    """SIGTERM, SIGINT or `ray job stop`."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the command ends, too. Otherwise another attempt goes on from here."""
+        return self is StopReason.SIGNAL
+
+    @property
+    def words(self) -> str:
+        """For a message that begins with `stopped`."""
+        return {
+            StopReason.RESIZE: "to go on with more ranks",
+            StopReason.DRAIN: "because a node is about to be taken away",
+            StopReason.SIGNAL: "by a signal",
+        }[self]
+
+
+Stop = Callable[[], StopReason | None]
+"""Called once per step on every rank: why the run must stop, None if it goes on. Costs nothing to call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A committed checkpoint."""
+
+    step: int
+    path: str
+    """Directory or URL."""
+    seconds: float
+    """Time from the copy of the state to the commit."""
+    bytes: int
+    lasting: bool = True
+    """False: a recovery point, which only a run that goes on sees."""

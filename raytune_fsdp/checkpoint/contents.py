@@ -1,0 +1,29 @@
+"""The tensors of a run's state, under flat names: `model.<name>`, `optim.<parameter>.<moment>`, `initial.<name>`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.model.adapters.attach import adapter_tensors, began_as, is_adapted
+from raytune_fsdp.model.weights.keys import owned_tensors
+from raytune_fsdp.step.optim import Optimizer
+
+MODEL = "model."
+"""Prefix of the model's own tensors."""
+
+INITIAL = "initial."
+"""Prefix of what adapters began as, if that was taken out of their weights."""
+
+
+def tensors_of(model: PreTrainedModel, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """This rank's part of every tensor in a checkpoint. Of a network with adapters it holds those, never their base.
+
+    The optimizer must have its state already.
+    """
+    own = adapter_tensors(model) if is_adapted(model) else owned_tensors(model)
+    state = {MODEL + name: tensor.detach() for name, tensor in own.items()}
+    state.update((INITIAL + name, tensor) for name, tensor in began_as(model).items())
+    if optimizer is not None:
+        state.update((f"optim.{name}", tensor) for name, tensor in optimizer.state_tensors().items())
+    return state

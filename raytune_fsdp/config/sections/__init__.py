@@ -1,0 +1,15 @@
+"""The sections of a config, a file each.
+
+run.py         what a run is called, where it lives; profile.py: steps to look at closely
+model.py       which network, which weights, which tokenizer
+data.py        which rows, in which mixture and order; formats.py: how a row becomes a document
+method.py      which weights are trained
+optim.py       the learning rate over time, clipping; optimizers.py: what moves the weights
+train.py       how much is trained, in which batches, on which loss
+parallel.py    how the model is spread over the ranks, and in which precision it computes
+checkpoint.py  when a run is saved, and how much of it is kept
+eval.py        how often the model is measured
+export.py      the model directory that a run leaves
+tracking.py    where metrics go besides the run directory
+cluster.py     what the run runs on
+"""

@@ -1,0 +1,211 @@
+"""`data`: which rows, in which format, in which mixture and order, packed how."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import local_path, safe_name, without_credentials
+from raytune_fsdp.config.sections.formats import ChatFormat, Format
+
+EVERY_SPLIT = "all"
+"""The `split` of a directory of which every file is read."""
+
+
+class RowsConfig(Section):
+    first: int | None = Field(default=None, ge=1)
+    """Only the first N rows, in the order of the files; all, if there are fewer."""
+
+    last: int | None = Field(default=None, ge=1)
+    """Only the last N rows."""
+
+    limit: int | None = Field(default=None, ge=1)
+    """At most N rows, from all over the dataset: chosen by a key of the file's content and the row's number, so always
+    the same ones."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(first=self.first, last=self.last, limit=self.limit)
+        return self
+
+
+class HeldOutConfig(Section):
+    fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Instead of datasets of its own: this fraction of the rows of `data.train` is taken out of the training and measured
+    as the evaluation `held_out`. Which rows depends on the content of their files only: not on `run.seed`, nor on the
+    order of the files."""
+
+    rows: int | None = Field(default=None, ge=1)
+    """The same with a number of rows, over all datasets of `data.train` together."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        _exactly_one(fraction=self.fraction, rows=self.rows)
+        return self
+
+
+def _exactly_one(**fields: float | None) -> None:
+    if sum(value is not None for value in fields.values()) != 1:
+        given = " and ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        raise ValueError(f"{given or 'nothing is set'}: set exactly one of {', '.join(fields)}")
+
+
+class SourceConfig(Section):
+    """Where rows come from."""
+
+    name: Annotated[str, AfterValidator(safe_name)] | None = None
+    """Name in metrics and messages. Default: the file's, directory's or hub dataset's name."""
+
+    path: Annotated[str, AfterValidator(without_credentials)] | None = None
+    """Files with rows: a file, a directory, a pattern such as `data/*.jsonl`, a folder written by
+    `Dataset.save_to_disk`, or a URL such as `s3://bucket/data/*.parquet` or `hf://datasets/org/name/**.parquet`."""
+
+    hub: str | None = None
+    """Name of a dataset on the Hugging Face hub (or in its cache), instead of `path`."""
+
+    subset: str | None = None
+    """Configuration of the hub dataset."""
+
+    usual_split: ClassVar[str] = "train"
+    """That of a hub dataset if none is named; what configs name from before `split` had no default."""
+    takes_usual_split: ClassVar[bool] = False
+    """Whether it is also that of a directory which has it and others."""
+
+    split: str | None = None
+    """Split of the hub dataset (default: `train`), or of a directory: as its README.md says in `configs`, else by the names
+    of its files. Default: the one that there is; of several, one must be named, or `all` for every file."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the hub dataset."""
+
+    file_type: Literal["auto", "jsonl", "json", "csv", "text", "parquet", "arrow"] = "auto"
+    """Type of the files. `auto`: by their extension. Files that also end in `.gz` or `.zst` are decompressed."""
+
+    rows: RowsConfig | None = None
+    """Only some of the dataset's rows."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.path is None) == (self.hub is None) or self.hub == "":
+            raise ValueError(f"path={self.path!r} and hub={self.hub!r}: set exactly one of the two")
+        if self.path is not None and (self.subset is not None or self.revision is not None):
+            raise ValueError("subset and revision belong to a hub dataset: set hub instead of path, or leave them out")
+        return self
+
+
+class DatasetConfig(SourceConfig):
+    format: Format = Field(default_factory=ChatFormat)
+    """How a row becomes a document."""
+
+    weight: float | None = Field(default=None, ge=0)
+    """How often each row is seen in an epoch: 3 for three times, 0.25 for a quarter of the rows, a different quarter in
+    each epoch. Default: 1, unless `share` is set."""
+
+    share: float | None = Field(default=None, ge=0, le=1)
+    """Fraction of an epoch's rows that come from this dataset, instead of `weight`; an epoch then has as many rows as all
+    datasets together. If one dataset has a share, all need one."""
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> Self:
+        if self.weight is not None and self.share is not None:
+            raise ValueError(f"weight={self.weight} and share={self.share}: set at most one of the two")
+        return self
+
+
+Evaluation = Annotated[
+    Annotated[list[DatasetConfig], Tag("list")] | Annotated[HeldOutConfig, Tag("held_out")],
+    # Without a discriminator a mistake in a list would be reported for both.
+    Discriminator(lambda value: "held_out" if isinstance(value, (dict, HeldOutConfig)) else "list"),
+]
+
+
+class CacheConfig(Section):
+    path: Annotated[str, AfterValidator(local_path)] | None = None
+    """Directory for prepared rows and packed windows, on storage that all nodes share. Null: `cache` in `run.storage`."""
+
+    max_gb: float = Field(default=200.0, gt=0)
+    """Maximum size, in 10^9 bytes. What has not been used for the longest time is removed first."""
+
+
+class DataConfig(Section):
+    train: list[DatasetConfig] = Field(min_length=1)
+    """Datasets to train on, mixed by their weights."""
+
+    eval: Evaluation = Field(default_factory=list)
+    """Datasets to measure the loss on, each with a curve of its own. Or a map: what to hold out of `data.train`."""
+
+    drop_eval_duplicates: bool = False
+    """Take the rows out of the training that are equal to rows of `data.eval`: that become the same tokens, with the same
+    mask. Without it they are counted, and a warning says how many there are."""
+
+    drop_duplicates: bool = False
+    """Train on the first of several equal rows only, in the order of the datasets and of their rows."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens in a packed sample."""
+
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """`best_fit` combines whole documents; `concat` joins them end to end and cuts wherever a sample is full, for
+    pretraining; `none` pads every document to `seq_len`. No document sees another."""
+
+    long_documents: Literal["error", "truncate", "drop", "split"] = "error"
+    """What happens to a document of more than `seq_len` tokens. `truncate` keeps its first `seq_len` tokens; `drop`
+    leaves it out; `split` makes documents of at most `seq_len` tokens out of it. All of these are counted."""
+
+    bad_rows: Literal["error", "skip"] = "error"
+    """What happens to a row that cannot be used: broken JSON, a missing column, no token to train on, and so on.
+    `skip` leaves it out, counts it by reason and lists it in events.jsonl."""
+
+    max_row_bytes: int = Field(default=8_000_000, ge=1)
+    """A row of more bytes is an error, whatever `bad_rows` says: while it is tokenized it takes some 140 times its size in
+    memory. Not part of what makes it the same run."""
+
+    special_tokens_in_text: Literal["keep", "escape", "error"] = "keep"
+    """What happens to the text of a special token, such as `<|im_end|>`, inside a row's contents. `keep`: it becomes
+    that token, as in transformers; `escape`: it is encoded as plain text; `error`: the row is a bad row."""
+
+    shuffle: Literal["rows", "blocks", "none"] = "rows"
+    """`rows`: a permutation of all rows keyed by `run.seed`; `blocks`: of the row groups of Parquet files (runs of
+    rows of other files) and of the rows inside each, which reads files in place; `none`: the order of the files."""
+
+    reshuffle: Literal["auto", "windows", "full"] = "auto"
+    """What changes from epoch to epoch. `windows`: the order of the windows and of the samples in each, so data is
+    tokenized once; `full`: every epoch draws new windows. `auto`: `windows`, or `full` if a weight is not a whole
+    number."""
+
+    window: int = Field(default=4096, ge=1)
+    """Rows that are packed together: the unit of data work."""
+
+    chat_template: str | None = None
+    """A file with a Jinja chat template, or the name of one that comes with this package (chatml, llama-2, llama-3,
+    openassistant), to use instead of the tokenizer's own."""
+
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    """Where prepared data is kept."""
+
+    @property
+    def eval_decides_training(self) -> bool:
+        """Whether the rows of `eval` decide which ones are trained on."""
+        return isinstance(self.eval, HeldOutConfig) or self.drop_eval_duplicates
+
+    @model_validator(mode="after")
+    def _mixture(self) -> Self:
+        shares = [dataset.share for dataset in self.train]
+        if any(share is not None for share in shares):
+            if any(share is None for share in shares):
+                raise ValueError(f"data.train.*.share={shares}: if one dataset has a share, all need one")
+            if not math.isclose(total := math.fsum(share or 0.0 for share in shares), 1.0, abs_tol=1e-9):
+                raise ValueError(f"data.train.*.share={shares} add up to {total:g}; they must add up to 1")
+        elif all(dataset.weight == 0 for dataset in self.train):
+            raise ValueError(
+                "data.train.*.weight: all are 0, so nothing would be trained on; give one a weight above 0"
+            )
+        for index, dataset in enumerate([] if isinstance(self.eval, HeldOutConfig) else self.eval):
+            if dataset.weight is not None or dataset.share is not None:
+                raise ValueError(
+                    f"data.eval.{index}: weight and share are for data.train; an evaluation sees every row once"
+                )
+        return self

@@ -1,0 +1,225 @@
+"""From a config to its data: the windows to train on, and the windows of each evaluation dataset."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
+from raytune_fsdp.data.duplicates import RowReader, groups_of, is_read_cheaply
+from raytune_fsdp.data.left_out import warn_of_measured, without_equal
+from raytune_fsdp.data.order import FOURTH_ORDER, Order, order_of
+from raytune_fsdp.data.sources import Selected, Source, dataset_name, dataset_names, hold_out, open_sources
+from raytune_fsdp.data.sources.places import find_files
+from raytune_fsdp.data.unread import tell
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.plan.run_dir import cache_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = "held_out"
+"""Name of the evaluation of rows that are held out of the training."""
+
+
+def open_data(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None = None,
+    *,
+    order_version: int | None = None,
+    newest_order: int | None = None,
+) -> tuple[Windows, dict[str, Windows]]:
+    """The training data, and each evaluation dataset by its name.
+
+    `order_version`: that of the run, if it continues. `newest_order`: the newest that there was when it was begun, by
+    which evaluations are read that it has gained since; None: that is not known, and they are read as the rest.
+    """
+    train, evals, warn = _open_data(config, tokenizer, vocab_size, progress, order_version, newest_order)
+    opened = [train, *evals.values()]
+    if order_version is None:
+        # A run has one version, and its evaluations must be of the same rows when it continues: also the questions of
+        # tasks, which are opened apart.
+        tasks = [find_files(task).order_version for task in config.eval.tasks if task.path]
+        version = max([*(each.order_version for each in opened), *tasks])
+        for windows in opened:
+            windows.raise_order(version)
+    warn()
+    tell([column for windows in opened for column in windows.unread])
+    return train, evals
+
+
+def open_evals(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None = None,
+    *,
+    order_version: int | None = None,
+    newest_order: int | None = None,
+) -> dict[str, Windows]:
+    """The evaluation datasets alone, as a run with these versions (see `open_data`) reads them. The training data need
+    not be there, unless they are rows held out of it."""
+    if isinstance(config.data.eval, HeldOutConfig):
+        return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
+    evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
+    tell([column for windows in evals.values() for column in windows.unread])
+    return evals
+
+
+def _open_data(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None,
+    order_version: int | None,
+    newest_order: int | None = None,
+) -> tuple[Windows, dict[str, Windows], Callable[[], None]]:
+    """The data, and what says what there is to warn of."""
+    windows = _opener(config, tokenizer, vocab_size, progress, order_version)
+    data, datasets, order = config.data, config.data.train, order_of(order_version)
+    names, trained = dataset_names(datasets), [i for i, dataset in enumerate(datasets) if _is_trained(dataset)]
+    sources: Sequence[Source] = open_sources(datasets, data, cache_of(config), progress, order)
+    evals, compared = {}, [(datasets[i], sources[i], order) for i in trained]
+    if not isinstance(data.eval, HeldOutConfig):
+        evals = _named(data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
+        rules = Order.of(order_version, newest_order).rules
+        compared += [(dataset, each.sources[0], rules) for dataset, each in zip(data.eval, evals.values(), strict=True)]
+    groups = _groups(compared, config, tokenizer, vocab_size, progress)
+    own, measured = dict(zip(trained, groups, strict=False)), dict(zip(evals, groups[len(trained) :], strict=True))
+    if isinstance(data.eval, HeldOutConfig):
+        pairs = _hold_out(data.eval, datasets, sources, own if order >= FOURTH_ORDER else None)
+        sources = [rest for rest, _ in pairs]
+        # Measured once each, however often they would be trained on.
+        some = [i for i, (_, out) in enumerate(pairs) if len(out)]
+        once = [datasets[i].model_copy(update={"weight": None, "share": None}) for i in some]
+        evals = {HELD_OUT: windows(once, [pairs[i][1] for i in some])}
+        measured = {HELD_OUT: np.concatenate([own[i][pairs[i][1].numbers] for i in some])}
+        own = {i: np.delete(each, pairs[i][1].numbers) for i, each in own.items()}
+    train = windows(datasets, without_equal(names, sources, own, measured.values(), data))
+
+    def warn() -> None:
+        if not data.drop_eval_duplicates:
+            known = _warn_of_overlap(train, evals)
+            warn_of_measured({names[i]: each for i, each in own.items()}, measured, known=known)
+
+    return train, evals, warn
+
+
+def _is_trained(dataset: DatasetConfig) -> bool:
+    return (dataset.weight, dataset.share).count(0) == 0
+
+
+def _groups(
+    compared: Sequence[tuple[DatasetConfig, Source, int]],
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None,
+) -> list[Int64Array]:
+    """Of each of these, read by the rules of its version, the groups of equal rows (`groups_of`); as if there were none
+    where nothing asks for them."""
+    data = config.data
+    asked = data.drop_eval_duplicates or data.drop_duplicates
+    found = [np.full(len(source), -1, dtype=np.int64) for _, source, _ in compared]
+    if not (data.eval or asked):
+        return found
+    some = [i for i, (dataset, source, _) in enumerate(compared) if asked or is_read_cheaply(dataset, data, source)]
+    if len(some) < len(compared):
+        left = ", ".join(source.label for i, (_, source, _) in enumerate(compared) if i not in some)
+        logger.warning(
+            "%s: not compared with the evaluations, as its rows are fetched from a store whenever they are needed; set "
+            "data.drop_eval_duplicates=true or data.drop_duplicates=true to have them read once more for it", left,
+        )  # fmt: skip
+    readers = [
+        RowReader.of(dataset, source, data, tokenizer, vocab_size, order)
+        for dataset, source, order in (compared[i] for i in some)
+    ]
+    for i, own in zip(some, groups_of(readers, cache_of(config), progress), strict=True):
+        found[i] = own
+    return found
+
+
+_Opener = Callable[[Sequence[DatasetConfig], Sequence[Source] | None], Windows]
+
+
+def _opener(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None,
+    order_version: int | None,
+    newest_order: int | None = None,
+) -> _Opener:
+    cache = cache_of(config)
+    return lambda datasets, sources: Windows(
+        datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
+        progress=progress, order_version=order_version, newest_order=newest_order, sources=sources,
+    )  # fmt: skip
+
+
+def _named(datasets: Sequence[DatasetConfig], windows: _Opener) -> dict[str, Windows]:
+    evals = {dataset_name(dataset): windows([dataset], None) for dataset in datasets}
+    if len(evals) != len(datasets):
+        raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
+    return evals
+
+
+def _hold_out(
+    wanted: HeldOutConfig,
+    datasets: Sequence[DatasetConfig],
+    sources: Sequence[Source],
+    groups: Mapping[int, Int64Array] | None,
+) -> list[tuple[Source, Selected]]:
+    """The rows to train on and those to measure, of each dataset. None of one whose weight is 0. `groups` of equal
+    rows, by dataset, are kept together."""
+    used = [i for i, dataset in enumerate(datasets) if _is_trained(dataset)]
+    total = sum(len(sources[i]) for i in used)
+    field = f"data.eval.rows={wanted.rows}" if wanted.fraction is None else f"data.eval.fraction={wanted.fraction}"
+    many = wanted.rows or max(1, round(Fraction(str(wanted.fraction)) * total))
+    if many >= total:
+        raise DataError(
+            f"{field} holds {many} of the {total} row(s) of data.train out, so none is left to train on; lower it, or "
+            "name other data in data.eval"
+        )
+    pairs: list[tuple[Source, Selected]] = [(source, Selected(source, range(0), {})) for source in sources]
+    together = None if groups is None else [groups[i] for i in used]
+    for i, (rest, out) in zip(used, hold_out([sources[i] for i in used], many, together), strict=True):
+        pairs[i] = rest, out
+        if not len(rest):
+            raise DataError(
+                f"{field} holds all {len(out)} row(s) of the dataset {dataset_name(datasets[i])!r} out, so none is "
+                f"left to train on; lower it, add rows, or set data.train.{i}.weight=0"
+            )
+    return pairs
+
+
+def _warn_of_overlap(train: Windows, evals: Mapping[str, Windows]) -> list[str]:
+    """Warn, not refuse: the loss on training data says little about new data, but some want to see it. Returns the
+    names of the evaluations of which whole files are trained on."""
+    trained = {fingerprint: file for source in train.sources for file, fingerprint in source.fingerprints.items()}
+    found = []
+    for name, windows in evals.items():
+        if name == HELD_OUT:
+            continue  # other rows of the same files
+        (source,) = windows.sources
+        shared = [file for file, fingerprint in source.fingerprints.items() if fingerprint in trained]
+        if shared:
+            found.append(name)
+            logger.warning(
+                "data.eval %s: %d of its %d file(s) are also trained on (%s has the same content as %s), so its loss "
+                "does not show how the model does on new data", name, len(shared), len(source.fingerprints), shared[0],
+                trained[source.fingerprints[shared[0]]],
+            )  # fmt: skip
+    return found

@@ -1,0 +1,313 @@
+"""A row becomes a conversation: messages as chat templates expect them, whatever names the file uses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.config.sections.formats import FUNCTIONS, ChatFormat
+from raytune_fsdp.data.order import FOURTH_ORDER, ORDER_VERSION
+from raytune_fsdp.data.rows.templates import REASONING_KEYS
+from raytune_fsdp.data.sources import shorten
+
+_SYSTEM = ("system", "developer")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_USUAL_ROLES = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+# In ShareGPT files a call is a message of its own, whose text is the call as JSON.
+_CALLS = ("function_call", "tool_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The input of a chat template, and which messages may be trained on."""
+
+    messages: list[dict[str, Any]]
+    train: list[bool]
+    tools: list[dict[str, Any]] | None
+    where: str
+    column: str
+    first: int = 0
+    """Place of the column's first message in `messages`."""
+
+    def place(self, index: int) -> str:
+        """How errors name a message."""
+        return f"{self.column}[{index - self.first}]" if index >= self.first else "the system message"
+
+
+def read_conversation(
+    row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False, order: int = ORDER_VERSION
+) -> Conversation:
+    """The conversation of a row. Raises RowError.
+
+    `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls. `order`: the
+    version by whose rules rows are read.
+    """
+    newer, deep = order >= FOURTH_ORDER, columnar
+    column = format.messages
+    given = read_column(row, column, "messages", where)
+    if newer and isinstance(given, str):
+        # As with tools: what is text is JSON, where a null is a value.
+        given, deep = _parse(given, f"{where}: {column}", "a list of messages"), False
+    if not isinstance(given, list):
+        raise RowError(
+            f"{where}: {column}={shorten(given)} is not a list of messages; "
+            'each row needs [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
+            "wrong_type",
+        )
+    if not given:
+        raise RowError(f"{where}: {column}=[] has no messages; correct or remove the row", "empty")
+    messages, train = [], []
+    for index, message in enumerate(given):
+        place = f"{where}: {column}[{index}]"
+        if not isinstance(message, dict):
+            raise RowError(
+                f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
+            )
+        # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
+        message = _without_nulls(message, deep=deep)
+        train.append(_is_trained(message, place, newer))
+        messages.append(_read_message(message, format, place))
+    tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
+    system = _system_beside(row, format, messages, where) if newer else None
+    if system is None:
+        return Conversation(messages, train, tools, where, column)
+    if messages[0]["role"] in _SYSTEM:  # it is empty
+        messages, train = messages[1:], train[1:]
+    return Conversation([system, *messages], [True, *train], tools, where, column, first=1)
+
+
+def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
+    """Whether a message may be trained on. Takes out the keys that say so."""
+    trained = True
+    for key in ("train", "training") if newer else ("train",):
+        given = message.pop(key, True)
+        if not isinstance(given, bool):
+            raise RowError(f"{place}.{key}={shorten(given)} is not true or false; correct the row", "wrong_type")
+        trained = trained and given
+    weight = message.pop("weight", 1) if newer else 1
+    if type(weight) not in (int, float) or weight not in (0, 1):
+        raise RowError(
+            f"{place}.weight={shorten(weight)} is neither 0 nor 1, and a message is trained on or not; correct the row",
+            "wrong_type",
+        )
+    return trained and weight == 1
+
+
+def _system_beside(
+    row: dict[str, Any], format: ChatFormat, messages: list[dict[str, Any]], where: str
+) -> dict[str, Any] | None:
+    """The system message in a column of its own; None: there is none, or the conversation begins with it."""
+    given = None if format.system is None else row.get(format.system)
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return None
+    place = f"{where}: {format.system}"
+    way_out = "or set the dataset's format.system to null if the column is something else"
+    if not isinstance(given, str):
+        raise RowError(f"{place}={shorten(given)} is not text; correct the row, {way_out}", "wrong_type")
+    check_unicode(given, place)
+    own = messages[0]["content"].strip() if messages[0]["role"] in _SYSTEM else ""
+    if own and own != given.strip():
+        raise RowError(
+            f"{place}={shorten(given)} is another system message than that of {format.messages}[0]; correct the row, "
+            f"{way_out}",
+            "wrong_type",
+        )
+    return None if own else {"role": "system", "content": given}
+
+
+def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
+    """The value of a column that every row needs. `field`: the field of the dataset's format that names the column."""
+    if name not in row:
+        raise RowError(
+            f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
+            f"name the right one in the dataset's format.{field}",
+            "missing_column",
+        )
+    if row[name] is None:
+        raise RowError(f"{where}: column {name!r} is null; correct or remove the row", "null")
+    return row[name]
+
+
+def check_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
+    """The value unchanged, if it is text that a tokenizer accepts. Raises RowError otherwise."""
+    if value is None:
+        raise RowError(f"{place} is missing or null, not text; correct or remove the row", "null")
+    if not isinstance(value, str):
+        raise RowError(
+            f"{place}={shorten(value)} is not text but {type(value).__name__}; correct or remove the row", "wrong_type"
+        )
+    if not may_be_empty and (not value or value.isspace()):
+        raise RowError(f"{place}={shorten(repr(value))} is empty; correct or remove the row", "empty")
+    check_unicode(value, place)
+    return value
+
+
+def check_unicode(value: str, place: str) -> None:
+    """Refuse text that UTF-8 cannot express: JSON can spell half a surrogate pair, and no tokenizer accepts one."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(
+            f"{place} has half a surrogate pair, {value[error.start]!r}, at character {error.start}; "
+            "correct or remove the row",
+            "invalid_utf8",
+        ) from None
+
+
+def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> dict[str, Any]:
+    role_key = format.role or ("role" if "role" in message else "from")
+    content_key = format.content or ("content" if "content" in message else "value")
+    given = message.pop(role_key, None)
+    role = _read_role(given, format, f"{place}.{role_key}")
+    content = message.pop(content_key, None)
+    place_of_content = f"{place}.{content_key}"
+    if isinstance(content, list):
+        content = _join_parts(content, place_of_content)
+    if given in _CALLS and given not in format.roles:
+        # Unless the user mapped this role: then the message is words, whatever it is called.
+        calls = _parse(check_text(content, place_of_content), place_of_content, "a call as JSON")
+        message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    elif "function_call" in message:
+        message["tool_calls"] = [message.pop("function_call")]
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")
+    if calls and (content is None or (isinstance(content, str) and not content.strip())):
+        content = content or ""  # templates concatenate it: None would be an error, or the word None
+    else:
+        # Many files have a system message in every row, empty or not, and a tool may return nothing.
+        check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))
+    for key in REASONING_KEYS:
+        if key in message and not check_text(message[key], f"{place}.{key}", may_be_empty=True).strip():
+            del message[key]
+    return {**message, "role": role, "content": content}
+
+
+def _read_role(given: Any, format: ChatFormat, place: str) -> str:
+    if isinstance(given, str):
+        role = format.roles.get(given) or _USUAL_ROLES.get(given)
+        if role in ROLES:
+            return role
+    raise RowError(
+        f"{place}={shorten(given)} is missing or unknown; it must be one of {', '.join(ROLES)}, "
+        "or be mapped to one of them by the dataset's format.roles",
+        "unknown_role",
+    )
+
+
+def _join_parts(parts: list[Any], place: str) -> str:
+    texts = []
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RowError(
+                f'{place}[{index}]={shorten(part)} is not {{"type": "text", "text": "…"}}; only text can be trained '
+                "on: correct or remove the row",
+                "wrong_type",
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _read_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise RowError(
+            f"{place}: only the assistant calls tools, this message's role is {role}; correct the row", "wrong_type"
+        )
+    if isinstance(calls, str):
+        calls = _parse(calls, place, "a list of calls")
+    if not isinstance(calls, list):
+        raise RowError(f"{place}={shorten(calls)} is not a list of calls; correct the row", "wrong_type")
+    return [_read_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_call(call: Any, place: str) -> dict[str, Any]:
+    call = _without_nulls(call)
+    function = _without_nulls(call.get("function", call)) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RowError(
+            f'{place}={shorten(call)} is not a call; it needs {{"function": {{"name": "…", "arguments": {{…}}}}}}',
+            "wrong_type",
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        # Templates write arguments as JSON themselves: text that is already JSON would be quoted a second time.
+        arguments = _parse(arguments, f"{place}.function.arguments", "an object")
+    if arguments in (None, ""):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"{place}.function.arguments={shorten(arguments)} is not an object; correct the row", "wrong_type"
+        )
+    around = {key: value for key, value in call.items() if key != "function"} if "function" in call else {}
+    return {"type": "function", **around, "function": {**function, "arguments": arguments}}
+
+
+def _tools_of(
+    row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool, newer: bool
+) -> list[dict[str, Any]] | None:
+    if format.tools is None:
+        return None
+    tools = _read_tools(row.get(format.tools), f"{where}: {format.tools}", columnar=columnar)
+    if tools is None and newer and format.tools != FUNCTIONS:
+        functions = _read_tools(row.get(FUNCTIONS), f"{where}: {FUNCTIONS}", columnar=columnar)
+        if functions is not None:
+            tools = [each if "function" in each else {"type": "function", "function": each} for each in functions]
+    return tools
+
+
+def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:
+    # Before texts in it are parsed: those are JSON, where a null is a value.
+    tools = _without_nulls(tools, deep=True) if columnar else tools
+    if isinstance(tools, str):
+        tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if isinstance(tools, list):
+        tools = [
+            _parse(tool, f"{place}[{i}]", "a JSON schema") if isinstance(tool, str) else tool
+            for i, tool in enumerate(tools)
+        ]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(
+            f"{place}={shorten(tools)} is not a list of JSON schemas; correct the row, or set the dataset's "
+            "format.tools to null if the column holds something else",
+            "wrong_type",
+        )
+    return tools
+
+
+def _parse(text: str, place: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f"{place}={shorten(text)} is not {what} as JSON ({error}); correct the row", "wrong_type"
+        ) from None
+
+
+def _without_nulls(value: Any, *, deep: bool = False) -> Any:
+    """The object without keys whose value is null; `deep`: also inside all of its values."""
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(item, deep=True) if deep else item for key, item in value.items() if item is not None
+        }
+    if deep and isinstance(value, list):
+        return [_without_nulls(item, deep=True) for item in value]
+    return value

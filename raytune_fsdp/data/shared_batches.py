@@ -1,0 +1,95 @@
+"""Blocks that several ranks share: each has as many tokens of it, and knows where all documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from raytune_fsdp.base.batch import IGNORE, PADDING, Batch, BlockPart, Borders, StepBatches, Targets
+from raytune_fsdp.plan.plan import Layout
+
+
+def from_first(steps: Iterable[StepBatches | None], group: dist.ProcessGroup) -> Iterator[StepBatches]:
+    """The batches of the group's first rank, on all of them. Each is a collective of the group, on hosts."""
+    for step in steps:
+        box = [step]
+        dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
+        assert box[0] is not None
+        yield box[0]
+
+
+def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterator[StepBatches]:
+    """A data rank's batches as one of its members computes them."""
+    first = rank % layout.together == 0
+    for step in steps:
+        if layout.together == 1:
+            yield step
+            continue
+        # Counted once for all members: a sum over all ranks is to be the global batch's.
+        yield replace(
+            step,
+            blocks=tuple(own_part(block, layout, rank) for block in step.blocks),
+            counts=step.counts if first else torch.zeros_like(step.counts),
+            windows_built=step.windows_built if first else 0,
+        )
+
+
+def own_part(block: Batch, layout: Layout, rank: int) -> Batch:
+    """A block as one of the ranks computes it that share it."""
+    part = part_of(block, layout.member(rank), layout.sequence)
+    return part if layout.counts(rank) else replace(part, counts=False)
+
+
+def part_of(block: Batch, member: int, members: int) -> Batch:
+    """A member's tokens of a block whose samples are laid out one after another.
+
+    A row that cannot be cut evenly (of an evaluation: a run's can) gets padding at its end, a document of its own.
+    """
+    if members == 1:
+        return block
+    row, missing = block.input_ids.numel(), -block.input_ids.numel() % members
+    size = (row + missing) // members
+    first, end = member * size, (member + 1) * size
+
+    def own(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return F.pad(tensor.reshape(-1), (0, missing), value=fill)[first:end][None]
+
+    real = block.source_ids != PADDING
+    lengths = real.sum(-1, keepdim=True).expand_as(real)
+    positions = own(block.position_ids, 0)
+    if end > row:
+        here = max(0, row - first)
+        positions[0, here:] = torch.arange(size - here) + max(0, first - row)
+    source_ids = own(block.source_ids, PADDING)
+    targets = block.targets
+    there = (targets.places >= first) & (targets.places < end)
+    datasets = targets.datasets[there]
+    return replace(
+        block,
+        input_ids=own(block.input_ids, int(block.input_ids[-1, -1])),
+        labels=own(block.labels, IGNORE),
+        position_ids=positions,
+        source_ids=source_ids,
+        borders=_with_padding(block.borders, row, missing),
+        targets=Targets(
+            places=targets.places[there] - first,
+            ids=targets.ids[there],
+            datasets=datasets,
+            by_dataset=tuple(torch.bincount(datasets).tolist()),
+        ),
+        tokens=int((source_ids != PADDING).sum()),
+        target_tokens=int(there.sum()),
+        attended_pairs=int((positions[source_ids != PADDING] + 1).sum()),
+        part=BlockPart(member=member, members=members, lengths=own(lengths, 0)[0]),
+    )
+
+
+def _with_padding(borders: Borders, row: int, missing: int) -> Borders:
+    if not missing:
+        return borders
+    starts = torch.cat([borders.starts, borders.starts.new_tensor([row + missing])])
+    return Borders(starts=starts, longest=max(borders.longest, missing))

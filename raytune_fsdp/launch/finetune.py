@@ -1,0 +1,133 @@
+"""finetune(config) -> FinetuneResult: the whole program in one call."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.config import FinetuneConfig
+
+WAIT_FOR_TRACKING = 30.0
+"""Seconds."""
+if TYPE_CHECKING:
+    from raytune_fsdp.run.standing import Prepared, Standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneResult:
+    """What a finished run leaves."""
+
+    run_dir: Path
+    steps: int
+    """The step at which the run ended."""
+    ended_early: bool
+    """Whether its evaluations ended it (`eval.early_stop`), before its last step."""
+    trained: int
+    """Steps trained by this call; 0 if the run was complete already."""
+    checkpoint: str
+    """The newest checkpoint: directory or URL."""
+    export: Path | None
+    """Hugging Face model directory; None unless `export.at_end`."""
+    pushed: str | None
+    """Address of the export on the hub; None if it was not pushed."""
+    curve: Path | None
+    """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
+    report: Path | None = None
+    """The page about the run; None if it could not be made, and on ranks other than 0."""
+    registered: str | None = None
+    """The export as a version of a model in MLflow; None unless `tracking.mlflow.register`, or if that failed."""
+    unsent: str | None = None
+    """What MLflow, or another receiver of the record, has not got, in a sentence; None if all have everything."""
+
+
+def finetune(
+    config: FinetuneConfig,
+    progress: Progress | None = None,
+    *,
+    wait_for_tracking: float = WAIT_FOR_TRACKING,
+    force: bool = False,
+    trust_places: bool = False,
+) -> FinetuneResult:
+    """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
+
+    `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
+    take what it has missed: at most `wait_for_tracking` seconds. `force` starts also what does not fit the devices or
+    the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. Under
+    torchrun every rank calls this.
+    """
+    from raytune_fsdp.launch.environment import environment
+    from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
+    from raytune_fsdp.launch.run_lock import locked
+    from raytune_fsdp.launch.signals import Signals
+    from raytune_fsdp.launch.torchrun import is_rank0
+
+    with environment(quieting()), ignoring_warnings(), locked(config) if is_rank0() else nullcontext():
+        with Signals():  # before the imports, which take seconds; and transformers reads its variables in them
+            from raytune_fsdp.launch.start import run
+
+            prepared, before = run(config, progress, force=force, trust_places=trust_places)
+        return _result(config, prepared, before, wait_for_tracking, progress)
+
+
+def _result(
+    config: FinetuneConfig, prepared: Prepared, before: Standing, wait_for_tracking: float, progress: Progress | None
+) -> FinetuneResult:
+    """What a complete run leaves; the export and the report are made here."""
+    # Not at the top: they bring torch and transformers, and what is wrong in the config alone is said within a second.
+    from raytune_fsdp.checkpoint.catalogue import committed
+    from raytune_fsdp.launch.signals import Signals
+    from raytune_fsdp.launch.torchrun import is_rank0
+    from raytune_fsdp.record.report.page import make_curve, make_report
+    from raytune_fsdp.run.open_record import (
+        clean_config,
+        keep_from_others,
+        last_tracking,
+        mend_record,
+        put_mark,
+        register_export,
+    )
+    from raytune_fsdp.run.publish import publish
+
+    place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
+    newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
+    assert newest is not None, "a complete run has a checkpoint"
+    export = place.export if config.export.at_end else None
+    curve, report, pushed, registered, unsent = None, None, None, None, None
+    if is_rank0():
+        if before.complete:
+            clean_config(place)
+            keep_from_others(place)
+            with suppress(OSError):  # another user's run
+                put_mark(prepared)
+            mend_record(place, before)
+        # It sends while the export is written.
+        trackers = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)
+        if export is not None:
+            with Signals("during the export: training is complete, and the same command makes the export"):
+                pushed = publish(
+                    newest, export, config.export,
+                    trust_remote_code=config.model.trust_remote_code, events=place.events,
+                )  # fmt: skip
+        curve, report = make_curve(place.path), make_report(place.path)
+        for tracker in trackers:
+            tracker.finish("finished")
+        unsent = "; ".join(filter(None, (tracker.unsent for tracker in trackers))) or None
+        if config.tracking.mlflow.enabled and trackers and trackers[0].unsent is None:
+            with Signals("before the export was registered: training is complete, and the same command does it"):
+                registered = register_export(config, place, newest.step)
+    return FinetuneResult(
+        run_dir=place.path,
+        steps=newest.step,
+        ended_early=newest.step < before.plan.steps,
+        trained=newest.step - before.state.step,
+        checkpoint=newest.path,
+        export=export,
+        pushed=pushed,
+        curve=curve,
+        report=report,
+        registered=registered,
+        unsent=unsent,
+    )

@@ -1,0 +1,159 @@
+"""How many ranks the next attempt has, where `cluster.workers` leaves that open, and when there is room for more.
+
+The driver decides. Ray Train's own elastic mode would take any number up to the largest, also those that no mesh can be
+made of, and end the ranks without a word, so that every step since the last checkpoint would be trained again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from raytune_fsdp.launch.ray.board import Joined
+from raytune_fsdp.launch.ray.nodes.growth import Growth
+from raytune_fsdp.launch.ray.resources import DATA_CPUS, Node, Request, room
+
+_RETURN_SECONDS = 5.0
+"""How long after the end of an attempt the resources of its ranks may be missing in what Ray says is free. What is not
+there by then is lost: the run goes on with less."""
+
+_SETTLED_SECONDS = 5.0
+"""How long a cluster must not have changed before a run grows: nodes come in groups, and each growth is a restart."""
+
+
+_GIVEN_BACK_SECONDS = 10.0
+"""How long a run that takes whatever there is waits for what another one is just giving back."""
+_LOOK_SECONDS = 0.5
+
+
+def that_are_free(
+    most: Request,
+    possible: Callable[[int], bool],
+    look: Callable[[], Sequence[Node]],
+    say: Callable[[str], None],
+) -> int:
+    """The number of workers for `cluster.workers: auto`: as `most`, without those whose places others hold.
+
+    `possible`: whether the run can have a number of workers.
+    """
+
+    def free_now() -> int:
+        found = look()  # of a Ray that has just been started nothing may be known
+        return room(most, _free([node if node.free else replace(node, free=node.total) for node in found]))
+
+    began = time.monotonic()
+    while (free := free_now()) < most.workers and time.monotonic() - began < _GIVEN_BACK_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+    found = next((size for size in range(min(free, most.workers), 0, -1) if possible(size)), None)
+    if found is None or found == most.workers:
+        return most.workers  # waited for, as it always was
+    say(
+        f"cluster.workers=auto: of the room for {most.workers} workers others hold that of {most.workers - free}, so "
+        f"the run has {found}; with cluster.workers={{min: {found}, max: {most.workers}}} it would grow later"
+    )
+    return found
+
+
+class Sizes:
+    """Asked between attempts, and while one is running."""
+
+    def __init__(self, asked: Request, valid: Sequence[int]) -> None:
+        """`valid`: the numbers of ranks that the run can have."""
+        self._asked = asked
+        self._valid = sorted(valid)
+        self.fewest = replace(asked, workers=self._valid[0])
+        self._hoped_for = self._valid[-1]
+        """The size of the last attempt, or the one that it made way for."""
+        self._since = time.monotonic()
+        self._changed = (0, 0.0)
+        """What the cluster has room for in total, and since when."""
+        self._room = 0
+        """What there was room for when the last attempt was asked for."""
+        self.growing = Growth(asked)
+        self._in_vain: int | None = None
+        """The size that did not come, although there was this room for it."""
+
+    def next(self, nodes: Callable[[], Sequence[Node]]) -> Request | None:
+        """What to ask for now; None: wait. `nodes` finds them as they are without the ranks of the last attempt."""
+        if len(self._valid) == 1:
+            return self.fewest  # Ray Train waits for it
+        self.growing.let_go()
+        found = nodes()
+        self._see(found)
+        room = self._fitting(_free(found))
+        if room is None or (room < self._hoped_for and time.monotonic() - self._since < _RETURN_SECONDS):
+            return None
+        if room != self._room:
+            self._room, self._in_vain = room, None
+        return replace(self._asked, workers=self._that_may_come(room))
+
+    def did_not_come(self, size: int) -> None:
+        """Ray Train has waited for these ranks as long as it does (60 s; RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S).
+
+        A node may hang, or others may have what Ray has just called free. So a smaller size is next, until the cluster
+        changes. After the smallest all are tried again.
+        """
+        self._in_vain = size if size > self._valid[0] else None
+        self.ended()
+
+    def _that_may_come(self, room: int) -> int:
+        if self._in_vain is None or room != self._room:
+            return room
+        return max(size for size in self._valid if size < self._in_vain)
+
+    def _see(self, nodes: Sequence[Node]) -> int:
+        """What the cluster has room for in total; notes whether that has changed."""
+        most = self._fitting(nodes) or 0
+        if most != self._changed[0]:
+            self._changed, self._in_vain = (most, time.monotonic()), None
+        return most
+
+    def began(self, size: int) -> None:
+        self._hoped_for = size
+        self.growing.began(size)
+
+    def ended(self) -> None:
+        """The ranks of the attempt are gone: from now on the next one may begin."""
+        self._since = time.monotonic()
+
+    def growth(self, look: Callable[[], Sequence[Node]], ranks: Mapping[int, Joined]) -> int | None:
+        """The larger number of ranks that there is room for beside these, and that it is kept for; else None."""
+        if len(ranks) >= self._valid[-1]:
+            return None
+        nodes = look()
+        if self._see(nodes) <= len(ranks) or time.monotonic() - self._changed[1] < _SETTLED_SECONDS:
+            return None
+        here = Counter(rank.node_id for rank in ranks.values())
+        each = self._asked.per_worker
+        taken = {node: {name: count * amount for name, amount in each.items()} for node, count in here.items()}
+        size = self._that_may_come(self._fitting(_free(nodes, taken)) or 0)
+        found = self.growing.to(size, len(ranks))
+        if found is not None:
+            self._hoped_for = found
+        return found
+
+    def _fitting(self, nodes: Sequence[Node]) -> int | None:
+        cpus = sum(node.total.get("CPU", 0) for node in nodes)
+        most = room(self._asked, nodes)
+        fitting = [
+            size
+            for size in self._valid
+            if size <= most and cpus - size * self._asked.per_worker.get("CPU", 0) >= DATA_CPUS
+        ]
+        return max(fitting, default=None)
+
+
+def _free(nodes: Sequence[Node], taken: Mapping[str, Mapping[str, float]] = {}) -> list[Node]:
+    """The nodes as if only what is free were there, and what is `taken` by our own ranks, by node."""
+    return [
+        replace(
+            node,
+            total={
+                name: min(most, node.free.get(name, 0) + taken.get(node.id, {}).get(name, 0))
+                for name, most in node.total.items()
+            },
+        )
+        for node in nodes
+    ]

@@ -1,0 +1,111 @@
+"""Work on the CPUs of a Ray cluster: many calls of a function, several at a time, their results in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from raytune_fsdp.base.errors import RaytuneError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+logger = logging.getLogger(__name__)
+
+on_a_cpu = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
+"""Makes a function a task; Ray repeats it if its node or process is lost."""
+
+_PATIENCE_SECONDS = 60.0
+_STARVED_SECONDS = 1.0
+"""How long a task is waited for, and how long after one that got no CPU: two jobs that took each other's last CPUs
+should go on slowly, not wait a minute for every window."""
+
+
+def cpus() -> int:
+    """The CPUs of the cluster as it is now, free or not."""
+    return int(ray.cluster_resources().get("CPU", 1))
+
+
+def in_order(
+    submit: Callable[..., ObjectRef],
+    here: Callable[..., Any],
+    calls: Iterable[tuple[Any, ...]],
+    ahead: Callable[[], int],
+    *,
+    first_here: bool = False,
+) -> Generator[Any, None, None]:
+    """The results of these calls, up to `ahead()` of which are running or ready. Closing it ends those still running.
+
+    `here` does in this process what `submit` starts as a task: with `first_here` the first call, while the tasks'
+    processes start; and every call that has waited too long for a CPU, as other jobs may keep theirs for ever.
+    """
+    left = iter(calls)
+    pending: deque[tuple[ObjectRef, tuple[Any, ...]]] = deque()
+    patience = _PATIENCE_SECONDS
+    first = next(left, None) if first_here else None
+    try:
+        while True:
+            pending.extend((submit(*call), call) for call in islice(left, max(0, ahead() - len(pending))))
+            if first is not None:
+                yield here(*first)
+                first = None
+                continue
+            if not pending:
+                return
+            task, call = pending[0]
+            done = bool(ray.wait([task], timeout=patience)[0])
+            result = ray.get(task) if done else _instead(task, here, call)
+            patience = _PATIENCE_SECONDS if done else _STARVED_SECONDS
+            pending.popleft()
+            yield result
+    finally:
+        for task, _ in pending:
+            _end(task)
+
+
+@lru_cache(maxsize=1)
+def opened(held: ObjectRef) -> Any:
+    """The value, opened once for all tasks that a process runs, because opening a tokenizer takes long."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # for the tokenizer: a task has one CPU
+    return ray.get(held)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise an error of ours from a task as itself, without Ray's wrapping."""
+    try:
+        yield
+    except RayError as error:
+        cause: BaseException | None = error
+        while cause is not None and (isinstance(cause, RayError) or not isinstance(cause, RaytuneError)):
+            cause = getattr(cause, "cause", None) or cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None
+
+
+def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+    """Do it in this process, which is slow. If the task is running after all, the lock of the cache waits for it."""
+    logger.warning(
+        "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared without "
+        "one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
+        ray.available_resources().get("CPU", 0), cpus(),
+    )  # fmt: skip
+    result = here(*call)
+    _end(task)
+    return result
+
+
+def _end(task: ObjectRef) -> None:
+    """End a task with its process: an interrupted import would leave half a module to the next task that runs there."""
+    with suppress(RayError):
+        ray.cancel(task, force=True)

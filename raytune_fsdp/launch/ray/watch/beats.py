@@ -1,0 +1,102 @@
+"""How far a rank is, told to the driver every few seconds from a thread that ends with the process."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import psutil
+
+from raytune_fsdp.base.beat import pulse
+from raytune_fsdp.base.threads import in_thread
+from raytune_fsdp.launch.ray.board import Beat, Board, beat_seconds
+
+_LOOK_SECONDS = 5.0
+"""Between two looks at what this process reads and computes."""
+_LEAST_LOAD = 0.05
+"""The part of a processor that a call which cannot beat uses at least if it gets on."""
+
+
+class Beats:
+    """Of one rank. Rank 0 tells its own to the end of the attempt, the others to their second step."""
+
+    def __init__(self, board: Board, rank: int, world: int) -> None:
+        self._board, self._rank = board, rank
+        self._seconds = beat_seconds(rank, world)
+        self._left = ["imports", "model", "data", "step"]
+        """Phases that are not finished."""
+        self._first_step = 0
+        self._looked = -_LOOK_SECONDS
+        self._read = 0
+        self._computed = 0
+        """How often a call that cannot beat was seen to get on."""
+        self._busy: tuple[float, float] | None = None
+        """When that was looked at, and the processor's time until then."""
+
+    def begin(self) -> None:
+        in_thread(self._run, "pulse")
+
+    def evaluates_first(self) -> None:
+        """An evaluation comes before the first step."""
+        self._left.insert(self._left.index("step"), "evaluation")
+
+    def reached(self, phase: str) -> None:
+        """This rank has finished the phase. Told at once: it may be stopped in the next one before it beats again."""
+        if phase in self._left:
+            self._left.remove(phase)
+            self._board.tell(self.now())
+
+    def _run(self) -> None:
+        while self._rank == 0 or not self._trains():
+            self._board.tell(self.now())
+            time.sleep(self._seconds)
+
+    def _trains(self) -> bool:
+        """Whether the second step has begun."""
+        step = pulse().step
+        self._first_step = self._first_step or step
+        return step > self._first_step
+
+    def now(self) -> Beat:
+        found, now = pulse(), time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked, self._read = now, _bytes_read()
+            self._computed += self._computes(found.computing > 0)
+        left = tuple(self._left)
+        return Beat(
+            found.step,
+            found.beats + self._computed,
+            found.patience_seconds,
+            rank=self._rank,
+            at=now,
+            phase=left[0] if left else "training",
+            left=len(left),
+            read=self._read,
+        )
+
+    def _computes(self, computing: bool) -> bool:
+        """Whether a call that cannot beat has used the processor since the last look."""
+        before, self._busy = self._busy, (time.monotonic(), _processor_seconds()) if computing else None
+        if before is None or self._busy is None:
+            return False
+        return self._busy[1] - before[1] > _LEAST_LOAD * (self._busy[0] - before[0])
+
+
+def _processor_seconds() -> float:
+    """Of this process and those that it has started: compilers have helpers."""
+    own, total = psutil.Process(), 0.0
+    helpers: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        helpers = own.children(recursive=True)
+    for each in [own, *helpers]:
+        with suppress(psutil.Error):
+            total += sum(each.cpu_times()[:2])
+    return total
+
+
+def _bytes_read() -> int:
+    """By this process, from files as well as from connections, and by mapped files as far as the system counts them."""
+    with suppress(psutil.Error, OSError, AttributeError):  # not every system says it
+        found = psutil.Process().io_counters()
+        return int(found.read_chars + found.read_bytes)
+    return 0

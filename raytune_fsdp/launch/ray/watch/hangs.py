@@ -1,0 +1,97 @@
+"""Ranks that do not get on, after their second step: from what rank 0 reports of itself. And who is waited for."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+from raytune_fsdp.launch.ray.board import Beat
+from raytune_fsdp.launch.ray.watch.listening import Listening
+
+_LEAST_SECONDS, _STEPS = 300.0, 20.0
+"""Without `cluster.hang_minutes`: how long no block of a step is done, at least, and in times of a median step."""
+_KEPT = 50  # steps of which the median is taken
+_COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py|cuda/streams\.py")
+"""Where a rank waits for others: on a GPU also for the device, which does."""
+_STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
+
+
+class Hang:
+    """Of one attempt. All ranks wait for one that hangs, so that it is enough to watch rank 0."""
+
+    def __init__(self, minutes: float | None, clock: Listening) -> None:
+        self._minutes = minutes
+        self._clock = clock
+        self._last: Beat | None = None
+        self.got_on = 0.0
+        """When it did the last time, by the clock."""
+        self._step_at = 0.0
+        """When its last step began, by its own clock: a driver that was away hears of many steps at once."""
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+        """Of steps."""
+
+    def heard(self, beat: Beat) -> None:
+        last, self._last = self._last, beat
+        if last is None or last.step == 0:
+            self._step_at = beat.at
+        elif beat.step > last.step:
+            self._seconds.append((beat.at - self._step_at) / (beat.step - last.step))
+            self._step_at = beat.at
+        if last is None or beat.beats != last.beats:
+            self.got_on = self._clock.now
+
+    @property
+    def in_force(self) -> bool:
+        """From the second step of an attempt on: before it nobody knows how long a step takes."""
+        return bool(self._seconds)
+
+    def overdue(self) -> float | None:
+        """The seconds without progress, if they are too many."""
+        if self._last is None or not self.in_force:
+            return None
+        limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds))
+        if self._minutes is not None:
+            limit = 60 * self._minutes
+        silent = self._clock.now - self.got_on
+        return silent if silent > limit + self._last.patience_seconds else None
+
+
+def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
+    """The rank for which the others wait, and what it is doing, if the stacks tell."""
+    for rank, text in sorted(stacks.items()):
+        state = _STATE.search(text)
+        if state is not None:
+            return rank, f"its process takes no signals ({state[1]})"
+    busy = _busy(stacks)
+    if len(busy) == 1:
+        ((rank, frames),) = busy.items()
+        return rank, f"it is at {frames[0].strip()}"
+    return None
+
+
+def what_all_do(stacks: Mapping[int, str]) -> str:
+    """What the ranks are doing where none stands out."""
+    busy = _busy(stacks)
+    if not any(map(_training, stacks.values())):
+        return "no stack of a rank could be had"
+    if not busy:
+        return "the ranks wait for each other"
+    rank, frames = min(busy.items())
+    return f"{len(busy)} of {len(stacks)} ranks do not wait for others; rank {rank} is at {frames[0].strip()}"
+
+
+def _busy(stacks: Mapping[int, str]) -> dict[int, list[str]]:
+    """The ranks that wait for no other one, and the frames of each."""
+    found = {rank: _training(text) for rank, text in stacks.items()}
+    return {rank: frames for rank, frames in found.items() if frames and not any(map(_COLLECTIVE.search, frames))}
+
+
+def _training(text: str) -> list[str]:
+    """The frames of the thread that trains, innermost first."""
+    for thread in re.split(r"\n(?=(?:Current thread|Thread) )", text):
+        frames = [line for line in thread.splitlines() if line.lstrip().startswith("File ")]
+        if any(" in train_rank" in frame for frame in frames):
+            return frames
+    return []

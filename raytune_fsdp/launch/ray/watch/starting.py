@@ -1,0 +1,138 @@
+"""Ranks between joining and their second step: limited by how long none of them gets on, not by how long they take.
+
+The first step compiles and connects, and a model may be downloaded before it: nobody knows how long that takes. A rank
+that gets on beats, reaches a phase, or reads; one that does is enough, as the others may be waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytune_fsdp.launch.ray.board import Beat, Joined, beat_seconds
+from raytune_fsdp.launch.ray.watch.listening import Listening
+
+_READ_BYTES = 64 << 10
+"""Between two beats: a process that waits reads less than that, if anything."""
+_SILENT_BEATS = 3.0
+"""A rank of which so many beats are missing is silent."""
+_WORD_SECONDS = 60.0
+_PHASES = {"step": "first step", "training": "after its first step"}
+
+
+@dataclass(slots=True)
+class _Known:
+    joined: Joined
+    heard: float
+    """When it said something the last time."""
+    last: Beat | None = None
+
+
+class Starting:
+    """Of one attempt."""
+
+    def __init__(self, minutes: float, clock: Listening) -> None:
+        self._seconds = 60 * minutes
+        self._clock = clock
+        self._known: dict[int, _Known] = {}
+        self.got_on = self._began = self._next_word = 0.0
+        """When a rank got on the last time, by the clock."""
+
+    def joined(self, notice: Joined) -> None:
+        now = self._clock.now
+        if not self._known:
+            self._began, self._next_word = now, now + _WORD_SECONDS
+        self._known[notice.rank] = _Known(notice, now)
+        self.got_on = now
+
+    def has(self, rank: int) -> bool:
+        """Whether it has joined."""
+        return rank in self._known
+
+    def heard(self, beat: Beat) -> None:
+        known = self._known[beat.rank]
+        last, known.last = known.last, beat
+        known.heard = self._clock.now
+        if last is None or _gets_on(last, beat):
+            self.got_on = known.heard
+
+    def overdue(self) -> float | None:
+        """The seconds in which no rank got on, if they are too many."""
+        if not self._known:
+            return None  # Ray Train waits for its workers, and the driver with it
+        patience = max((known.last.patience_seconds for known in self._known.values() if known.last), default=0.0)
+        silent = self._clock.now - self.got_on
+        return silent if silent > self._seconds + patience else None
+
+    def word(self, workers: int) -> str | None:
+        """Once a minute: who is waited for."""
+        now = self._clock.now
+        if not self._known or now < self._next_word:
+            return None
+        self._next_word = now + _WORD_SECONDS
+        still = now - self.got_on
+        limit = f"; no rank has got on for {still:.0f} s, and {self._seconds:.0f} s are the most "
+        return f"the ranks have been starting for {now - self._began:.0f} s: waiting for {self.waited_for(workers)}" + (
+            f"{limit}(cluster.start_hang_minutes)" if still > _WORD_SECONDS / 2 else ""
+        )
+
+    def waited_for(self, workers: int) -> str:
+        """The ranks that are not there, else those that are silent, else those that are furthest behind, in words."""
+        if missing := self._missing(workers):
+            return f"{_ranks(missing)}, not there yet"
+        if silent := self._silent():
+            named = [known for rank, known in self._known.items() if rank in silent]
+            quiet = self._clock.now - max(known.heard for known in named)
+            return f"{self._who(silent)} ({_phases(named)}; not heard of for {quiet:.0f} s)"
+        behind = self._behind()
+        return f"{self._who(behind)} ({_phases([self._known[rank] for rank in behind])})"
+
+    def suspect(self, workers: int) -> int | None:
+        """The one rank that is not there or says nothing, while others do."""
+        silent = self._missing(workers) or self._silent()
+        return silent[0] if len(silent) == 1 < workers else None
+
+    def _missing(self, workers: int) -> list[int]:
+        return [rank for rank in range(workers) if rank not in self._known]
+
+    def _silent(self) -> list[int]:
+        now, world = self._clock.now, len(self._known)
+        return [
+            rank
+            for rank, known in sorted(self._known.items())
+            if now - known.heard > _SILENT_BEATS * beat_seconds(rank, world)
+        ]
+
+    def _behind(self) -> list[int]:
+        most = max(_left(known) for known in self._known.values())
+        return [rank for rank, known in sorted(self._known.items()) if _left(known) == most]
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == len(self._known) > 1:
+            return "all ranks"
+        return _ranks(ranks) + (f" on {self._known[ranks[0]].joined.node}" if len(ranks) == 1 else "")
+
+
+def _gets_on(last: Beat, beat: Beat) -> bool:
+    return (beat.beats, beat.left) != (last.beats, last.left) or beat.read - last.read >= _READ_BYTES
+
+
+def _left(known: _Known) -> int:
+    return known.last.left if known.last is not None else 1 << 30
+
+
+def _phases(ranks: Sequence[_Known]) -> str:
+    found = dict.fromkeys(known.last.phase if known.last else "imports" for known in ranks)
+    return ", ".join(_PHASES.get(phase, phase) for phase in found)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`ranks 0-6, 9`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    words = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
+    return f"rank{'s' * (len(ranks) > 1)} {words}"

@@ -1,0 +1,375 @@
+"""Adapters beside a network's frozen weights (LoRA and its kin): PEFT's modules, and the values they begin with.
+
+PEFT puts a layer of its own around every module that it adapts, on the meta device like the rest of the network. What
+that does to names: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from raytune_fsdp.base.errors import ConfigError, ModelError, first_line, pip_install
+from raytune_fsdp.base.random import derive_key
+from raytune_fsdp.base.untrusted import shown
+from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMethod
+from raytune_fsdp.model.adapters.targets import is_expression, targets_of
+from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
+from raytune_fsdp.model.weights.keys import owned_tensors
+from raytune_fsdp.model.weights.source import Weights
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+ADAPTER = "default"
+"""The name that PEFT gives to an adapter unless told otherwise. It is in the names of the tensors, not in files."""
+
+# What PEFT's layers add to the name of a weight that is not theirs. The last is a copy that is trained whole.
+_AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.|$)")
+
+# Where PEFT keeps the rows of tokens that are trained alone, by the name of their module.
+_ROWS_IN_PEFT = "token_adapter.trainable_tokens_delta"
+
+_READ_BYTES = 4 << 20
+
+
+def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
+    """Put adapters into a network on the meta device, and freeze everything else."""
+    dtype = network.dtype
+    _check_tied(network, method.modules_to_save)
+    peft_config = peft_config_of(network, method)
+    try:
+        from peft import inject_adapter_in_model
+
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # what they say is checked here, or is an error below
+            inject_adapter_in_model(peft_config, network, ADAPTER, low_cpu_mem_usage=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # nothing matched, or PEFT cannot adapt what did, of which it has many ways to fail
+        raise _unfit(network, method, error) from error
+    _check_each(network, method)
+    for parameter in adapter_tensors(network).values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfig:
+    """The method in PEFT's words."""
+    try:
+        from peft import IA3Config, LoraConfig
+    except ImportError as error:
+        raise ConfigError(f"method.type={method.type} needs PEFT: {pip_install('lora')}") from error
+    if isinstance(method, Ia3Method):
+        return IA3Config(
+            target_modules=method.target_modules,
+            feedforward_modules=method.feedforward_modules,
+            modules_to_save=method.modules_to_save or None,
+            task_type="CAUSAL_LM",
+        )
+    return LoraConfig(
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        use_rslora=method.rank_stabilized,
+        use_dora=method.dora,
+        target_modules=targets_of(network, method) or None,
+        target_parameters=method.target_parameters or None,
+        modules_to_save=method.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:
+    """Refuse to train one of two modules that share a weight."""
+    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
+    if outputs is None or outputs.weight is not inputs.weight:
+        return
+    both = [name for name, module in network.named_modules() if module in (inputs, outputs)]
+    for each in saved:
+        if any(f".{name}".endswith(f".{each}") for name in both):
+            raise ConfigError(
+                f"method.modules_to_save: {each!r} of a {type(network).__name__} shares its weight "
+                f"({' and '.join(both)} are one), and PEFT would train a copy apart: leave it out, or train it with "
+                "method.type=freeze"
+            )
+
+
+def _unfit(network: PreTrainedModel, method: AdapterMethod, error: Exception) -> ConfigError:
+    targets = method.target_modules
+    asked = targets if isinstance(targets, list) else [targets] if targets is not None else []
+    return ConfigError(
+        f"method.target_modules={shown(targets)}: PEFT cannot adapt a {type(network).__name__} so "
+        f"({shorten(first_line(error), 200)}); {_nearest(network, asked)}"
+    )
+
+
+def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
+    """Refuse a name that matches nothing: PEFT is content if one of several does."""
+    kind = type(network).__name__
+    weights = method.target_parameters if isinstance(method, LoraMethod) else []
+    asked = {name.rpartition(".")[2] for name in weights}
+    wrapped = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
+    if wrapped - asked:
+        raise ConfigError(
+            f"method.target_modules={shown(method.target_modules)}: PEFT takes some of these names for the experts of "
+            f"a {kind}, which are weights and no modules: leave those names out, and name the weights in "
+            f"method.target_parameters ({', '.join(sorted(wrapped - asked))})"
+        )
+    if asked - wrapped:
+        raise ConfigError(
+            f"method.target_parameters={shown(weights)}: a {kind} has no such weights; "
+            f"{_nearest(network, weights, weights=True)}"
+        )
+    _check_shared(network, method)
+    adapted = [base_name(name) for name in adapter_tensors(network)]
+    targets = method.target_modules
+    # The modules of target_parameters have adapters, too, and are not meant.
+    own = {
+        base_name(name)
+        for name, module in network.named_modules()
+        if is_adapter_layer(module) and type(module).__name__ != "ParamWrapper"
+    }
+    if is_expression(targets) and not any(re.fullmatch(str(targets), name) for name in own):
+        raise ConfigError(
+            f"method.target_modules={shown(targets)}: the expression matches the whole name of no module of a {kind} "
+            f"that can have an adapter: correct it, or name modules in a list; {_nearest(network, [str(targets)])}"
+        )
+    listed = targets if isinstance(targets, list) else []
+    for field, names in (("target_modules", listed), ("modules_to_save", method.modules_to_save)):
+        for each in names:
+            if not any(f".{each}." in f".{name}." for name in adapted):
+                raise ConfigError(
+                    f"method.{field}: {shown(each)} is the name of no module of a {kind}; {_nearest(network, [each])}"
+                )
+
+
+def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
+    """Refuse an adapter of a weight that two modules share: trained beside one, it would be merged into both."""
+    uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
+    for name, module in network.named_modules():
+        if not is_adapter_layer(module):
+            continue
+        base = module.get_base_layer()
+        if any(uses[id(p)] > 1 for p in base.parameters(recurse=False)):
+            raise ConfigError(
+                f"method.target_modules: {base_name(name)} of a {type(network).__name__} shares its weight with "
+                "another module, and an adapter would be trained beside one of them only: leave it out"
+            )
+        if isinstance(base, nn.Embedding) and getattr(method, "dora", False):
+            raise ConfigError(
+                f"method.dora=true: {base_name(name)} is an embedding; leave it out, or set method.dora=false"
+            )
+        if isinstance(base, nn.Embedding) and getattr(method, "init", "zero") != "zero":
+            raise ConfigError(
+                f"method.init={getattr(method, 'init', None)}: {base_name(name)} is an embedding; leave it out, or set "
+                "method.init=zero"
+            )
+
+
+def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
+    """A way out: the names of modules, or of weights, that are most like these."""
+    parts = 2 if weights else 1
+    if weights:
+        own = (base_name(name) for name, _ in network.named_parameters() if ".lora_" not in name)
+    else:
+        linear = (nn.Linear, Conv1D)
+        names = (base_name(name) for name, module in network.named_modules() if isinstance(module, linear))
+        own = (name for name in names if ".lora_" not in name)
+    known = sorted({".".join(name.split(".")[-parts:]) for name in own})[:1000]
+    # Of ten, and 100 characters of each: a search costs as much as both lists are long, and what it finds repeats.
+    wanted = (".".join(name.split(".")[-parts:])[:100] for name in asked)
+    unknown = [name for name in dict.fromkeys(wanted) if name not in known][:10]
+    near = dict.fromkeys(match for each in unknown for match in difflib.get_close_matches(each, known, n=3, cutoff=0.4))
+    return f"its {'weights' if weights else 'linear layers'} are called " + ", ".join([*(near or known)][:12])
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def is_adapted(network: nn.Module) -> bool:
+    """Whether a network has adapters: its checkpoints then hold those and nothing else."""
+    return hasattr(network, "peft_config")
+
+
+def keep_beginning(network: nn.Module, names: Iterable[str]) -> None:
+    """Note what these adapters are now, before the first step."""
+    network.began_as = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
+
+
+def began_as(network: nn.Module) -> Mapping[str, torch.Tensor]:
+    """What `keep_beginning` has noted."""
+    found: Mapping[str, torch.Tensor] = getattr(network, "began_as", {})
+    return found
+
+
+def left_out(network: PreTrainedModel) -> list[str]:
+    """Names of the experts' weights that have no adapter, without the numbers of their blocks."""
+    adapted = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
+    return sorted(name for name in frozen_experts(network) if name.rpartition(".")[2] not in adapted)
+
+
+def frozen_experts(network: PreTrainedModel) -> Counter[str]:
+    """How many numbers the experts' frozen weights have, by their names without the numbers of their blocks."""
+    found: Counter[str] = Counter()
+    for name, parameter in network.named_parameters():
+        # A convolution of a state-space layer has three dimensions, too, but one of them is 1.
+        if parameter.ndim == 3 and min(parameter.shape) > 1 and not parameter.requires_grad:
+            found[re.sub(r"^.*\.\d+\.", "", base_name(name))] += parameter.numel()
+    return found
+
+
+def why_not_compiled(network: nn.Module) -> str | None:
+    """Why the blocks of a network with adapters are not to be compiled, or None."""
+    wrapped = any(type(module).__name__ == "ParamWrapper" for module in network.modules())
+    return "PEFT puts adapters of method.target_parameters in place anew in every pass" if wrapped else None
+
+
+def base_name(name: str) -> str:
+    """The name that a weight has in the network without adapters."""
+    return _AROUND.sub("", name)
+
+
+def adapter_tensors(network: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """What is trained, by name; a tied one only under its first name."""
+    return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+
+
+def rows_of(network: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Rows that are trained alone, by name: the weight that they are beside, and their ids. Tied ones come once."""
+    trained = adapter_tensors(network)
+    return {name: (weight, ids) for name, weight, ids in weights_with_rows(network) if name in trained}
+
+
+def stored_names(network: PreTrainedModel) -> dict[str, str]:
+    """The key that each of those has in PEFT's `adapter_model.safetensors`."""
+    from peft import get_peft_model_state_dict
+
+    tensors = adapter_tensors(network)
+    names = {id(parameter): name for name, parameter in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # With the parameters themselves as values, so that it shows which key has become of which.
+        found = get_peft_model_state_dict(
+            network, state_dict=dict(network.state_dict(keep_vars=True)), save_embedding_layers=False
+        )
+    keys = {names[id(value)]: f"base_model.model.{key}" for key, value in reversed(found.items()) if id(value) in names}
+    keys |= {name: f"base_model.model.{name.removesuffix(ROWS)}{_ROWS_IN_PEFT}" for name in rows_of(network)}
+    assert keys.keys() == tensors.keys(), sorted(keys.keys() ^ tensors.keys())
+    return {name: keys[name] for name in tensors}
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+class AdaptedWeights:
+    """The weights of a network with adapters: its own from `base`, adapters as they begin.
+
+    What an adapter begins with is drawn under a key of its name, or taken from `adapter`. A new one changes nothing:
+    one of LoRA's two matrices is zero, IA3's factors are one, and rows of new tokens are those of the base.
+    """
+
+    def __init__(self, base: Weights, network: PreTrainedModel, seed: int, adapter: Weights | None = None) -> None:
+        self._base = base
+        self._stored = base.shapes()  # once: it is asked for with every few MiB that are read
+        self._seed = seed
+        self._adapter = adapter
+        self._given = {} if adapter is None else adapter.shapes()
+        self._tensors = owned_tensors(network)
+        self._rows = rows_of(network)
+        self._turned = set(_turned(network))
+        self._drawn: tuple[str, torch.Tensor] | None = None
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        stored = self._stored
+        return {name: stored.get(base_name(name), tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if self._adapter is not None and name in self._given:
+            return self._adapter.read(name, start, stop)
+        stored = base_name(name)
+        if stored in self._stored:
+            return self._base.read(stored, start, stop)
+        if name in self._rows:
+            weight, ids = self._rows[name]
+            return torch.cat(
+                [self._base.read(weight, 0, 0), *(self._base.read(weight, i, i + 1) for i in ids[start:stop])]
+            )
+        if ".lora_magnitude_vector." in name:
+            return self._lengths(name, start, stop)
+        if self._drawn is None or self._drawn[0] != name:
+            self._drawn = name, self._draw(name)
+        return self._drawn[1][start:stop]
+
+    def where(self, name: str) -> str:
+        if self._adapter is not None and name in self._given:
+            return self._adapter.where(name)
+        stored = self._rows[name][0] if name in self._rows else base_name(name)
+        return self._base.where(stored) if stored in self._stored else f"{name}, drawn at random,"
+
+    def _draw(self, name: str) -> torch.Tensor:
+        """As PEFT begins: of a linear layer's adapter the first matrix is drawn, of an embedding's the second."""
+        tensor = torch.zeros(self._tensors[name].shape)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_key("adapter", self._seed, name))
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))
+            elif ".lora_embedding_B." in name:
+                nn.init.normal_(tensor)
+            elif ".ia3_l." in name:
+                tensor.fill_(1.0)
+        return tensor
+
+    def _lengths(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """DoRA's magnitudes: the lengths of the rows of the adapted weight, which stand in columns in a Conv1D."""
+        prefix = name.partition(".lora_magnitude_vector.")[0]
+        weight = f"{base_name(prefix)}.weight"
+        rows, *rest = self._stored[weight]
+        first, last = (0, rows) if prefix in self._turned else (start, stop)
+        at_once = max(1, _READ_BYTES // (4 * math.prod(rest)))
+        parts = (self._base.read(weight, i, min(last, i + at_once)).float() for i in range(first, last, at_once))
+        if prefix not in self._turned:
+            return torch.cat([torch.linalg.norm(part, dim=1) for part in parts]) if first < last else torch.empty(0)
+        squares = sum(part.double().square().sum(0) for part in parts)
+        assert isinstance(squares, torch.Tensor)
+        return squares.sqrt().float()[start:stop]
+
+
+def _turned(network: PreTrainedModel) -> Iterator[str]:
+    """Names of the adapted modules whose weights are stored input first (GPT-2's Conv1D)."""
+    for name, module in network.named_modules():
+        if getattr(module, "fan_in_fan_out", False):
+            yield name
+
+
+def check_adapter_shapes(
+    network: PreTrainedModel, adapter: Weights, where: str, names: Collection[str] | None = None
+) -> None:
+    """Refuse an adapter of another rank or of other modules. `names`: those that it should have, if not all."""
+    tensors = adapter_tensors(network)
+    wanted = {name: tuple(tensors[name].shape) for name in (tensors if names is None else names)}
+    found = {name: tuple(shape) for name, shape in adapter.shapes().items()}
+    differ = sorted({name for name, _ in wanted.items() ^ found.items()})
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"method.adapter={where} is not of this method: {name} is {found.get(name, 'missing')} there and "
+            f"{wanted.get(name, 'missing')} here; set method.rank and target_modules as in its adapter_config.json"
+        )
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether PEFT put this module around another to adapt it. One that is trained whole is not meant."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)

@@ -1,0 +1,127 @@
+"""Adapters and what they are beside as one network: each weight is merged when it is read, by PEFT's own arithmetic."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from raytune_fsdp.model.adapters.attach import adapter_tensors, base_name, is_adapter_layer, rows_of
+from raytune_fsdp.model.weights.source import Weights
+
+
+class MergedWeights:
+    """The weights of a network without adapters, which hold what the adapters have learned.
+
+    A weight with an adapter is in fp32 at least, whatever it is stored in: rounded once, when it is written.
+    """
+
+    def __init__(self, base: Weights, adapter: Weights, network: PreTrainedModel) -> None:
+        """`network` has the adapters, on the meta device; `adapter` holds what is trained, by its names there."""
+        self._base = base
+        self._adapter = adapter
+        self._trained = adapter_tensors(network)
+        self._layers: dict[str, list[tuple[str, nn.Module]]] = {}
+        """By the name of the weight they adapt. One weight may have several."""
+        for prefix, module in network.named_modules():
+            if is_adapter_layer(module):
+                for own in _changed(module):
+                    self._layers.setdefault(f"{base_name(prefix)}.{own}", []).append((prefix, module))
+        self._whole = {base_name(name): name for name in self._trained if base_name(name) in base.shapes()}
+        """What is trained whole, by the name of what it takes the place of."""
+        self._rows = {weight: (name, ids) for name, (weight, ids) in rows_of(network).items()}
+        """Rows that are trained alone and their ids, by the weight they go into."""
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._base.shapes())
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: self._dtype(name, shape) for name, shape in self._base.shapes().items()}
+
+    def _dtype(self, name: str, shape: Sequence[int]) -> torch.dtype:
+        stored = self._base.read(name, 0, 0 if shape else 1).dtype
+        changed = name in self._layers or name in self._whole or name in self._rows
+        return torch.promote_types(stored, torch.float32) if changed else stored
+
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Several whole tensors, on the CPU."""
+        return {name: self._read(name) for name in names}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) on the CPU. A tensor without dimensions is read whole."""
+        if name in self._rows:
+            return self._with_rows(name, start, stop)
+        if name in self._whole:
+            return self._adapter.read(self._whole[name], start, stop)
+        if name not in self._layers:
+            return self._base.read(name, start, stop)
+        shape = self._base.shapes()[name]
+        if start == stop:  # who only asks for the type does not have a whole tensor merged
+            return torch.empty((0, *shape[1:]), dtype=self._dtype(name, shape))
+        if self._last is None or self._last[0] != name:  # kept: the other rows come next
+            self._last = None
+            self._last = name, self._read(name)
+        return self._last[1][start:stop]
+
+    def where(self, name: str) -> str:
+        return self._adapter.where(self._whole[name]) if name in self._whole else self._base.where(name)
+
+    @torch.no_grad()
+    def _read(self, name: str) -> torch.Tensor:
+        if name in self._whole:
+            return _whole(self._adapter, self._whole[name])
+        if name in self._rows:
+            return self._with_rows(name, 0, self._base.shapes()[name][0])
+        tensor = _whole(self._base, name)
+        for prefix, layer in self._layers.get(name, []):
+            tensor = self._merged(prefix, layer, name.rpartition(".")[2], tensor)
+        return tensor
+
+    def _with_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        rows, ids = self._rows[name]
+        tensor = self._base.read(name, start, stop).to(self._dtype(name, self._base.shapes()[name]), copy=True)
+        for place, id_ in enumerate(ids):
+            if start <= id_ < stop:
+                tensor[id_ - start] = self._adapter.read(rows, place, place + 1)[0].to(tensor.dtype)
+        return tensor
+
+    def _merged(self, prefix: str, layer: nn.Module, own: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What PEFT makes of this tensor of a layer. Only it and the adapter's tensors have memory."""
+        layer = copy.deepcopy(layer)
+        for name in self._trained:
+            inner = name.removeprefix(f"{prefix}.")
+            if inner != name and not inner.startswith("base_layer."):
+                # In fp32 at least, as an exported adapter is: products of bf16 would be rounded to it.
+                found = _whole(self._adapter, name)
+                _set(layer, inner, found.to(torch.promote_types(found.dtype, torch.float32)))
+        base = layer.get_base_layer()  # type: ignore[operator]
+        for each in _changed(layer):
+            of_layer = base._parameters[each]
+            # What is not asked for is only there to be merged, too.
+            found = tensor if each == own else torch.zeros(of_layer.shape, dtype=of_layer.dtype)
+            _set(base, each, found.to(torch.promote_types(found.dtype, torch.float32)))
+        layer.merge()  # type: ignore[operator]
+        merged: torch.Tensor = base._parameters[own].data
+        return merged
+
+
+def _changed(layer: nn.Module) -> tuple[str, ...]:
+    """The parameters of the base layer that a merge changes."""
+    weight = getattr(layer, "parameter_name", "weight")
+    base = layer.get_base_layer()  # type: ignore[operator]
+    factors = hasattr(layer, "ia3_l") and not layer.is_feedforward and base.bias is not None
+    return (weight, "bias") if factors else (weight,)
+
+
+def _whole(weights: Weights, name: str) -> torch.Tensor:
+    shape: Mapping[str, tuple[int, ...]] = weights.shapes()
+    return weights.read(name, 0, shape[name][0] if shape[name] else 1)
+
+
+def _set(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module.get_submodule(owner)._parameters[attribute] = nn.Parameter(value, requires_grad=False)

@@ -1,0 +1,171 @@
+"""Compiled forward passes that give way to plain ones: a compiler may be missing, or fail, and the run goes on.
+
+One graph serves all blocks of a kind. The borders of documents are of another length in every micro-batch, so the
+second one makes a graph for any length. From then on nothing should be compiled anew; what is, is counted and said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+import torch.distributed as dist
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
+
+from raytune_fsdp.base.beat import pulse
+from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.model.attention.choose import Choice
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]
+"""A block's forward pass, called with the block."""
+
+COMPILED, EAGER = "compiled", "eager"
+
+_MOST_GRAPHS = 16
+"""Of one function. Layers with two kinds of attention, with and without experts, use up torch's 8: each kind has a
+graph for the first micro-batch and one for all others."""
+
+
+def choose_blocks(
+    asked: bool | str, *, kept: str | None, device: torch.device, fails: Callable[[], str | None]
+) -> Choice:
+    """Whether the blocks of a run are compiled. `kept` is how its checkpoint was trained; None: it has none yet.
+
+    `fails` says why nothing can be compiled here, or None.
+    """
+    if asked is False:
+        return Choice(name=EAGER, why="as parallel.compile says")
+    if asked == "auto" and kept == EAGER:
+        return Choice(name=EAGER, why="as the run began")
+    if asked == "auto" and device.type != "cuda":
+        return Choice(name=EAGER, why="parallel.compile=auto compiles on GPUs")
+    failure = fails()
+    if failure is not None:
+        return Choice(name=EAGER, why=failure)
+    why = "as parallel.compile says" if asked is True else "as the run began" if kept else "faster on GPUs"
+    return Choice(name=COMPILED, why=why)
+
+
+def why_it_fails(device: torch.device) -> str | None:
+    """Why this machine cannot compile for this device, or None."""
+    compiler = Compiler()
+    try:
+        weight = torch.ones(8, device=device, requires_grad=True)
+        compiler.compiled(lambda weight: (weight * 2).relu())(weight).sum().backward()
+    except Exception as error:  # a rank that ends here would leave the others waiting for its answer
+        compiler.give_up(error)
+    return compiler.failure
+
+
+_SETTINGS = (
+    (torch._dynamo.config, "recompile_limit"),
+    (torch._dynamo.config, "fail_on_recompile_limit_hit"),
+    (torch._functorch.config, "force_non_lazy_backward_lowering"),
+    (torch._inductor.config, "fallback_random"),
+)
+"""What a `Compiler` changes for its process."""
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """What is compiled behind this, by whoever called for the run, is compiled as if there had been none."""
+    before = [getattr(config, name) for config, name in _SETTINGS]
+    try:
+        yield
+    finally:
+        for (config, name), value in zip(_SETTINGS, before, strict=True):
+            setattr(config, name, value)
+        callback_handler.start_callbacks = [each for each in callback_handler.start_callbacks if each != _begins]
+        callback_handler.end_callbacks = [each for each in callback_handler.end_callbacks if each != _ends]
+
+
+def _begins(_: object) -> None:
+    """Torch compiles, which may take half an hour in a single call."""
+    pulse().computing += 1
+
+
+def _ends(_: object) -> None:
+    pulse().computing -= 1
+
+
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of the CPU, and of this rank's GPU if it has one. Neither waits for the device."""
+    on_a_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_a_gpu else None
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+class Compiler:
+    """Compiles functions when they are first called, and gives up for all of them when that fails once."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        """Why it gave up."""
+        torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
+        # Which that has forgotten, if they were there.
+        callback_handler.register_start_callback(_begins)
+        callback_handler.register_end_callback(_ends)
+        self._before = self._graphs = counters["stats"]["unique_graphs"]
+        self._said = False
+        # These hold for the process until `settings_restored` ends. Past the limit torch would only log a line and run
+        # what does not fit its graphs eagerly. And what fails in backward could not be done again without the compiler.
+        torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+        # The compiler's own random numbers are others: with dropout, a compiled block would be another block.
+        torch._inductor.config.fallback_random = True
+
+    def compiled(self, forward: Forward) -> Forward:
+        """The same function, compiled as long as that works."""
+        fast = torch.compile(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.failure is None:
+                before = _random_state()
+                try:
+                    return fast(*args, **kwargs)
+                except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                    self.give_up(error)
+                # Raised while something compiles: the whole function, or what comes after a break in its graph. Then
+                # what comes before has run, and drawn the random numbers that the whole is to draw.
+                _set_random_state(before)
+            return forward(*args, **kwargs)
+
+        return run
+
+    def give_up(self, why: Exception | str) -> None:
+        """Run everything as it is from here on."""
+        self.failure = why if isinstance(why, str) else f"torch.compile fails here: {in_one_line(why)}"
+        logger.warning("%s; the run goes on without it", self.failure)
+
+    def agree(self) -> None:
+        """Give up on all ranks if one did, or if there was nothing to compile in the first steps. Collective."""
+        if counters["stats"]["unique_graphs"] == self._before and self.failure is None:
+            # The code of a block may keep torch from following it, which raises nothing.
+            self.give_up("torch.compile finds nothing to compile in the blocks of this network")
+        gave_up = torch.tensor(float(self.failure is not None))
+        dist.all_reduce(gave_up)
+        if gave_up and self.failure is None:
+            self.give_up("torch.compile has failed on another rank")
+
+    def news(self) -> tuple[int, str | None]:
+        """How many graphs were compiled since the last call, and why this gave up, if it did since then."""
+        graphs, self._graphs = counters["stats"]["unique_graphs"] - self._graphs, counters["stats"]["unique_graphs"]
+        failure, self._said = None if self._said else self.failure, self.failure is not None
+        return graphs, failure

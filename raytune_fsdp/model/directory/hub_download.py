@@ -1,0 +1,216 @@
+"""Fetches the weights of a hub model into this machine's cache of the hub, as the hub's own library keeps them.
+
+A file grows as `blobs/<sha256>.incomplete`, and another start goes on where a crash has ended it; the library itself
+would begin from the start. Two that fetch one file at the same time write the same bytes to the same places, so that
+no lock is needed: those of network file systems cannot be relied on.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line
+from raytune_fsdp.base.threads import in_thread
+from raytune_fsdp.model.directory.hub_weights import (
+    HUB_SECONDS,
+    HubWeights,
+    cache,
+    list_files,
+    opened,
+    place_of,
+    refused,
+    side_by_side,
+    size_of,
+    why,
+)
+
+CONNECTIONS = 8
+_TRIES = 6
+"""For a file, in a row, without a byte."""
+_MOST_BYTES = 50 * 10**9
+"""Of a file that comes as any file of the web does. The hub gives longer ones through a protocol of its own only."""
+
+
+class Download:
+    """The files that this machine's cache lacks, fetched in threads of their own."""
+
+    def __init__(self, hub: HubWeights) -> None:
+        self._hub = hub
+        self._lacking = hub.lacking()
+        self._blobs = place_of(hub.repository) / "blobs"
+        self._came = {name: 0 if name in self._lacking else size for name, size in hub.sizes.items()}
+        self._by_library = False
+        self._work = in_thread(self._run, "hub")
+
+    @property
+    def came(self) -> int:
+        """Bytes that are here."""
+        others = self._blobs.glob("*.incomplete") if self._by_library else ()
+        return sum(self._came.values()) + sum(max(0, size_of(each)) for each in others)
+
+    def done(self) -> bool:
+        """Whether all files are here. Raises what has kept them from coming."""
+        if not self._work.done():
+            return False
+        self._work.result()
+        return True
+
+    def _run(self) -> None:
+        try:
+            if self._lacking:
+                self._fetch()
+        except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
+            raise _explained(self._hub, error) from error
+
+    def _fetch(self) -> None:
+        from huggingface_hub import snapshot_download
+
+        hub, lacking, blobs = self._hub, self._lacking, self._blobs
+        large = _checked(hub, lacking)
+        blobs.mkdir(parents=True, exist_ok=True)
+        side_by_side(lambda name: self._fetch_file(name, large[name]), sorted(large), CONNECTIONS)
+        self._by_library = len(large) < len(lacking)
+        # It gives the files their names, and fetches the others.
+        snapshot_download(
+            hub.repository, revision=hub.commit, allow_patterns=lacking, etag_timeout=HUB_SECONDS,
+            max_workers=CONNECTIONS,
+        )  # fmt: skip
+        if left := hub.lacking():
+            raise ModelError(
+                f"{hub.what}, on {socket.gethostname()}: {left[0]} is not the file that the hub had when the run was "
+                f"prepared: remove {place_of(hub.repository)}, or set HF_ENDPOINT to another mirror"
+            )
+
+    def _fetch_file(self, name: str, blob: Path) -> None:
+        """Fetch one file as `blob`, which is called by the SHA-256 of its content."""
+        size, partial = self._hub.sizes[name], blob.with_name(f"{blob.name}.incomplete")
+        tries = 0
+        while size_of(blob) != size:
+            before = self._came.get(name, 0)
+            try:
+                self._go_on(name, partial, size)
+                _put_in_place(self._hub, partial, blob)
+            except Exception as error:
+                tries = tries + 1 if self._came.get(name, 0) <= before else 0
+                lasting = isinstance(error, RaytuneError) or _of_storage(error) or refused(error, "") is not None
+                if lasting or tries == _TRIES:
+                    raise
+                time.sleep(min(2**tries, 30))
+        self._came[name] = size
+
+    def _go_on(self, name: str, partial: Path, size: int) -> None:
+        """Fetch the bytes of a file that are not here yet."""
+        with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            there = os.fstat(file.fileno()).st_size
+            self._came[name] = start = there if there <= size else 0
+            if start < size:
+                with opened(self._hub, name, start) as (begin, pieces):
+                    file.seek(begin)
+                    self._came[name] = begin
+                    for piece in pieces:
+                        file.write(piece)
+                        self._came[name] += len(piece)
+            if self._came[name] < size:
+                raise ConnectionError(f"{name} ended after {self._came[name]} of {size} bytes")
+            file.truncate(size)
+            os.fsync(file.fileno())
+
+
+def why_not(hub: HubWeights) -> str | None:
+    """Why this machine could not fetch what it lacks of these weights; None if it could, or lacks nothing; network."""
+    try:
+        if lacking := hub.lacking():
+            _checked(hub, lacking)
+    except Exception as error:
+        return str(_explained(hub, error))
+    return None
+
+
+def _checked(hub: HubWeights, lacking: Sequence[str]) -> dict[str, Path]:
+    """Refuse what cannot be fetched here; returns where those files will be that are called by their content."""
+    from huggingface_hub import constants
+
+    blobs = place_of(hub.repository) / "blobs"
+    if constants.HF_HUB_OFFLINE:
+        raise ModelError(
+            f"{hub.what}: HF_HUB_OFFLINE is set on {socket.gethostname()}, whose cache ({_variable()}) lacks "
+            f"{len(lacking)} of its {len(hub.sizes)} weight files: unset it in the environment of that machine's "
+            f"`ray start`, or download the model there: hf download {hub.repository} --revision {hub.commit}"
+        )
+    listed = list_files(hub.repository, hub.commit)
+    digests = {name: digest for name in lacking if (digest := listed.get(name, (0, None))[1]) is not None}
+    large = {name: blobs / digest for name, digest in digests.items() if hub.sizes[name] <= _MOST_BYTES}
+    _check_room(hub, {name: large.get(name, blobs / name) for name in lacking})
+    return large
+
+
+def _explained(hub: HubWeights, error: Exception) -> RaytuneError:
+    """The error in a line that names this machine."""
+    if isinstance(error, RaytuneError):
+        return error
+    here = f"{hub.what}, on {socket.gethostname()}"
+    if _of_storage(error):
+        return ModelError(
+            f"{here}: {_variable()} cannot be written ({in_one_line(error)}): make room there, or set HF_HOME to a "
+            "place that can be written, in the environment of that machine's `ray start`"
+        )
+    return refused(error, here) or TransientError(
+        f"{here}: the hub cannot be reached, or stopped answering ({why(error)}); what has come is kept, and another "
+        "start goes on from there"
+    )
+
+
+def _of_storage(error: Exception) -> bool:
+    """Whether this machine's storage, not the hub, has refused."""
+    return isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _put_in_place(hub: HubWeights, partial: Path, blob: Path) -> None:
+    """Give a file that is complete its name, if its content is what the name says."""
+    try:
+        with open(partial, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:  # another process has been faster
+        return
+    if digest != blob.name:
+        partial.unlink(missing_ok=True)
+        raise TransientError(
+            f"{hub.what}, on {socket.gethostname()}: what came of it is not what the hub has (SHA-256 {digest}, not "
+            f"{blob.name}); it was removed, and another start fetches it again"
+        )
+    with suppress(FileNotFoundError):
+        partial.replace(blob)
+
+
+def _check_room(hub: HubWeights, blobs: Mapping[str, Path]) -> None:
+    """Refuse a download that would fill the disk, before it begins. `blobs`: where the files will be."""
+    needed = 0
+    for name, blob in blobs.items():
+        there = max(size_of(blob), size_of(blob.with_name(f"{blob.name}.incomplete")), 0)
+        needed += max(0, hub.sizes[name] - there)
+    place = cache()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ModelError(
+            f"{hub.what}: its weights need {needed / 1e9:,.1f} GB more on {socket.gethostname()}, and {_variable()} "
+            f"has room for {free / 1e9:,.1f} GB: make room there, or set HF_HOME to a larger disk, in the environment "
+            "of that machine's `ray start`"
+        )
+
+
+def _variable() -> str:
+    """The variable that says where the cache is, with its value."""
+    from huggingface_hub import constants
+
+    home, place = Path(constants.HF_HOME), cache()
+    return f"HF_HOME={home}" if place == home / "hub" else f"HF_HUB_CACHE={place}"

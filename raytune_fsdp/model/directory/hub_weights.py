@@ -1,0 +1,262 @@
+"""Weights of a hub model on a machine that need not have them: where they are in its cache, and what headers say.
+
+Headers are read by ranges of bytes: some kilobytes a file say whether the weights fit, before anything is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.errors import ModelError, in_one_line
+from raytune_fsdp.base.threads import READERS, in_thread
+from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, parse_json, read_json, reason, shown
+from raytune_fsdp.model.directory.bounds import check_header_size, check_tensors
+from raytune_fsdp.model.directory.tensorfile import DTYPES
+
+HUB_SECONDS = 4
+"""How long a hub may take for its first answer, before it counts as unreachable."""
+_LIST_SECONDS = 30.0
+"""How long it may take to list a model's files."""
+
+_FIRST_BYTES = 16 << 10
+"""Of a file, read at once: the header of each of the files of a 70B has 3 kB, of DeepSeek-V3 75 kB."""
+_KEPT_BYTES = 64 * MIB
+_LATER = {408, 429}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubWeights:
+    """The weight files of one commit of a hub model, which any machine can fetch. Picklable."""
+
+    repository: str
+    commit: str
+    field: str
+    """The field of the config that names the model."""
+    sizes: Mapping[str, int]
+    """Bytes of each file."""
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.field}={self.repository}"
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def directory(self) -> Path:
+        """Where this machine has the files, or will have them."""
+        return place_of(self.repository) / "snapshots" / self.commit
+
+    def lacking(self) -> list[str]:
+        """The files that are not in this machine's cache."""
+        return [name for name, size in sorted(self.sizes.items()) if size_of(self.directory / name) != size]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What the header of a safetensors file says of a tensor."""
+
+    dtype: str
+    """As the format calls it: `BF16`."""
+    shape: tuple[int, ...]
+
+
+def cache() -> Path:
+    """Where this machine keeps what comes from the hub."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def place_of(repository: str) -> Path:
+    """Where in there a model is."""
+    return cache() / f"models--{repository.replace('/', '--')}"
+
+
+def size_of(path: Path) -> int:
+    """-1 if there is no such file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def refused(error: Exception, what: str) -> ModelError | None:
+    """Each of the hub's ways to refuse as a line; None for any other error."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError, so it comes first
+        return ModelError(
+            f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelError(f"{what}: the hub model has no such revision; see its page for branches and commits")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelError(f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)")
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+    if 400 <= status < 500 and status not in _LATER:
+        return ModelError(f"{what}: the hub refuses ({why(error)}); check the name and HF_TOKEN")
+    return None
+
+
+def why(error: Exception) -> str:
+    """In one line, without what signs an address."""
+    return re.sub(r"\?[^\s'\")]+", "?…", in_one_line(error))
+
+
+def list_files(repository: str, commit: str) -> dict[str, tuple[int, str | None]]:
+    """The size of each file of a commit, and the SHA-256 of those that the hub stores as large ones; network."""
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(repository, revision=commit, files_metadata=True, timeout=_LIST_SECONDS)
+    return {each.rfilename: (each.size or 0, each.lfs and each.lfs.sha256) for each in found.siblings or []}
+
+
+Headers = dict[str, dict[str, TensorHeader]]
+"""By file and key."""
+
+
+def read_headers(hub: HubWeights) -> Headers:
+    """What the header of each file says of its tensors; network."""
+    names = sorted(hub.sizes)
+    found: Headers = {}
+
+    def read(name: str) -> None:
+        try:
+            found[name] = _parsed(_header(hub, name), hub.sizes[name])
+        except ValueError as error:
+            raise ModelError(
+                f"{hub.what}: its {name} is not a complete safetensors file ({reason(error)}): it can only be mended "
+                "on the hub"
+            ) from error
+
+    side_by_side(read, names)
+    _keep(hub, found)
+    return found
+
+
+def _kept(repository: str, commit: str) -> Path:
+    return place_of(repository) / "headers" / f"{commit}.json"
+
+
+def _keep(hub: HubWeights, headers: Headers) -> None:
+    """So that a run also goes on while the hub cannot be reached. The files' names tell a model from an adapter."""
+    kept = {name: [hub.sizes[name], {k: [t.dtype, t.shape] for k, t in each.items()}] for name, each in headers.items()}
+    path = _kept(hub.repository, hub.commit)
+    with suppress(OSError, ValueError):
+        kept = {**(read_json(path, limit=_KEPT_BYTES) if path.exists() else {}), **kept}
+    with suppress(OSError):  # a cache that may only be read
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_at_once(path, json.dumps(kept).encode())
+
+
+def kept_headers(hub: HubWeights) -> tuple[HubWeights, Headers] | None:
+    """The sizes and headers of these files, if this machine has read them before."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        kept = read_json(_kept(hub.repository, hub.commit), limit=_KEPT_BYTES)
+        sizes = {name: int(kept[name][0]) for name in hub.sizes}
+        headers = {
+            name: {key: TensorHeader(str(dtype), tuple(shape)) for key, (dtype, shape) in kept[name][1].items()}
+            for name in hub.sizes
+        }
+        return replace(hub, sizes=sizes), headers
+    return None
+
+
+def _parsed(text: bytes, size: int) -> dict[str, TensorHeader]:
+    """What a header says, if it is that of a whole file of this size."""
+    check_tensors(text)
+    values = parse_json(text)
+    if not isinstance(values, dict):
+        raise UnsoundError("has a header that is not a JSON object")
+    values.pop("__metadata__", None)
+    found, end = {}, 0
+    for key, each in values.items():
+        try:
+            dtype, shape, place = str(each["dtype"]), list(each["shape"]), list(each["data_offsets"])
+        except (KeyError, TypeError) as error:
+            raise UnsoundError(f"has a header that does not say where {shown(key)} is") from error
+        if len(place) != 2 or not all(is_count(number) for number in [*shape, *place]):
+            raise UnsoundError(f"has a header that says {shown(place)} of the place of {shown(key)}")
+        if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != place[1] - place[0]:
+            raise UnsoundError(f"has a header that gives {shown(key)} another size than place")
+        found[key] = TensorHeader(dtype, tuple(shape))
+        end = max(end, place[1])
+    if 8 + len(text) + end != size:
+        raise UnsoundError(f"has {size} bytes, and its header is of a file of {8 + len(text) + end}")
+    return found
+
+
+def _header(hub: HubWeights, name: str) -> bytes:
+    size = hub.sizes[name]
+    begin = _bytes_of(hub, name, 0, min(size, _FIRST_BYTES)) if size >= 8 else b""
+    length = int.from_bytes(begin[:8], "little")
+    check_header_size(length)
+    if len(begin) < 8 or 8 + length > size:
+        raise UnsoundError(f"has {size} bytes, and says that its header alone has {length}")
+    text = begin[8 : 8 + length]
+    if len(text) < length:
+        text += _bytes_of(hub, name, 8 + len(text), 8 + length)
+    return text
+
+
+def _bytes_of(hub: HubWeights, name: str, start: int, stop: int) -> bytes:
+    with opened(hub, name, start, stop) as (begin, pieces):
+        if begin != start:
+            raise UnsoundError("cannot be read in parts: the hub, or a proxy before it, sends it whole")
+        found = bytearray()
+        for piece in pieces:
+            found += piece
+            if len(found) >= stop - start:
+                break
+    return bytes(found[: stop - start])
+
+
+@contextmanager
+def opened(hub: HubWeights, name: str, start: int, stop: int | None = None) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """Where the hub's answer begins, and its bytes. It may begin at the start of the file, whatever was asked for."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = hf_hub_url(hub.repository, name, revision=hub.commit)
+    wanted = f"bytes={start}-{'' if stop is None else stop - 1}"
+    headers = {**build_hf_headers(), "Range": wanted, "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
+        hf_raise_for_status(answer)
+        yield start if answer.status_code == 206 else 0, answer.iter_bytes()  # as they come: of whole
+        # chunks the last would be lost with the connection
+
+
+def side_by_side(work: Callable[[str], None], names: Sequence[str], threads: int = READERS) -> None:
+    """Call `work` for each, some at a time, in threads that no end of this process waits for."""
+    left = deque(names)
+
+    def some() -> None:
+        while True:
+            try:
+                name = left.popleft()
+            except IndexError:
+                return
+            try:
+                work(name)
+            except BaseException:
+                left.clear()
+                raise
+
+    for each in [in_thread(some, "hub") for _ in range(min(threads, len(names)))]:
+        each.result()

@@ -1,0 +1,131 @@
+"""Which files of a model directory travel: into an export, to the hub, and beside checkpoints that lie elsewhere.
+
+A list, not "whatever is there": a run directory may hold what its owner put there, and one from a stranger may hold
+links to files of this machine.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.base.untrusted import MIB, read_file, read_json, reason
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+CARD_FILE = "README.md"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+
+SEEING_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How images and sounds become tensors. A run has no use for them."""
+
+_KNOWN = (
+    CONFIG_FILE, GENERATION_CONFIG_FILE,
+    TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "dict.txt", "bpe.codes", "tekken.json", "emoji.json",
+    "tokenizer.model", "tiktoken.model", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    *SEEING_FILES,
+    CARD_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+"""Besides weights and, where the user trusts it, code. The vocabularies are those of transformers' tokenizers."""
+_TEMPLATES = "additional_chat_templates"
+_WEIGHTS = re.compile(
+    r"adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
+_MODULE = re.compile(r"\w+")
+_BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import|^\s*from\s+\.\s+import\s+([\w, ]+)", re.MULTILINE)
+_MAX_BYTES = 64 * MIB
+"""Of a JSON or Python file that is read here."""
+
+
+def is_known(name: str) -> bool:
+    """Whether a file of this name, relative to the model directory, travels. `*` stands for no slash."""
+    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in _KNOWN)
+
+
+def is_weights(name: str) -> bool:
+    """Whether an export gives this name to weights or to their index."""
+    return _WEIGHTS.fullmatch(name) is not None
+
+
+def travelling(directory: Path, *, code: bool) -> list[str]:
+    """The known files of a model directory; with `code`, also the Python files that its configs name.
+
+    ModelError if one of them is a link, or anything else but a file: what it leads to is not the model's.
+    """
+    names = [name for name in _names(directory) if is_known(name)]
+    names += code_files(directory) if code else []
+    for name in names:
+        _check_plain(directory / name)
+    return names
+
+
+def _names(directory: Path) -> Iterator[str]:
+    for path in sorted(directory.iterdir()):
+        if path.name != _TEMPLATES:
+            yield path.name
+        elif path.is_symlink() or not path.is_dir():
+            raise ModelError(f"{path} is not a directory of its own: put the chat templates there, or remove it")
+        else:
+            yield from (f"{_TEMPLATES}/{each.name}" for each in sorted(path.iterdir()))
+
+
+def _check_plain(path: Path) -> None:
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a link, which is not followed" if stat.S_ISLNK(mode) else "not a file"
+        raise ModelError(f"{path} is {kind}: put the file itself there, or remove it")
+
+
+def code_files(directory: Path) -> list[str]:
+    """The Python files that the directory's configs name under `auto_map`, and those that they import from beside."""
+    found: list[str] = []
+    asked = [reference.partition(".")[0] for reference in _references(directory)]
+    while asked:
+        module = asked.pop(0)
+        name = f"{module}.py"
+        # Text from a config: only a plain name can be a file of this directory. `owner/repository--…` is on the hub.
+        if not _MODULE.fullmatch(module) or name in found or not (directory / name).exists():
+            continue
+        _check_plain(directory / name)
+        found.append(name)
+        for one, several in _BESIDE.findall(_text(directory / name)):
+            asked += [one] if one else [each.split()[0] for each in several.split(",") if each.strip()]
+    return found
+
+
+def _references(directory: Path) -> Iterator[str]:
+    for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE):
+        if (directory / file).exists():
+            auto_map = read_object(directory / file).get("auto_map")
+            values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+            for value in values:
+                yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
+
+
+def read_object(path: Path, *, links: bool = False) -> dict[str, Any]:
+    """The object in a JSON file of a run's model directory, or of an export. ModelError if it is none, or a link."""
+    try:
+        values = read_json(path, limit=_MAX_BYTES, links=links)
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({reason(error)}): restore it, or download it again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} is not a JSON object but {type(values).__name__}: restore it, or download it again")
+    return values
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_file(path, limit=_MAX_BYTES).decode()
+    except ValueError as error:
+        raise ModelError(f"{path} is not a file of code ({reason(error)}): restore it, or download it again") from error

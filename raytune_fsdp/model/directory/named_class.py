@@ -1,0 +1,194 @@
+"""The class that a base's own config names, where a run trains a part of it: of a model that also sees, the language
+model.
+
+Whoever loads what a run has written builds that class (PEFT, inference servers), and the same modules have other names
+there: `model.layers.0` of a Qwen3_5ForCausalLM is `model.language_model.layers.0` of a Qwen3_5ForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from raytune_fsdp.base.errors import ModelError, first_line
+from raytune_fsdp.model.attention.choose import forget_flash_attention
+from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.directory.quantization import forget_quantization
+
+Kind = type[PreTrainedModel]
+
+
+def built_on_meta(directory: Path, make: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel | None:
+    """What `make` builds from a directory's config.json, on the meta device; None if that needs code of its own."""
+    values = read_config(directory)
+    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
+        return None
+    try:
+        with torch.device("meta"), bounded_building():
+            hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            forget_quantization(hf_config)
+            forget_flash_attention(hf_config)
+            model = make(hf_config)
+    except ModelError:
+        raise
+    except Exception as error:  # its checks may raise anything
+        raise ModelError(
+            f"{directory / 'config.json'} is not a config that the installed transformers accepts: {first_line(error)}"
+        ) from error
+    check_buffers(model)
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A network of the class that a base's config names, and where the modules of a run's network are in it."""
+
+    network: PreTrainedModel
+    """On the meta device."""
+    files: Path
+    """The directory whose config.json has its sizes."""
+    places: Mapping[str, str]
+    """Names of modules there, by the names of the same ones in the run's network; of all others follows."""
+    outside: tuple[str, ...]
+    """The parts there that see or hear, by name: a text never reaches them."""
+    unbuilt: str | None = None
+    """Why it is the run's own class, although the base's config names another one."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the class that the run trains."""
+        return self.places == {"": ""}
+
+    def there(self, name: str) -> str:
+        """The name there of a module or tensor of the run's network."""
+        return _moved(name, self.places) or name
+
+    def here(self, name: str) -> str | None:
+        """The name that a module or tensor there has in the run's network; None: it has none."""
+        return _moved(name, {there: own for own, there in self.places.items()})
+
+    def sees(self, name: str) -> bool:
+        """Whether a module or tensor there belongs to a part that no text reaches."""
+        return any(_inner(name, part) is not None for part in self.outside)
+
+    def fresh(self) -> PreTrainedModel:
+        """Another network of the class, on the meta device."""
+        return network_of(self.files, type(self.network))
+
+
+def network_of(files: Path, kind: Kind) -> PreTrainedModel:
+    """A network of a class of transformers' own, on the meta device, of the sizes in the config.json of `files`."""
+
+    def make(hf_config: PretrainedConfig) -> PreTrainedModel:
+        model: PreTrainedModel = kind._from_config(config_for(kind, hf_config))
+        return model
+
+    found = built_on_meta(files, make)
+    assert found is not None, f"{files} has been built before"
+    return found
+
+
+def config_for(kind: Kind, hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The config that a class is built from: of a text class, a part of that of the whole."""
+    of: Any = kind.config_class
+    return hf_config if isinstance(hf_config, of) else hf_config.get_text_config()
+
+
+def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) -> Named:
+    """The class that the base's config names, with the sizes of the config in `files`, around the run's network.
+
+    `network`: the run's, without adapters. `base`: the directory of the base, if it can be read. Without it, the class
+    is the one that transformers has for this kind of config. Where that has no place for the network, or cannot be
+    built here (its tower may need a package of its own), it is its own.
+    """
+    kind, unbuilt = _kind(read_config(base or files), base is not None), None
+    if kind is not None and kind is not type(network):
+        try:
+            there = network_of(files, kind)
+        except ModelError as error:
+            unbuilt = f"a {kind.__name__}, the class that the base's config names, cannot be built here ({error})"
+        else:
+            places = _places(network, there)
+            if places is not None:
+                return Named(network=there, files=files, places=places, outside=_outside(there))
+    return Named(network=network, files=files, places={"": ""}, outside=_outside(network), unbuilt=unbuilt)
+
+
+def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
+    """The class that a config.json names. A run's own names the class that it trains, so its type has to say it."""
+    if "auto_map" in values:
+        return None
+    kind = str(values.get("model_type"))
+    known = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}.get(kind)
+    architectures = values.get("architectures")
+    names = architectures if of_base and isinstance(architectures, list) else []
+    for name in (*names, known):
+        found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            # One of another type is the text class, as older exports name it beside the config of the whole.
+            of: Any = getattr(found, "config_class", None)
+            return found if getattr(of, "model_type", None) == kind else None
+    return None
+
+
+def _places(own: PreTrainedModel, there: PreTrainedModel) -> dict[str, str] | None:
+    """Where decoder and head are there; None if not all of the network is there."""
+    found: dict[str, str] = {}
+    for mine, others in ((own.get_decoder(), there.get_decoder()), (_head(own), _head(there))):
+        if mine is None or others is None or type(others) is not type(mine):
+            return None
+        found[_name(own, mine)] = _name(there, others)
+    tensors = there.state_dict()
+    return found if all(_moved(name, found) in tensors for name in own.state_dict()) else None
+
+
+def _head(network: PreTrainedModel) -> nn.Module | None:
+    head: nn.Module | None = network.get_output_embeddings()
+    return head
+
+
+def _name(network: nn.Module, wanted: nn.Module) -> str:
+    found: str = next(name for name, module in network.named_modules() if module is wanted)
+    return found
+
+
+def _outside(network: PreTrainedModel) -> tuple[str, ...]:
+    """The largest modules that are neither decoder nor head, nor around them."""
+    if network.config.get_text_config() is network.config:
+        return ()
+    inside = [_name(network, each) for each in (network.get_decoder(), _head(network)) if each is not None]
+    found: list[str] = []
+    for name, module in network.named_modules():
+        around = any(_inner(each, name) is not None for each in inside)
+        within = any(_inner(name, each) is not None for each in [*inside, *found])
+        if name and not around and not within and any(True for _ in module.parameters()):
+            found.append(name)
+    return tuple(found)
+
+
+def _inner(name: str, part: str) -> str | None:
+    """The rest of a name below a module; None if it is not there."""
+    if name == part or not part:
+        return name.removeprefix(part) if part else name
+    return name.removeprefix(f"{part}.") if name.startswith(f"{part}.") else None
+
+
+def _moved(name: str, places: Mapping[str, str]) -> str | None:
+    """A name with the module's new name in front; by the innermost of these modules."""
+    for part in sorted(places, key=len, reverse=True):
+        rest = _inner(name, part)
+        if rest is not None:
+            return ".".join(each for each in (places[part], rest) if each)
+    return None

@@ -1,0 +1,105 @@
+"""How the weights of a model are stored in fewer bits than they are computed in, by its config.json. Reads no weights.
+
+Two kinds are read, since their bits are public and exact: MXFP4 (gpt-oss), where 32 numbers share a scale, and FP8 of
+which blocks share one (DeepSeek V3, Qwen3-FP8). The others need the library that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.base.untrusted import shown
+from raytune_fsdp.model.directory.bounds import read_config
+from raytune_fsdp.model.directory.known_files import CONFIG_FILE
+
+if TYPE_CHECKING:  # importing it takes a second, and what reads the names of files is to be light
+    from transformers import PretrainedConfig
+
+_KEY = "quantization_config"
+_SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("", "_scale_inv")}
+"""What is behind the name of a tensor in the keys of its numbers and of their scales."""
+_OF_INPUTS = "activation_scale"
+"""The scale of what is multiplied with an FP8 weight: of use only where products are computed in 8 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A tensor in two parts, by their keys."""
+
+    numbers: str
+    scales: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Can be pickled."""
+
+    method: Literal["mxfp4", "fp8"]
+    block: tuple[int, int] | None = None
+    """Rows and columns of FP8 weights that share a scale; None: all of a matrix do."""
+
+    def tensors(self, keys: Collection[str]) -> dict[str, Packed | None]:
+        """The tensors that are stored under these keys; None: one that is stored as it is.
+
+        Quantized is what has scales, not what config.json says. Either part of a tensor may not be among the keys.
+        """
+        of_numbers, of_scales = _SUFFIXES[self.method]
+        found: dict[str, Packed | None] = {}
+        for key in keys:
+            if self.method == "fp8" and key.endswith(_OF_INPUTS):
+                continue
+            if key.endswith(of_scales):
+                name = key.removesuffix(of_scales)
+                found[name] = Packed(numbers=name + of_numbers, scales=key)
+            elif not of_numbers or not key.endswith(of_numbers):
+                found.setdefault(key, None)
+            else:
+                name = key.removesuffix(of_numbers)
+                found[name] = Packed(numbers=key, scales=name + of_scales)
+        return found
+
+
+def read_quantization(directory: Path) -> Quantization | None:
+    """How the weights in a model's directory are quantized; None if they are not."""
+    if not (directory / CONFIG_FILE).is_file():
+        return None
+    return quantization_of(read_config(directory), str(directory))
+
+
+def quantization_of(values: Mapping[str, Any], what: str) -> Quantization | None:
+    """The same, from the content of its config.json; `what` begins the error if they cannot be read here."""
+    text = values.get("text_config")  # of the language model in a model that also sees or hears
+    found = values.get(_KEY) or (text.get(_KEY) if isinstance(text, dict) else None)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method == "mxfp4":
+        return Quantization(method="mxfp4")
+    if method != "fp8" or found.get("expert_dtype", "fp8") != "fp8":
+        kind = "fp8 with experts in fp4" if method == "fp8" else shown(method or found).strip("'")
+        raise ModelError(
+            f"{what}: its weights are quantized ({kind}), and only weights in mxfp4 and fp8 are dequantized while they "
+            "are loaded: name the model's 16-bit original, or convert it once with transformers (from_pretrained "
+            "dequantizes many formats, save_pretrained writes the result)"
+        )
+    block = found.get("weight_block_size", [128, 128])  # as transformers takes it where it is not said
+    if block is None:
+        return Quantization(method="fp8")
+    sizes = tuple(block) if isinstance(block, list | tuple) else ()
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelError(
+            f"{what}: {_KEY}.weight_block_size={shown(block)} in its config.json must be two positive numbers, or null "
+            "for one scale a matrix: download the model again"
+        )
+    return Quantization(method="fp8", block=(sizes[0], sizes[1]))
+
+
+def forget_quantization(hf_config: PretrainedConfig) -> None:
+    """Take it out of a config: the network's weights are not quantized any more, nor are those that it saves."""
+    for each in (hf_config, hf_config.get_text_config()):
+        if hasattr(each, _KEY):
+            delattr(each, _KEY)

@@ -1,0 +1,207 @@
+"""The tokenizer of a model that a stranger may have made: what it is made of is in its own directory, nothing else.
+
+transformers calls the tokenizer's class with whatever `tokenizer_config.json` says, and its classes open the files that
+they are given: of `"vocab": "/home/me/.aws/credentials"` they make a vocabulary, which the run's export then has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tokenizers
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.base.untrusted import is_file_name, printable, shown
+from raytune_fsdp.model.directory.bounds import MOST_TOKENS, check_tokenizer_files
+from raytune_fsdp.model.directory.known_files import CONFIG_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE
+from raytune_fsdp.model.directory.tokenizer_trial import try_tokenizer
+
+_VERSIONS = f"{transformers.__version__}-{tokenizers.__version__}-{sys.version_info.major}.{sys.version_info.minor}-1"
+"""What may read the same content in another way; last, what is tried (`tokenizer_child.py`)."""
+logger = logging.getLogger(__name__)
+
+_TOKENS = re.compile(r".*_tokens?|added_tokens_decoder")
+"""Names of arguments that are tokens: any text, `/etc/passwd` too."""
+_TABLES = frozenset(("vocab", "merges", "entity_vocab"))
+"""Text is the name of a file there."""
+_FILES = re.compile(r"(.*_)?(files?|paths?|dirs?|directory|folder)|\w+_object|init_inputs")
+"""Names of arguments that are files, and of what no JSON can hold: an object, and arguments without a name."""
+_FILES_OF_TRANSFORMERS = re.compile(
+    r"(added_tokens|chat_template|emoji|entity_vocab|gguf|merges|model|monolingual_vocab|normalizer|special_tokens_map|spm"
+    r"|src_vocab|target_vocab|tgt_vocab|tokenizer|tokenizer_config|vocab|word_pronunciation|word_shape)_file"
+    r"|name_or_path|tokenizer_object|init_inputs"
+)
+"""Those that classes of transformers have. Others may be meant for code that comes with the model."""
+_NO_FILES = frozenset((
+    "auto_map", "backend", "chat_template", "errors", "files_loaded", "id2lang", "lang2id", "langs", "language",
+    "language_codes", "model_input_names", "model_type", "never_split", "padding_side", "phonemizer_backend",
+    "phonemizer_lang", "processor_class", "replace_word_delimiter_char", "response_schema", "response_template",
+    "slow_tokenizer_class", "src_lang", "subword_tokenizer_type", "tags_dict", "target_lang", "task", "tgt_lang",
+    "token_type_ids_pattern", "tokenizer_class", "tokenizer_type", "transformers_version", "truncation_side",
+    "truncation_strategy", "word_tokenizer_type", "wordpieces_prefix",
+))  # fmt: skip
+"""Names of arguments whose text transformers never opens."""
+_FAST_FILES = "fast_tokenizer_files"
+"""Names of files in the same directory, of which transformers opens one."""
+_IN_NO_NAME = re.compile(r"[<>{}\n\0]")
+"""Characters of tokens and templates, as in `</think>`; no file that matters has them in its name."""
+
+
+def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory. Raises whatever transformers does, and ModelError for what no tokenizer has."""
+    values, content = check_tokenizer_files(directory)
+    _check_class(directory, values)
+    with _without_files(directory, values, trust_remote_code) as place:
+        if not trust_remote_code:  # code that is trusted may do what it likes
+            try_tokenizer(place, directory, f"{content}-{_VERSIONS}")
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        for found in (vars(tokenizer), tokenizer.init_kwargs):
+            for name, value in found.items():
+                if isinstance(value, str) and value.startswith(str(place)):
+                    found[name] = str(directory) + value.removeprefix(str(place))
+    vocabulary_of(tokenizer)
+    _check_template(tokenizer.chat_template, directory)
+    return tokenizer
+
+
+def _check_template(template: Any, directory: Path) -> None:
+    """Refuse what is no chat template: neither a text, nor texts by name."""
+    named = isinstance(template, dict) and all(isinstance(each, str) for each in [*template, *template.values()])
+    if template is not None and not isinstance(template, str) and not (template and named):
+        raise ModelError(
+            f"{directory} has a tokenizer with the chat_template {shown(template)}, which is neither a text nor texts "
+            "by name: correct tokenizer_config.json, or download it again"
+        )
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id plus one, not the number of tokens: ids may have gaps."""
+    most = max(tokenizer.get_vocab().values(), default=-1)
+    if not 0 <= most < MOST_TOKENS:
+        raise ModelError(
+            f"{tokenizer.name_or_path} has a tokenizer whose largest id is {most}, which no vocabulary has: "
+            "download it again"
+        )
+    return int(most) + 1
+
+
+def _check_class(directory: Path, values: Mapping[str, Any]) -> None:
+    """Refuse another class of transformers, which would read weights, or more tokenizers in other places."""
+    for file in (TOKENIZER_CONFIG_FILE, CONFIG_FILE):
+        said = values.get(file)
+        name = said.get("tokenizer_class") if isinstance(said, dict) else None
+        kind: Any = tokenizer_class_from_name(name) if isinstance(name, str) else None
+        is_tokenizer = isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerBase)
+        if not (kind is None or is_tokenizer or hasattr(kind, "_backends")):  # these: of a package that is missing
+            raise ModelError(
+                f"{directory / file} has tokenizer_class={shown(name)}, which is no tokenizer: download it again"
+            )
+
+
+@contextmanager
+def _without_files(directory: Path, values: Mapping[str, Any], trusted: bool) -> Iterator[Path]:
+    """The directory, or, where its configs name files, one with the same files and configs that do not."""
+    cleaned, left_out = {}, []
+    for file in (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE):
+        if isinstance(values.get(file), dict):
+            kept, dropped = without_files(values[file], trusted=trusted)
+            if dropped:
+                cleaned[file] = json.dumps(kept)
+                left_out.append(f"{directory / file}: {_listed(dropped)}")
+    if not cleaned:
+        yield directory
+        return
+    _say("; ".join(left_out))
+    with TemporaryDirectory(prefix="raytune-tokenizer-") as folder:
+        # Under the same name, by which transformers knows a few models.
+        copy = Path(folder, *directory.absolute().parts[1:])
+        copy.mkdir(parents=True)
+        for each in directory.iterdir():
+            if each.name not in cleaned:
+                (copy / each.name).symlink_to(each.absolute())
+        for file, content in cleaned.items():
+            (copy / file).write_text(content, encoding="utf-8")
+        yield copy
+
+
+def _listed(names: Sequence[str]) -> str:
+    text = ", ".join(printable(name)[:60] for name in names[:8])
+    return text if len(names) <= 8 else f"{text} and {len(names) - 8} more"
+
+
+@cache
+def _say(left_out: str) -> None:
+    logger.warning("a tokenizer's arguments that name files, or what may be files, are not read (%s)", left_out)
+
+
+def without_files(values: Mapping[str, Any], *, trusted: bool) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of a tokenizer's class that name no file, and the names of the others. Code that the user trusts
+    may have arguments of its own."""
+    here = _files_here()
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in values.items():
+        if _TOKENS.fullmatch(name) or name in _NO_FILES:
+            kept[name] = value
+        elif name == _FAST_FILES:
+            _put(name, value, isinstance(value, list) and all(map(is_file_name, value)), kept, dropped)
+        elif name in _TABLES:
+            _put(name, value, value is None or isinstance(value, dict | list), kept, dropped)
+        elif _is_file(name, trusted):
+            _put(name, value, value in (None, [], {}), kept, dropped)  # a number is a file that is open already
+        elif isinstance(value, dict):
+            inner = {key: each for key, each in value.items() if not _may_name_file(key, each, here, trusted)}
+            kept[name] = inner
+            dropped += (f"{name}.{key}" for key in value if key not in inner)
+        else:
+            _put(name, value, not _may_name_file(name, value, here, trusted), kept, dropped)
+    return kept, dropped
+
+
+def _put(name: str, value: Any, harmless: bool, kept: dict[str, Any], dropped: list[str]) -> None:
+    if harmless:
+        kept[name] = value
+    else:
+        dropped.append(name)
+
+
+def _may_name_file(name: str, value: Any, here: frozenset[str], trusted: bool) -> bool:
+    """Whether this argument, which no class of transformers has or which is one of another library, may be a file's
+    name."""
+    if isinstance(value, dict):
+        return any(_may_name_file(key, each, here, trusted) for key, each in value.items())
+    if isinstance(value, list):
+        return any(_may_name_file(name, each, here, trusted) for each in value)
+    if not isinstance(value, str) or not value:
+        return False
+    if _is_file(name, trusted):
+        return True
+    if trusted or _IN_NO_NAME.search(value):
+        return False
+    return "/" in value or "\\" in value or not here.isdisjoint(value.split())
+
+
+def _is_file(name: str, trusted: bool) -> bool:
+    return (_FILES_OF_TRANSFORMERS if trusted else _FILES).fullmatch(name) is not None
+
+
+def _files_here() -> frozenset[str]:
+    """What a word without a slash may name."""
+    try:
+        with os.scandir() as entries:
+            return frozenset(entry.name for entry in entries if not entry.is_dir())
+    except OSError:
+        return frozenset()

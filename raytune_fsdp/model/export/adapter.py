@@ -1,0 +1,122 @@
+"""An adapter out: the directory that PEFT, transformers and inference servers load beside the base model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.model.adapters.attach import ADAPTER, rows_of
+from raytune_fsdp.model.adapters.config_file import put_adapter_config
+from raytune_fsdp.model.adapters.names import acts_outside, check_loads, keys_there, targets_there
+from raytune_fsdp.model.adapters.principal import PlainAdapter
+from raytune_fsdp.model.added_rows import ROWS
+from raytune_fsdp.model.directory.bounds import check_tokenizer_files
+from raytune_fsdp.model.directory.files import is_local
+from raytune_fsdp.model.directory.known_files import (
+    ADAPTER_CONFIG_FILE,
+    CARD_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    read_object,
+)
+from raytune_fsdp.model.directory.named_class import Named
+from raytune_fsdp.model.directory.tensorfile import TensorFile
+from raytune_fsdp.model.export.mark import new_export
+from raytune_fsdp.model.export.write import copy_known, finish
+from raytune_fsdp.model.weights.source import Weights
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# These describe the whole model; with a config.json beside it, a loader would look for all weights here.
+_OF_THE_BASE = (CONFIG_FILE, GENERATION_CONFIG_FILE)
+
+
+def check_found_by_others(base: str, name: str) -> None:
+    """Refuse to push an adapter of a model that only this machine has."""
+    if is_local(base):
+        raise ConfigError(
+            f"export.push={name}: {base} is a directory here, and who loads the adapter from the hub will look for its "
+            "base under this name: set export.merge=true, or push it later (raytune-fsdp export --push, with "
+            "--base and the name that the base has on the hub)"
+        )
+
+
+def _not_served(network: PreTrainedModel) -> str:
+    """What an adapter has that vLLM refuses."""
+    peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
+    if str(peft.peft_type.value) != "LORA":
+        return f"{peft.peft_type.value} instead of it"
+    found = {
+        "DoRA": peft.use_dora,
+        "whole modules": peft.modules_to_save,
+        "adapted weights": peft.target_parameters,
+        "rows of tokens": rows_of(network),
+    }
+    return " and ".join(what for what, has in found.items() if has)
+
+
+def export_adapter(
+    adapter: Weights,
+    initial: Weights,
+    network: PreTrainedModel,
+    named: Named,
+    model_files: Path,
+    destination: Path,
+    *,
+    base: str,
+    revision: str | None,
+    card: str,
+    prove: Callable[[Path], None],
+) -> None:
+    """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run.
+
+    `initial`: what it began as, if that was taken out of the base; PEFT then gets one of twice the rank. `named`: the
+    class that the base's config names, in whose words it is written. `prove`: called with the directory before it has
+    its place; raises if it is no good.
+    """
+    check_tokenizer_files(model_files)
+    outside = acts_outside(named, adapter, initial)
+    config = {
+        # As it was written, not as the list of names that an expression was found in.
+        **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE), outside=outside),
+        "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
+        "revision": revision,
+    }
+    if initial.shapes():
+        adapter = PlainAdapter(adapter, initial, network)
+        config |= adapter.config
+    if named.unbuilt is not None:
+        logger.warning(
+            "%s, so the adapter has the names of a %s: what builds the other class, such as vLLM, may load none of it; "
+            "merge it (export.merge=true, or raytune-fsdp export --merge), or export it where the class can be built",
+            named.unbuilt, type(named.network).__name__,
+        )  # fmt: skip
+    if special := _not_served(network):
+        logger.warning(
+            "inference servers such as vLLM load plain LoRA only, and this adapter has %s: for them, merge it "
+            "(export.merge=true, or raytune-fsdp export --merge)",
+            special,
+        )
+    if rows := rows_of(network):
+        # By whole names: PEFT takes the end of a name, which another module may have, too.
+        modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}
+        config["trainable_token_indices"] = modules
+    keys = keys_there(network, named, outside=outside)
+    with new_export(destination, model_files) as staging:
+        copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
+        (staging / CARD_FILE).write_text(card, encoding="utf-8")
+        put_adapter_config(network, staging, **config, inference_mode=True)
+        shapes = {key: adapter.shapes()[name] for name, key in keys.items()}
+        file = TensorFile(staging / WEIGHTS_FILE, shapes, dict.fromkeys(shapes, torch.float32))
+        for name, key in keys.items():
+            file.write(key, adapter.read(name, 0, shapes[key][0]).float())
+        finish(staging / WEIGHTS_FILE, file)
+        check_loads(staging, named, shapes)
+        prove(staging)

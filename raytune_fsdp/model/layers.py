@@ -1,0 +1,182 @@
+"""A network's repeated blocks: which modules they are, and how their forward pass runs in training.
+
+In training a block may be computed again in backward instead of being kept (activation checkpointing), what it keeps
+may wait in the host's memory, and it may be compiled. All of that is inside the block's own forward, so FSDP's hooks
+are outside of it: nothing is gathered twice, and a graph has no collectives. In evaluation a block is what transformers
+made it: texts of every length would be compiled one by one, and use up the limit that training needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.model.compile_layers import Compiler, Forward
+from raytune_fsdp.model.offload_activations import Offload
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation.
+
+    No two of them hold the same weight: FSDP gathers and frees a unit on its own.
+    """
+    names = set(model._no_split_modules or ())
+    found = list(_outermost(model, names))
+    if found:
+        # Zamba uses one attention block in many layers. Of such a layer the rest is the unit (its Mamba block); what
+        # the layers share belongs to the root, and stays gathered from forward to backward.
+        shared = _shared(found)
+        return list(_outermost(model, names, shared)) if shared else found
+    # Models whose code came with them may name none. Their decoder is then the list with the most weights.
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise ModelError(
+            f"model: {type(model).__name__} names no blocks (_no_split_modules) and has no list of them: "
+            "it cannot be sharded block by block; train one that has at least one layer"
+        )
+    largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return [block for block in largest if not _holds(block, _shared(list(largest)))]
+
+
+def ends_of(model: PreTrainedModel) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """The embedding, and what comes behind the blocks: the last norm and the head."""
+    modules = list(model.modules())
+    places = {id(module): place for place, module in enumerate(modules)}
+    last = max(places[id(module)] for block in blocks_of(model) for module in block.modules())
+    first, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inside = {*first.modules()}  # an embedding may have another one inside, and may come behind the blocks
+    behind = [m for m in modules[last + 1 :] if any(True for _ in m.parameters(recurse=False)) and m not in inside]
+    return (first,), (*(m for m in behind if m is not head), head)
+
+
+def _outermost(module: nn.Module, class_names: set[str], shared: frozenset[int] = frozenset()) -> Iterator[nn.Module]:
+    """The outermost modules of these classes that hold none of the `shared` parameters (by their ids)."""
+    for child in module.children():
+        if type(child).__name__ in class_names and not _holds(child, shared):
+            yield child
+        else:
+            yield from _outermost(child, class_names, shared)
+
+
+def _shared(blocks: Sequence[nn.Module]) -> frozenset[int]:
+    """Ids of the parameters that more than one of the blocks holds."""
+    holders = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    return frozenset(key for key, count in holders.items() if count > 1)
+
+
+def _holds(block: nn.Module, parameters: frozenset[int]) -> bool:
+    return bool(parameters) and any(id(parameter) in parameters for parameter in block.parameters())
+
+
+# --- In training ------------------------------------------------------------------------------------------------------
+
+
+def run_blocks(
+    model: PreTrainedModel,
+    *,
+    recompute: str = "none",
+    every: int | None = None,
+    offload: Offload | None = None,
+    compiler: Compiler | None = None,
+) -> None:
+    """Give the blocks of a network the forward pass that they have in training.
+
+    `recompute` is what they compute in backward again, with the same random numbers. `none`: nothing. `full`:
+    everything from their inputs. `every_n`: the same, in one block of `every`. `selective`: everything but the results
+    of attention and of large products, those of experts among them.
+    """
+    again, once = _recomputing(recompute, model), _plain
+    if compiler is not None:  # around what is computed again, so that the graph can fuse it
+        again, once = compiler.compiled(again), compiler.compiled(once)
+    for number, block in enumerate(blocks_of(model)):
+        forward = again if number % (every or 1) == 0 else once
+        if offload is not None:
+            forward = partial(_offloaded, offload, number, forward)
+        if forward is not _plain:
+            block.forward = partial(_in_training, forward, block)
+
+
+def _in_training(forward: Forward, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return (forward if block.training else _plain)(block, *args, **kwargs)
+
+
+def _offloaded(offload: Offload, number: int, forward: Forward, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with offload.of(number, block):
+        return forward(block, *args, **kwargs)
+
+
+def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the block's class does."""
+    return type(block).forward(block, *args, **kwargs)
+
+
+def _again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(_plain, block), *args, use_reentrant=False, **kwargs)
+
+
+def _in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, _keeps)
+    return checkpoint(partial(_plain, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _experts_and_in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, _keeps_but_experts)
+    return checkpoint(partial(_plain, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+_RECOMPUTE: dict[str, Forward] = {"none": _plain, "full": _again, "every_n": _again, "selective": _in_part_again}
+
+
+def _recomputing(how: str, model: nn.Module) -> Forward:
+    biased = how == "selective" and any(_has_biased_experts(module) for module in model.modules())
+    return _experts_and_in_part_again if biased else _RECOMPUTE[how]
+
+
+def _has_biased_experts(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    return any(weight.dim() == 3 for weight in own.values()) and any("bias" in name for name in own)
+
+
+_MOST_RANK = 256
+"""Inner terms of a product that are few, if the result is far wider."""
+
+_PRODUCTS = ("aten::mm", "aten::addmm")
+
+_OF_EXPERTS = "aten::_grouped_mm"
+"""How transformers computes the products of all experts, in 16 bits on a GPU."""
+
+_ATTENTION = re.compile("attention|attn|sdpa")
+
+
+def _keeps(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -> CheckpointPolicy:
+    """Keep what took long for its size: results of attention, of products that do not narrow, and of experts.
+
+    A product that narrows is the last one of a block, which nothing needs in backward: it is neither kept nor computed
+    again. An adapter's second one makes as much as a layer does, out of next to nothing. Those of experts are all
+    needed, the last one for the gradient of its share in the sum. Products in batches are the scores of eager
+    attention, the largest tensors of all.
+    """
+    name: str = operation.name().partition(".")[0]  # type: ignore[no-untyped-call]
+    if name in _PRODUCTS:
+        weight = args[2 if name == "aten::addmm" else 1]
+        inner, outer = weight.shape[-2], weight.shape[-1]
+        kept = inner <= outer and not (inner <= _MOST_RANK and outer >= 8 * inner)
+    else:
+        kept = name == _OF_EXPERTS or _ATTENTION.search(name) is not None
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeps_but_experts(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -> CheckpointPolicy:
+    """Where experts have a bias (gpt-oss): it is added in place, which a tensor that is kept does not allow."""
+    if operation.name().startswith(_OF_EXPERTS):  # type: ignore[no-untyped-call]
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _keeps(_, operation, *args)

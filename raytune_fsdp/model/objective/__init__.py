@@ -1,0 +1,9 @@
+"""What a step minimises, from hidden states to a sum.
+
+objective.py        the cross-entropy of the targets, and what a run adds to it
+loss.py             the loss of a micro-batch, summed over its targets
+chunked_head.py     losses without the logits of a batch
+documents.py        the losses of single documents
+routers.py          the losses that keep experts balanced
+embedding_noise.py  NEFTune
+"""

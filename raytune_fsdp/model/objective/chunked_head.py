@@ -1,0 +1,313 @@
+"""From hidden states to losses without the logits of a batch.
+
+Logits are the largest tensor of a step: 8,192 tokens of a vocabulary of 128,256 are 4 GiB in fp32, held together with
+their softmax and their gradient. Here a few hundred tokens at a time become logits, losses and at once gradients, which
+is all that is kept. On one CPU thread, 2,048 tokens of that vocabulary take 0.26 of the logits' memory beside the
+gradients, in 0.92 of the time of the plain loss, which takes 2.76 of it (docs/results.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.base.batch import Targets
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
+from raytune_fsdp.model.attention.choose import Choice, Needs
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.pieces.sums import here, summed
+from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
+
+_CHUNK = {"cpu": 2**25, "cuda": 2**27}
+"""Logits at a time: 128 MiB in fp32, and products large enough for matrix units (261 tokens of 128,256). On a GPU four
+times as many. After each chunk the whole gradient of the weight is read and written, which for 261 tokens would take
+about twice as long as their products; both are estimates for an H100 (3.3 TB/s, 800 TFLOP/s) and were not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """The losses of a block's target tokens, in the order of its `Targets`."""
+
+    total: torch.Tensor
+    """Their sum, through which gradients flow."""
+    each: torch.Tensor
+    """In at least fp32, without gradients."""
+    right: torch.Tensor
+    """Whether the most likely token is the target."""
+    load: tuple[torch.Tensor, ...] = ()
+    """Of each layer that is watched: how many tokens went to each of its experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a network does to its logits after the product with the output embedding."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> Shape:
+        """By the names that configs have for it. What they do not say shows when the losses are compared."""
+        text = hf_config.get_text_config()
+        scale = 1.0
+        for name, divides in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
+            value = getattr(text, name, None)
+            if isinstance(value, int | float) and value:
+                scale *= 1 / value if divides else value
+        cap = getattr(text, "final_logit_softcapping", None)
+        return cls(scale=scale, softcap=cap if isinstance(cap, int | float) and cap else None)
+
+
+class NewRows(NamedTuple):
+    """Rows of a head that are trained in the place of those of its frozen weight."""
+
+    weight: torch.Tensor
+    ids: torch.Tensor
+
+
+class LossHead(HeadWithRows):
+    """An output embedding that goes straight to losses when it is told the targets; otherwise it returns logits.
+
+    The product is computed in this module's forward pass, not beside it, since that is when FSDP has gathered the
+    weight.
+    """
+
+    shape: Shape
+    _targets: Targets | None = None
+    _objective: Objective = CROSS_ENTROPY
+    losses: Losses | None = None
+    stands_for: str | None = None
+    """The type of device whose number of logits at a time is taken; None: the one that computes."""
+    vocabulary: VocabularyPart | None = None
+    """This rank's part. None: all of it."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear, shape: Shape) -> LossHead:
+        """With the same parameters, tied or not."""
+        head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        head.weight, head.bias, head.shape = linear.weight, linear.bias, shape
+        if isinstance(linear, HeadWithRows):
+            head.added_rows, head.ids = linear.added_rows, linear.ids
+        return head.train(linear.training)
+
+    @contextmanager
+    def aimed_at(self, targets: Targets, objective: Objective = CROSS_ENTROPY) -> Iterator[None]:
+        """In here, a forward pass of the network leaves `losses`, and has no logits."""
+        self._targets, self._objective, self.losses = targets, objective, None
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias = here(self.weight), None if self.bias is None else here(self.bias)
+        if self._targets is None:
+            if self.vocabulary is not None:
+                return self.vocabulary.gathered(F.linear(hidden, weight, bias))
+            return super().forward(hidden)
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
+        rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
+        losses = linear_cross_entropy(
+            chosen,
+            weight,
+            bias,
+            self._targets.ids,
+            self.shape,
+            self._objective,
+            rows,
+            device_type=self.stands_for,
+            vocabulary=self.vocabulary,
+        )
+        # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
+        # through it, since FSDP gathers weights for backward where they reach what a module has returned.
+        output = losses.total[None, None, None].clone()  # FSDP warns of views
+        self.losses = replace(losses, total=output.sum())
+        return output
+
+
+def install(model: PreTrainedModel) -> None:
+    """Put a `LossHead` in the place of the network's output embedding, which must be an `nn.Linear`."""
+    old = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is old)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, LossHead.of(old, Shape.of(model.config)))
+
+
+def choose_loss(asked: str, needs: Needs, *, kept: str | None) -> Choice:
+    """How the losses of a run are computed. `kept` is how its checkpoint was; None: it has none yet."""
+    if asked == "chunked" and needs.plain_loss:
+        raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
+    if asked != "auto":
+        return Choice(name=asked, why="as model.loss says")
+    if needs.plain_loss:
+        return Choice(name="plain", why=needs.plain_loss)
+    if kept is not None:
+        return Choice(name=kept, why="as the run began")
+    return Choice(name="chunked", why="without the logits of a whole micro-batch")
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the network ends in one linear layer."""
+    return type(model.get_output_embeddings()) is nn.Linear
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    shape: Shape,
+    objective: Objective = CROSS_ENTROPY,
+    rows: NewRows | None = None,
+    *,
+    device_type: str | None = None,
+    vocabulary: VocabularyPart | None = None,
+) -> Losses:
+    """The losses of `ids` after `hidden` (tokens, width), which are all target tokens."""
+    at_once = _CHUNK.get(device_type or hidden.device.type, _CHUNK["cpu"])
+    # Asked here, since inside of a Function they are always off.
+    learning = torch.is_grad_enabled()
+    total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
+        ids, shape, objective, learning, at_once, vocabulary,
+    )  # fmt: skip
+    return Losses(total=total, each=each, right=right)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradient of the sum is computed in the forward pass, chunk by chunk; backward only scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor | None,
+        places: torch.Tensor | None,
+        ids: torch.Tensor,
+        shape: Shape,
+        objective: Objective,
+        learning: bool,
+        at_once: int,
+        vocabulary: VocabularyPart | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        each = torch.empty(len(ids), dtype=wide, device=hidden.device)
+        right = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
+        # Torch says of a parameter that it needs its gradient also under no_grad.
+        wanted = [learning and needed for needed in ctx.needs_input_grad]
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # In fp32 also for 16-bit weights: chunks are summed here that one product would sum in its accumulators.
+        of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
+        # Of all ranks as many: what they tell each other of a chunk has its length.
+        size = max(1, at_once // (weight.shape[0] if vocabulary is None else vocabulary.most))
+        for start in range(0, len(ids), size):
+            part = slice(start, start + size)
+            logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
+            each[part], right[part] = _losses(logits, ids[part], objective, vocabulary)
+            if of_hidden is None and of_weight is None and of_rows is None:
+                continue
+            if slope is not None:
+                logits.mul_(slope)
+            gradient = (logits.mul_(shape.scale) if shape.scale != 1.0 else logits).to(weight.dtype)
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=wide)
+            apart = None if places is None else _taken_out(gradient, places)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[part])
+            if of_weight is not None:
+                _add_product(of_weight, gradient, hidden[part])
+            if rows is not None and apart is not None:
+                if of_hidden is not None:
+                    of_hidden[part].addmm_(apart, rows)
+                if of_rows is not None:
+                    _add_product(of_rows, apart, hidden[part])
+        if of_hidden is not None and vocabulary is not None:
+            of_hidden = summed(vocabulary.group, of_hidden)
+        ctx.gradients = (of_hidden, of_weight, of_bias, of_rows)
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(each, right)
+        return each.sum(), each, right
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
+        del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
+        return (*scaled, *[None] * 7)
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    places: torch.Tensor | None,
+    shape: Shape,
+    wide: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits as the network makes them, and the slope of the cap on them."""
+    logits = F.linear(hidden, weight, bias)
+    if rows is not None and places is not None:
+        with_rows(logits, hidden, rows, bias, places)
+    logits = logits.to(wide)
+    if shape.scale != 1.0:
+        logits.mul_(shape.scale)
+    if shape.softcap is None:
+        return logits, None
+    bent = logits.div_(shape.softcap).tanh_()
+    slope = 1 - bent.square()
+    return bent.mul_(shape.softcap), slope
+
+
+def _losses(
+    logits: torch.Tensor, ids: torch.Tensor, objective: Objective, vocabulary: VocabularyPart | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses, and whether the best is right. Leaves the gradient of the losses' sum in `logits`."""
+    smoothing, z = objective.label_smoothing, objective.z_loss
+    count, own, mine = (logits.shape[-1], ids, None) if vocabulary is None else (vocabulary.whole, *vocabulary.own(ids))
+    best, at = logits.max(-1) if vocabulary is None else vocabulary.best(logits)
+    picked = logits.gather(-1, own[:, None])[:, 0]
+    mean = picked
+    if smoothing:
+        mean = logits.mean(-1) if vocabulary is None else logits.sum(-1) / count
+    sums = logits.sub_(best[:, None]).exp_().sum(-1)
+    if vocabulary is not None and mine is not None:
+        sums, picked, mean = summed(vocabulary.group, torch.stack([sums, torch.where(mine, picked, 0), mean]))
+    losses = sums.log() + (best - picked)
+    logits.div_(sums[:, None])
+    if z:
+        whole = sums.log() + best
+        losses += z * whole.square()
+        logits.mul_(1 + 2 * z * whole[:, None])
+    if smoothing:
+        losses += smoothing * (picked - mean)
+        logits.sub_(smoothing / count)
+    # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
+    taken = 1 - smoothing if mine is None else (1 - smoothing) * mine[:, None].to(logits.dtype)
+    logits.scatter_(-1, own[:, None], logits.gather(-1, own[:, None]) - taken)
+    return losses, at == ids
+
+
+def _taken_out(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """These columns, which become zero: what the weight has in their places was not used."""
+    apart = gradient.index_select(1, places)
+    gradient.index_fill_(1, places, 0)
+    return apart
+
+
+def _add_product(sum_: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    if sum_.dtype == gradient.dtype:
+        sum_.addmm_(gradient.t(), hidden)
+    else:
+        sum_ += gradient.t() @ hidden

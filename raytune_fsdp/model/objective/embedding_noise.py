@@ -1,0 +1,44 @@
+"""NEFTune: uniform noise on the embeddings of tokens, in training (arXiv:2310.05914)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import PADDING, Batch
+
+
+@contextmanager
+def noisy_embeddings(model: PreTrainedModel, block: Batch, alpha: float | None) -> Iterator[None]:
+    """In here the network's embedding adds noise to what it returns, no larger than alpha / sqrt(L * width).
+
+    L is how many tokens a packed sample has, padding left out. The noise is drawn from the random state that every
+    block begins with, before any dropout: the embedding comes first and is never computed again.
+    """
+    if alpha is None:
+        yield
+        return
+    tokens = (block.source_ids != PADDING).sum(-1, keepdim=True).clamp(min=1)  # a filler has none
+    # Of each token: kernels that are told where documents begin get the samples of a block in one row.
+    lengths = tokens.expand_as(block.source_ids).reshape(-1)
+    part = block.part
+    if part is not None:
+        lengths = part.lengths.clamp(min=1)
+
+    def add(_: torch.nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+        # In fp32 whatever the network computes in: the numbers of bf16 are too few for a fine noise.
+        members, member = (1, 0) if part is None else (part.members, part.member)
+        shape = members, *embedded.shape  # of a part, that of the whole block is drawn
+        noise = torch.empty(shape, dtype=torch.float32, device=embedded.device).uniform_(-1, 1)[member]
+        largest = alpha * (lengths * embedded.shape[-1]).float().rsqrt()
+        return embedded + noise.mul_(largest.view(*embedded.shape[:-1], 1)).to(embedded.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,100 @@
+"""The loss of a block: a sum over its target tokens, to be divided by the targets of the whole global batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import IGNORE, Batch
+from raytune_fsdp.model.attention.choose import inputs_of, logits_of
+from raytune_fsdp.model.objective.chunked_head import Losses, LossHead
+from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+
+
+def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
+    """The losses of a block, from its tokens on. All ranks must call this (sharded forward)."""
+    routers = objective.routers
+    if routers is None:
+        losses = _token_losses(model, block, objective)
+    else:
+        with routers.watching(block):
+            losses = _token_losses(model, block, objective)
+        losses = routers.add_to(losses, block)
+    if not block.counts:
+        losses = _not_counted(losses)
+    if objective.documents is not None:
+        objective.documents.add(losses, block)
+    return losses
+
+
+def _not_counted(losses: Losses) -> Losses:
+    """Zeros, for sums over ranks; with the gradients that they have."""
+    return replace(
+        losses,
+        total=losses.total - losses.total.detach(),
+        each=torch.zeros_like(losses.each),
+        right=torch.zeros_like(losses.right),
+        load=tuple(torch.zeros_like(each) for each in losses.load),
+    )
+
+
+def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:
+    head = model.get_output_embeddings()
+    with noisy_embeddings(model, block, objective.neftune_noise_alpha):
+        if not isinstance(head, LossHead):
+            logits = logits_of(model, block.input_ids, block.position_ids, block.borders)
+            return plain_losses(logits, block, objective)
+        with head.aimed_at(block.targets, objective):
+            model(**inputs_of(model, block.input_ids, block.position_ids, block.borders))
+    assert head.losses is not None
+    return head.losses
+
+
+def plain_losses(logits: torch.Tensor, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
+    """The losses of a block whose logits are all there, (samples, tokens, vocabulary)."""
+    total, log_probabilities = _summed(logits, _targets_of(block))
+    places, ids = block.targets.places, block.targets.ids
+    fixed = log_probabilities.detach()
+    each, right = -fixed[places, ids], fixed.argmax(-1)[places] == ids
+    if objective.bends_losses:
+        bent = _bent(logits.reshape(len(log_probabilities), -1), log_probabilities, block, objective)
+        total, each = bent.sum(), bent.detach()
+    return Losses(total=total, each=each, right=right)
+
+
+def _bent(logits: torch.Tensor, log_probabilities: torch.Tensor, block: Batch, objective: Objective) -> torch.Tensor:
+    """The losses of the targets, smoothed and with the square of the logarithm of the softmax's sum."""
+    places, ids = block.targets.places, block.targets.ids
+    each = -log_probabilities[places, ids]
+    if objective.label_smoothing:
+        each = torch.lerp(each, -log_probabilities.mean(-1)[places], objective.label_smoothing)
+    if objective.z_loss:
+        each = each + objective.z_loss * logits.to(each.dtype).logsumexp(-1)[places].square()
+    return each
+
+
+def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of all target tokens, in at least float32."""
+    # Position i predicts token i+1, so the labels move by one instead of the logits, which would have to be copied.
+    return _summed(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1))[0]
+
+
+def _targets_of(block: Batch) -> torch.Tensor:
+    """What is to be predicted at each place, the samples laid out one after another."""
+    # Not from the labels: what the last token of a part predicts is the first of the next one.
+    targets = torch.full((block.input_ids.numel(),), IGNORE, device=block.input_ids.device)
+    targets[block.targets.places] = block.targets.ids
+    return targets
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the cross-entropies of the targets, and the logarithms of all probabilities."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        flat = flat.float()
+    log_probabilities = F.log_softmax(flat, -1)
+    return F.nll_loss(log_probabilities, targets, ignore_index=IGNORE, reduction="sum"), log_probabilities

@@ -1,0 +1,177 @@
+"""The routers of a mixture of experts: the losses that keep them balanced, and how many tokens each expert gets.
+
+transformers' models name the modules that return router logits. What is needed of those is added up where they are
+made, inside of the block: as results of the network (`output_router_logits`) the logits of all layers, and what their
+softmax keeps for backward, would stay in memory, whatever is computed again. A block that is computed again calls the
+hooks again, which must then do the same and note nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import PADDING, Batch
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config.sections.train import TrainConfig
+from raytune_fsdp.model.objective.chunked_head import Losses
+
+
+def why_routers_forbid(train: TrainConfig) -> str | None:
+    """Why blocks are not to be compiled, or None."""
+    asked = train.router_aux_loss_coef or train.router_z_loss_coef
+    return "the losses of routers are taken from inside of the blocks" if asked else None
+
+
+def routers_of(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that choose experts, in their order, and where in what they return their logits are."""
+    for part in model.modules():
+        recorder = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        target = getattr(recorder, "target_class", recorder)
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            index = int(getattr(recorder, "index", 0))
+            return [(module, index) for module in model.modules() if isinstance(module, target)]
+    return []
+
+
+def numbers_of_experts(model: PreTrainedModel) -> set[int]:
+    """What the config says of them, by whichever of its names."""
+    text = model.config.get_text_config()
+    found = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return {number for number in found if number is not None}
+
+
+def _experts(model: PreTrainedModel) -> int:
+    """How many each router chooses from; 0 if there are none, or not alike."""
+    # A bias of the choice may stand beside the weight, as a matrix of one row.
+    matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
+    found = {max(each, key=torch.Tensor.numel).shape[0] if each else 0 for each in matrices}
+    # A router may have larger matrices than the one that makes its logits, as Zaya's.
+    said = numbers_of_experts(model)
+    return found.pop() if len(found) == 1 and (not said or found & said) else 0
+
+
+def watched(model: PreTrainedModel, train: TrainConfig, group: dist.ProcessGroup | None = None) -> Routers | None:
+    """What watches the routers of a network that is not sharded yet; None if it has none of the usual form.
+
+    `group`: the ranks that share each block, if several do."""
+    experts = _experts(model)
+    return Routers(model, train, experts, group) if experts else None
+
+
+def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
+    """Refuse losses of routers that the architecture does not have."""
+    for field in ("router_aux_loss_coef", "router_z_loss_coef"):
+        value = getattr(train, field)
+        # Those of DeepSeek and its kin are balanced by a bias that no gradient trains, and have no softmax.
+        if value and not (_experts(model) and hasattr(model.config.get_text_config(), "router_aux_loss_coef")):
+            raise ConfigError(
+                f"train.{field}={value:g}: a {type(model).__name__} has no load-balancing loss in transformers (its "
+                f"config knows no router_aux_loss_coef): leave it out"
+            )
+
+
+class SumOverRanks(torch.autograd.Function):
+    """A sum in which what other ranks do with it counts for this rank's gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduced(grad, ctx.group), None
+
+
+def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = tensor.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+class Routers:
+    """Watches the routers of a network in training."""
+
+    def __init__(
+        self, model: PreTrainedModel, train: TrainConfig, experts: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
+        found = routers_of(model)
+        self.experts = experts
+        self.layers = len(found)
+        self._chosen: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
+        self._aux, self._z = train.router_aux_loss_coef, train.router_z_loss_coef
+        self._real: torch.Tensor | None = None
+        self._noting = False
+        self._load: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        for module, index in found:
+            module.register_forward_hook(partial(self._seen, index))
+
+    @contextmanager
+    def watching(self, block: Batch) -> Iterator[None]:
+        """In here a forward pass of the network over this block is noted."""
+        # Kept until the next block: what is computed again in backward has to do the same.
+        self._real = (block.source_ids != PADDING).reshape(-1)
+        self._noting, self._load, self._sums = True, [], []
+        try:
+            yield
+        finally:
+            self._noting = False
+
+    def _seen(self, index: int, module: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
+        if not module.training or self._real is None:
+            return
+        if self._noting:
+            # Llama 4's gives logits and scores only.
+            whole = [each for each in output if not each.is_floating_point()]
+            logits = output[index].detach().reshape(len(self._real), -1)  # nothing is kept for backward
+            chosen = whole[0] if whole else logits.topk(self._chosen, -1).indices
+            self._load.append(self._count(chosen.reshape(len(self._real), -1)))
+        if self._aux or self._z:
+            sums = self._summed(output[index].reshape(len(self._real), -1).float())
+            if self._noting:
+                self._sums.append(sums)
+
+    def _count(self, chosen: torch.Tensor) -> torch.Tensor:
+        """How many tokens go to each expert. Whole numbers are the same in any order of adding."""
+        assert self._real is not None
+        weights = self._real.long().repeat_interleave(chosen.shape[1])
+        return torch.zeros(self.experts, dtype=torch.int64, device=chosen.device).scatter_add_(
+            0, chosen.reshape(-1).long(), weights
+        )
+
+    def _summed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Over the tokens: choices and probabilities of each expert, and the squares for the z-loss."""
+        assert self._real is not None
+        probabilities = logits.softmax(-1)
+        counts = self._count(probabilities.detach().topk(self._chosen, -1).indices)
+        real = self._real.to(logits.dtype)
+        return torch.cat([counts.to(logits.dtype), real @ probabilities, (real @ logits.logsumexp(-1).square())[None]])
+
+    def add_to(self, losses: Losses, block: Batch) -> Losses:
+        """The losses with those of the routers, as many times as the block has targets, and the load of the experts."""
+        losses = replace(losses, load=tuple(self._load))
+        if not self._sums:
+            return losses
+        assert self._real is not None
+        sums, real = torch.stack(self._sums).sum(0), self._real.sum()
+        if self._group is not None:
+            # The loss is of the whole block: no sum of losses of its parts. Each rank adds it for its own targets, and
+            # in backward the gradients of all these come together here, too.
+            sums = SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
+            dist.all_reduce(real, group=self._group)
+        rows = real.clamp(min=1) * self.layers  # a filler has no token
+        means = sums / rows
+        counts, probabilities = means[: self.experts], means[self.experts : -1]
+        added = self._aux * self.experts * (counts * probabilities).sum() + self._z * means[-1]
+        return replace(losses, total=losses.total + (block.target_tokens * added).to(losses.total.dtype))

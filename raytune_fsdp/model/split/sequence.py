@@ -1,0 +1,132 @@
+"""Blocks that several ranks share, each with a part of the tokens (`parallel.mesh.sequence`).
+
+Everything but attention looks at one token at a time. Around attention ranks exchange tokens for heads: each then has
+all tokens of some heads, computes those as any rank would, borders included, and gives the results back
+(DeepSpeed-Ulysses, arXiv:2309.14509). What is drawn at random for a token is drawn for the whole block and cut, so that
+it does not depend on how many ranks share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.model.attention.calls import Call, Kernel, attend
+from raytune_fsdp.model.attention.choose import Choice, Heads, Needs
+from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.split.dropout import WHOLE, DropoutInParts
+
+_IN_PARTS = "_in_parts"
+"""After the name of a kernel: the same one, over the ranks of a group."""
+
+
+def check_attention_in_parts(sequence: int, chosen: Choice) -> None:
+    """Refuse an attention that sees only the tokens of its own rank."""
+    if chosen.name not in KERNELS:
+        raise ConfigError(
+            f"parallel.mesh.sequence={sequence}: only attention that is told where documents begin can be shared by "
+            f"ranks, and this run has transformers' {chosen.name} ({chosen.why}); set parallel.mesh.sequence=1"
+        )
+
+
+def check_sequence(sequence: int, needs: Needs, *, sharing: int = 1) -> None:
+    """Refuse, before a rank is started, what is known to fail on every device. `sharing`: ranks that share heads
+    already."""
+    if sequence == 1:
+        return
+    if needs.unshared:
+        raise ConfigError(f"parallel.mesh.sequence={sequence}: {needs.unshared}, or parallel.mesh.sequence=1")
+    if needs.refused:
+        check_attention_in_parts(sequence, Choice(name="attention", why=needs.refused))
+    if needs.heads:
+        _check_heads(sequence, needs.heads, sharing)
+
+
+def _check_heads(sequence: int, heads: Iterable[Heads], sharing: int) -> None:
+    """Refuse a number of ranks that cannot share the heads of some layer."""
+    most = math.gcd(*(each.many for each in heads)) // sharing
+    if most % sequence:
+        valid = [size for size in range(1, most + 1) if most % size == 0]
+        raise ConfigError(
+            f"parallel.mesh.sequence={sequence}: each rank computes the attention of as many heads, and {sequence} "
+            f"does not divide {most}; valid: {valid}"
+        )
+
+
+def use_parts(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Make the network compute a part of each block: its attention over the ranks of the group, its dropout as that of
+    the whole block."""
+    name, members = model.config._attn_implementation, group.size()
+    if not name.endswith(_IN_PARTS):
+        name += _IN_PARTS
+        AttentionInterface.register(
+            name, partial(attend, partial(_over_heads, KERNELS[name.removesuffix(_IN_PARTS)], group))
+        )
+        model.set_attn_implementation(name)
+    for parent in list(model.modules()):
+        for key, child in list(parent.named_children()):
+            if type(child) in (nn.Dropout, DropoutInParts):
+                columns = child.columns if isinstance(child, DropoutInParts) else WHOLE
+                part = DropoutInParts(child.p, tokens=(group.rank(), members), columns=columns)
+                setattr(parent, key, part.train(child.training))
+
+
+def heads_of_keys(many: int, keys: int, members: int) -> int:
+    """As how many heads keys and values travel: where members do not divide them, some go to more than one."""
+    repeated = math.lcm(keys, members)
+    assert many % repeated == 0, (many, keys, members)
+    return repeated
+
+
+def _over_heads(
+    kernel: Kernel, group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> torch.Tensor:
+    """A kernel's attention for this rank's tokens, given queries (tokens, heads, width), keys and values of those."""
+    members, (tokens, many, width) = group.size(), q.shape
+    times = heads_of_keys(many, k.shape[1], members) // k.shape[1]
+    if times > 1:
+        k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
+    # To every member its heads of all three, in one message.
+    sent = torch.cat([each.view(tokens, members, -1, width) for each in (q, k, v)], dim=2).transpose(0, 1)
+    mine = _exchange(sent, group).view(tokens * members, -1, width)
+    own, own_keys = many // members, k.shape[1] // members
+    if call.sinks is not None:
+        call = replace(call, sinks=call.sinks.view(members, own)[group.rank()])
+    out = kernel(mine[:, :own], mine[:, own : own + own_keys], mine[:, own + own_keys :], call)
+    back = _exchange(out.reshape(members, tokens, own, width), group)
+    return back.transpose(0, 1).reshape(tokens, many, width)
+
+
+def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The first axis is whom it goes to, and then whom it comes from."""
+    received: torch.Tensor = _Exchange.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Not torch's own, which returns a tensor that waits once an operation of torch reads it: flash-attn 4 reads the
+    memory itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+def _exchanged(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    found: torch.Tensor = wait_tensor(all_to_all_single(tensor.contiguous(), None, None, group))  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,126 @@
+"""How the identity of a run, or of windows in the cache, may gain fields without invalidating what exists.
+
+An identity names every value that decides the trajectory; two runs are the same if their identities are equal. If a
+section gains a field, new identities would name it and old ones would not, so every existing run would refuse to
+continue and every cache would be built again. Therefore the meaning of a missing key is written down here once, when
+the field is added, and a value equal to it is left out. That meaning never changes afterwards, even if the field's
+default does.
+
+A change of code that alters the order of samples or their packing is not a field: it raises ORDER_VERSION
+(data/order.py) or DOCUMENT_VERSION (data/rows/formats.py), and a run begun under another version is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from raytune_fsdp.base.errors import OtherRunError, ResumeError
+from raytune_fsdp.config.base import Section
+
+ABSENT: dict[str, Any] = {
+    # A dataset of which all rows are used.
+    "datasets.rows": None,
+    "datasets.held_out": None,
+    "datasets.only": None,
+    "datasets.without": None,
+    # Read under version 4 of the order only, which a run has where there is such a column.
+    "format.chat.system": "system",
+    "format.python.then.chat.system": "system",
+    # Never named: it decides what is said, not what is read.
+    **{f"format.{kind}.ignore": [] for kind in ("chat", "instruction", "completion", "tokens", "template")},
+    "data.special_tokens_in_text": "keep",
+    "model.add_tokens": [],
+    "method.lora.init": "zero",
+    "method.lora.train_added_tokens": False,
+    "method.qlora.init": "zero",
+    "method.qlora.train_added_tokens": False,
+    "train.neftune_noise_alpha": None,
+    "train.label_smoothing": 0.0,
+    "train.z_loss": 0.0,
+    "train.router_aux_loss_coef": 0.0,
+    "train.router_z_loss_coef": 0.0,
+    # AdamW with moments in the type of the weights, all weights alike.
+    "optim.optimizer": {"type": "adamw"},
+    "optim.optimizer.adamw.moments": "as_weights",
+    "optim.stochastic_rounding": False,
+    "optim.groups": [],
+    # The one that comes with the precision.
+    "parallel.reduce_dtype": "auto",
+}
+"""The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
+`type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `optim.optimizer.<type>.<field>`,
+`method.<type>.<field>`, `format.<type>.<field>`.
+Fields that identities have named since their section exists are not here, and `type` itself is always named."""
+
+_VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
+_ALWAYS_NAMED = object()
+
+
+def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict[str, Any]:
+    """The entries of an identity for a section of the config, without `exclude`, in it and in the sections in it."""
+    values = section.model_dump()
+    place = f"{path}.{values['type']}" if "type" in values else path
+    entries: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = getattr(section, key)
+        entry = named(f"{place}.{key}", inner, exclude=exclude) if isinstance(inner, Section) else value
+        # Never the type: two formats would have the same identity, and with it each other's windows from the cache.
+        absent = ABSENT.get(f"{place}.{key}", _ALWAYS_NAMED) if key != "type" else _ALWAYS_NAMED
+        if key not in exclude and entry != absent:
+            entries[key] = entry
+    return entries
+
+
+def check_identity(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    where: str,
+    *,
+    files_before: Mapping[str, Sequence[str]],
+    files_now: Mapping[str, Sequence[str]],
+) -> None:
+    """Refuse to continue a run as another one, naming every difference. Files are names by key, for the message."""
+    for key, what in _VERSIONS.items():
+        if before.get(key) != now.get(key):
+            raise ResumeError(
+                f"{where}: this run was begun with version {before.get(key, 1)} of {what}, and this raytune_fsdp makes "
+                f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
+                "raytune_fsdp that began it, or start anew under another run.name"
+            )
+    differences = [
+        f"{key}: {changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
+        if key in files_before and key in files_now
+        else f"{key}: was {_short(before.get(key, 'not set'))}, is {_short(now.get(key, 'not set'))}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+    if differences:
+        raise OtherRunError(
+            f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
+            "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-250:]}"
+
+
+def changed_files(
+    before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
+) -> str:
+    """Which files were added, removed or changed, from their hashes and names."""
+    old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
+    found = {
+        "changed": [name for name in new if name in old and old[name] != new[name]],
+        "removed": [name for name in old if name not in new and old[name] not in new.values()],
+        "added": [name for name in new if name not in old and new[name] not in old.values()],
+    }
+    words = [f"{what} {_some(names)}" for what, names in found.items() if names]
+    return "; ".join(words) or "the same files in another order"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest

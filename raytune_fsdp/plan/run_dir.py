@@ -1,0 +1,294 @@
+"""The run directory: the only owner of its names and places, and the only reader of `run.storage`.
+
+<run.storage>/<run.name>/
+  config.yaml, plan.json       the config of the last attempt; what follows from it
+  data.json                    what became of the rows, if they were counted before training (counts.py)
+  metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged as attempt N found it, if it was broken
+  evaluations.jsonl            what was measured beside training: the driver's, in the order of the steps
+  documents/attempt-N.jsonl    the loss of every document (tracking.documents)
+  checkpoints/                 or elsewhere; then the file checkpoints_at names the place
+  model/                       config and tokenizer: everything an export needs besides the weights
+  export/, exports/step-N/     model directories: the one at the end, and those made during training
+  logs/attempt-N/rank-R.log    the output of each rank, under Ray
+  report/index.html, loss.png  the run on a page; the loss curve
+  profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
+  mlflow_run_id                the run's id in MLflow
+  wandb_run_id, wandb/         its id in Weights & Biases, and how far it is there; what its library spools
+  tensorboard/                 curves for TensorBoard
+  lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
+  begins_as.json               of a run that an audit begins again: how the one that it repeats was begun
+  checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
+<run.storage>/cache/           prepared rows and packed windows of all runs
+<run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.untrusted import UnsoundError, read_file, reason
+from raytune_fsdp.base.urls import is_url
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig  # loads pydantic, which a command's usage does without
+
+CONFIG_FILE = "config.yaml"
+PLAN_FILE = "plan.json"
+DATA_FILE = "data.json"
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+EVENTS_FILE = "events.jsonl"
+MLFLOW_ID_FILE = "mlflow_run_id"
+MODEL_FILES = "model"
+RECIPE_FILE = "recipe.json"
+"""In MODEL_FILES: how the model was trained, for the model card."""
+MARK_FILE = "places.json"
+"""In MODEL_FILES: the places outside of the run that its files name, with the marks of those who chose them."""
+CHECKPOINTS = "checkpoints"
+REPORT = "report"
+TENSORBOARD = "tensorboard"
+WANDB_ID_FILE = "wandb_run_id"
+_CHECKPOINTS_AT = "checkpoints_at"
+_PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
+_FILES = (CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, _CHECKPOINTS_AT)
+_LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents": 1, "exports": 1, "logs": 2,
+           "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
+"""The directories of a run, and to what depth names in them are ours. What lies in an export is compared with its mark,
+and what wandb's library spools has links of its own."""
+_OF_RAY = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
+"""What Ray Train writes into a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The places of one run, as absolute paths, which mean the same in any working directory. Touches no file."""
+
+    path: Path
+    checkpoints: str
+    """Directory or URL."""
+
+    @classmethod
+    def of(cls, config: FinetuneConfig) -> RunDir:
+        """Where the run of this config is, or will be."""
+        path = storage_of(config) / config.run.name
+        place = config.checkpoint.storage
+        if place is None:
+            return cls(path, str(path / CHECKPOINTS))
+        root = place.rstrip("/") if is_url(place) else str(_absolute(place))
+        return cls(path, f"{root}/{config.run.name}/{CHECKPOINTS}")
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG_FILE
+
+    @property
+    def plan(self) -> Path:
+        return self.path / PLAN_FILE
+
+    @property
+    def data(self) -> Path:
+        return self.path / DATA_FILE
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS_FILE
+
+    @property
+    def documents(self) -> Path:
+        return self.path / "documents"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / EVALUATIONS_FILE
+
+    @property
+    def events(self) -> Path:
+        return self.path / EVENTS_FILE
+
+    @property
+    def checkpoints_at(self) -> Path:
+        return self.path / _CHECKPOINTS_AT
+
+    @property
+    def beginning(self) -> Path:
+        return self.path / "begins_as.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def beat(self) -> Path:
+        return self.path / "lock.beat"
+
+    @property
+    def model_files(self) -> Path:
+        return self.path / MODEL_FILES
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    @property
+    def mlflow_id(self) -> Path:
+        return self.path / MLFLOW_ID_FILE
+
+    @property
+    def private(self) -> tuple[Path, ...]:
+        """What says how the run was made, and what went through it: others than owner and group cannot read it. Not
+        what people pass on and serve: model, exports and checkpoints."""
+        own = (self.path / name for name in (*_FILES, REPORT, "documents", "logs", "wandb"))
+        return (
+            *own,
+            self.model_files / RECIPE_FILE,
+            self.model_files / MARK_FILE,
+            report_of(self.path),
+            curve_of(self.path),
+        )
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / f"attempt-{attempt}"
+
+    def log(self, attempt: int, rank: int) -> Path:
+        return self.logs(attempt) / f"rank-{rank}.log"
+
+
+def storage_of(config: FinetuneConfig) -> Path:
+    """The directory of all runs, with `~` and relative paths resolved as this process sees them."""
+    return _absolute(config.run.storage)
+
+
+def cache_of(config: FinetuneConfig) -> Path:
+    """The directory of prepared rows and windows."""
+    return _absolute(config.data.cache.path) if config.data.cache.path else storage_of(config) / "cache"
+
+
+def check_links(run_dir: Path) -> None:
+    """Refuse a run that has a link where a file or a directory of its own belongs: what is written or removed there
+    would be elsewhere. The run directory itself, and what is above it, may be links."""
+    for link in _links_in(run_dir):
+        raise ResumeError(_refused_link(link, run_dir))
+
+
+def check_links_beside(checkpoints: str) -> None:
+    """The same where the checkpoints are, if that is not in the run's directory."""
+    place, model = Path(checkpoints), Path(checkpoints).parent / MODEL_FILES
+    for link in (place, model, *_links_below(place, 1), *_links_below(model, 2)):
+        if link.is_symlink():
+            raise ResumeError(_refused_link(link, place.parent))
+
+
+def _links_in(run_dir: Path) -> Iterator[Path]:
+    for link in _links_below(run_dir, 1):  # metrics.jsonl.tmp, metrics.jsonl.a2.damaged: in the place of a file of ours
+        if link.name in _LEVELS or link.name.startswith((*_FILES, *_OF_RAY)):
+            yield link
+    for name, levels in _LEVELS.items():
+        yield from _links_below(run_dir / name, levels)
+
+
+def _links_below(directory: Path, levels: int) -> Iterator[Path]:
+    if not levels:
+        return
+    with suppress(OSError), os.scandir(directory) as entries:  # not there, or another user's
+        for entry in entries:
+            if entry.is_symlink():
+                yield Path(entry.path)
+            elif levels > 1 and entry.is_dir():
+                yield from _links_below(Path(entry.path), levels - 1)
+
+
+def _refused_link(link: Path, run_dir: Path) -> str:
+    target = Path(os.path.realpath(link))
+    here, there = shlex.quote(str(link)), shlex.quote(str(target))
+    said = f"{link} is a link to {target}, and a run writes and removes nothing outside of its directory"
+    if not target.is_dir():
+        return f"{said}: remove it, or put the file itself in its place (`rm {here} && cp {there} {here}`)"
+    moved = f"`rm {here} && mv {there} {here}`"
+    if link != run_dir / CHECKPOINTS:
+        return f"{said}: if that directory is the run's own, {moved} brings it back; if not, remove the link"
+    name = run_dir.name
+    # Not the directory that is moved: it cannot be moved into itself.
+    storage = target.parent if target.name != name else target.parent / CHECKPOINTS
+    if target.name == CHECKPOINTS and target.parent.name == name:
+        storage, move = target.parent.parent, f"rm {here}"
+    else:
+        new = storage / name
+        move = f"rm {here} && mkdir -p {shlex.quote(str(new))} && mv {there} {shlex.quote(str(new / CHECKPOINTS))}"
+    return (
+        f"{said}: `{move}`, then train with checkpoint.storage: {storage}, which keeps checkpoints there; or {moved} "
+        "brings them back"
+    )
+
+
+def checkpoints_of(run_dir: Path) -> str:
+    """The directory or URL of an existing run's checkpoints: `checkpoints_at`, if it has one."""
+    check_links(run_dir)
+    file = run_dir / _CHECKPOINTS_AT
+    try:
+        place = read_file(file, limit=_PLACE_BYTES).decode()
+        if not place.isprintable():
+            raise UnsoundError("is not a path or URL")
+        return place
+    except FileNotFoundError:
+        return str(run_dir / CHECKPOINTS)
+    except ValueError as error:
+        raise ResumeError(
+            f"{file} does not name a place ({reason(error)}); write the path or URL of the run's checkpoints into it"
+        ) from error
+
+
+def checkpoints_below(url: str) -> str:
+    """The same for a run named by the URL above its checkpoints."""
+    return f"{url}/{CHECKPOINTS}"
+
+
+def report_of(run_dir: Path) -> Path:
+    """The page about an existing run."""
+    return run_dir / REPORT / "index.html"
+
+
+def curve_of(run_dir: Path) -> Path:
+    """The picture of its loss."""
+    return run_dir / REPORT / "loss.png"
+
+
+def names_checkpoints(path: Path) -> bool:
+    """Whether this directory says that its checkpoints are elsewhere."""
+    return os.path.lexists(path / _CHECKPOINTS_AT)
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is a run directory."""
+    return (path / PLAN_FILE).is_file()
+
+
+def is_place_of_exports(path: Path) -> bool:
+    """Whether a run exports to this path: `export/` of a run directory, or a directory in its `exports/`."""
+    return (path.name == "export" and is_run(path.parent)) or (
+        path.parent.name == "exports" and is_run(path.parent.parent)
+    )
+
+
+def mlflow_database(storage: Path) -> tuple[str, str]:
+    """Tracking URI and artifact root of the SQLite file in a storage directory."""
+    storage = storage.resolve()
+    return f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()

@@ -1,0 +1,74 @@
+"""What a step counts, laid out so that one sum over all ranks brings it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from raytune_fsdp.base.batch import Batch, Cursor
+from raytune_fsdp.plan.division import Division
+
+_FIRST_ID = 7
+"""Seven numbers come before the sample ids: target tokens, tokens, attended pairs, windows built, and the cursor after
+the step (epoch, window, index). After the ids come the target tokens of each dataset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """The counts of one global batch. Only `pack` and `unpack` know the layout."""
+
+    target_tokens: int
+    tokens: int
+    attended_pairs: int
+    windows_built: int
+    cursor: Cursor
+    """The sample after the step's last one."""
+    sample_ids: tuple[int, ...]
+    by_dataset: tuple[int, ...]
+    """The target tokens of each dataset."""
+
+    @staticmethod
+    def pack(step: int, blocks: Sequence[Batch], windows_built: int, division: Division, datasets: int) -> list[int]:
+        """This rank's share: the sum over all ranks is the global batch's.
+
+        Each rank writes the ids of its own blocks in their places and leaves zeros elsewhere; the cursor comes from the
+        rank that has the step's last block.
+        """
+        first_dataset = _FIRST_ID + division.global_batch
+        counts = [0] * (first_dataset + datasets)
+        counts[3] = windows_built
+        last = len(division.block_sizes(step)) - 1
+        for block in blocks:
+            counts[0] += block.target_tokens
+            counts[1] += block.tokens
+            counts[2] += block.attended_pairs
+            for dataset, many in enumerate(block.targets.by_dataset):
+                counts[first_dataset + dataset] += many
+            if block.index == last:
+                counts[4:_FIRST_ID] = [block.after.epoch, block.after.window, block.after.index]
+            if not block.is_filler:
+                first = _FIRST_ID + block.index * division.micro_batch
+                counts[first : first + len(block.sample_ids)] = block.sample_ids
+        return counts
+
+    @classmethod
+    def unpack(cls, counts: Sequence[int], step: int, division: Division) -> StepCounts:
+        """The global batch's counts, from the sum over all ranks."""
+        targets, tokens, pairs, built, epoch, window, index = counts[:_FIRST_ID]
+        return cls(
+            target_tokens=targets,
+            tokens=tokens,
+            attended_pairs=pairs,
+            windows_built=built,
+            cursor=Cursor(epoch=epoch, window=window, index=index),
+            sample_ids=tuple(counts[_FIRST_ID : _FIRST_ID + division.samples_of(step)]),
+            by_dataset=tuple(counts[_FIRST_ID + division.global_batch :]),
+        )
+
+
+def digest_of(sample_ids: Sequence[int]) -> str:
+    """The samples of a step as one hash: two steps that share it have trained on the same ones in the same order."""
+    return xxhash.xxh3_64_hexdigest(np.array(sample_ids, dtype="<i8").tobytes())

@@ -1,0 +1,249 @@
+"""Other ways to train the same thing on the same cluster, or on more or less of it.
+
+How weights are spread, what is computed again and how many samples go at a time change how long a run takes, never what
+it learns; another method does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.optimizers import state_bytes
+from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.plan.plan import layout_of
+from raytune_fsdp.predict.advise.changes import with_changes
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
+from raytune_fsdp.predict.speed import Seconds
+from raytune_fsdp.predict.subject import Subject
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"type": "lora", "rank": 16, "alpha": 32},
+    "qlora": {"type": "qlora", "rank": 16, "alpha": 32},
+}
+
+_HIDDEN = 0.5
+"""Of the computation's time: collectives that take no longer are behind it."""
+
+_MOST_SAMPLES = 1024
+
+_PAYS = 0.95
+"""Of the throughput that ever larger micro-batches come to: from there on a larger one no longer pays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    changes: Mapping[str, Any]
+    """Fields of the config, as they are written; `world` for the number of GPUs."""
+    prediction: Prediction
+
+    @property
+    def learns_the_same(self) -> bool:
+        return not any(name.startswith("method") for name in self.changes)
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.seconds.step * self.prediction.world
+
+
+def alternatives(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
+    """Other methods, ways to spread weights, and numbers of GPUs; in order."""
+    found: list[Alternative] = []
+    moves: dict[Any, bool] = {}
+    for how, changes, changed in _candidates(config, world, cluster):
+        # Less sharding only saves what moves: not looked at where that is hidden behind the computation.
+        if changed.parallel.strategy != "full_shard" and not moves.get(how, True):
+            continue
+        best = _largest_batch(subject, changed, world, cluster)
+        if best is None:
+            continue
+        micro, prediction = best
+        if changed.parallel.strategy == "full_shard":
+            moves[how] = prediction.seconds.moving > _HIDDEN * prediction.seconds.compute or not prediction.fits
+        if micro != config.train.micro_batch:
+            changes = {**changes, "train.micro_batch": micro}
+        found.append(Alternative(changes=changes, prediction=prediction))
+    found += _sizes(subject, config, world, cluster)
+    return in_order(found)
+
+
+def in_order(found: Iterable[Alternative]) -> list[Alternative]:
+    """Those that fit first, the cheapest first."""
+    return sorted(found, key=lambda each: (not each.prediction.fits, each.gpu_seconds))
+
+
+def _sizes(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> Iterator[Alternative]:
+    """Half as many GPUs, and twice as many, until it fits."""
+    for size in (world // 2, world * 2, world * 4, world * 8):
+        try:
+            prediction = predict(subject, config, size, cluster) if size else None
+        except ConfigError:  # too many for the batch, or no multiple of shard_size
+            continue
+        if prediction is not None:
+            yield Alternative(changes={"world": size}, prediction=prediction)
+            if prediction.fits and size > world:
+                return
+
+
+def cheapest_fit(found: list[Alternative]) -> Alternative | None:
+    """What makes it fit for the least: what learns the same first, then the fewest changes, then the fastest."""
+    fitting = [each for each in found if each.prediction.fits]
+    return min(fitting, key=lambda each: (not each.learns_the_same, len(each.changes), each.gpu_seconds), default=None)
+
+
+def in_words(changes: Mapping[str, Any]) -> str:
+    """For a line of a table: the last names of fields."""
+    short = {"activation_checkpointing": "recompute"}
+    words = []
+    for name, value in changes.items():
+        if name == "world":
+            words.append(f"{value} GPU{'s' * (value != 1)}")
+        else:
+            last = name.rpartition(".")[2]
+            words.append(f"{short.get(last, last)}={value}")
+    return " ".join(words)
+
+
+def as_flags(changes: Mapping[str, Any]) -> str:
+    """To be copied behind a command."""
+    names = {"world": "world-size"}
+    return " ".join(
+        f"--{names.get(name, name)} {str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in changes.items()
+    )
+
+
+def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int | None]:
+    """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
+    from which a larger one no longer pays, whether it fits or not (None: not known).
+
+    `known`: what is planned of the config itself.
+    """
+    world, cluster, division = known.world, known.cluster, known.plan.division
+
+    def at(size: int) -> Prediction:
+        if size == division.micro_batch and division.full_rounds == 1:
+            return known
+        return predict(subject, with_micro_batch(config, world, size), world, cluster)
+
+    one, two, memory = at(1), at(2), cluster.device.memory
+    paying = _paying(one.seconds, two.seconds)
+    if not one.fits:
+        return None, paying
+    if not two.fits:
+        return 1, paying
+    # The peak of a sum of phases is convex: a line through two sizes is at or below it beyond them, and at or above it
+    # between them. So two that fit say how many may fit at most, and one that does and one that does not say how many
+    # certainly do.
+    (left, low), (right, high) = (1, one.needed), (2, two.needed)  # the two largest that were traced, and fit
+    fits, most = right, right + int((memory - high) / max(1, high - low))
+    tried = most
+    while fits < most:
+        found = at(tried)
+        if found.fits:
+            (left, low), (right, high) = (right, high), (tried, found.needed)
+            fits, most = right, min(most, right + int((memory - high) * (right - left) / max(1, high - low)))
+            tried = most
+        else:
+            most = tried - 1
+            fits = max(fits, right + int((memory - high) * (tried - right) / (found.needed - high)))
+            tried = fits if fits > right else fits + 1
+    return fits, paying
+
+
+def _paying(one: Seconds, two: Seconds) -> int | None:
+    """None: it is further away than anybody goes, as where the host decides how long a pass takes."""
+    slope = max(1e-9, two.compute - one.compute)
+    fixed, beside = max(0.0, one.compute - slope), one.update
+    for size in range(1, _MOST_SAMPLES):
+        step = max(fixed + slope * size, one.moving) + beside
+        if slope * size >= _PAYS * step:
+            return size
+    return None
+
+
+def allowed_micro_batch(config: FinetuneConfig, world: int) -> int:
+    """The most samples at a time that the batch of a step has for every rank, or for all that share samples."""
+    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
+    return max((size for size in range(1, batch // data_ranks + 1) if batch % size == 0), default=1)
+
+
+def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
+    """One pass of so many samples in each step."""
+    batch = size * world // config.parallel.mesh.together
+    train = config.train.model_copy(update={"micro_batch": size, "global_batch": batch})
+    return config.model_copy(update={"train": train})
+
+
+def _candidates(
+    config: FinetuneConfig, world: int, cluster: Cluster
+) -> Iterator[tuple[object, dict[str, Any], FinetuneConfig]]:
+    """Method and what is computed again; what that changes; and the config that it makes."""
+    methods: list[Mapping[str, Any] | None] = [None]
+    if config.method.type == "full":
+        methods += [METHODS["lora"], METHODS["qlora"]]
+    elif config.method.type == "lora":
+        methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
+    for method in methods:
+        for recompute in ("none", "selective", "full"):
+            for strategy in _strategies(config, world, cluster):
+                changes: dict[str, Any] = {}
+                if method is not None:
+                    changes["method.type"] = method["type"]
+                for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
+                    if getattr(config.parallel, name) != value:
+                        changes[f"parallel.{name}"] = value
+                written = {name: value for name, value in changes.items() if name != "method.type"}
+                changed = with_changes(config, written if method is None else {**written, "method": method})
+                yield (str(method), recompute), changes, changed
+
+
+def _strategies(config: FinetuneConfig, world: int, cluster: Cluster) -> list[dict[str, Any]]:
+    if world == 1:
+        return [{"strategy": "full_shard"}]
+    found: list[dict[str, Any]] = [{"strategy": name} for name in ("full_shard", "shard_grad_op", "replicate")]
+    here = cluster.per_node
+    if world > here and world % here == 0 and here % config.parallel.mesh.together == 0:
+        found.append({"strategy": "hybrid_shard", "shard_size": here})
+    return found
+
+
+def _largest_batch(
+    subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster
+) -> tuple[int, Prediction] | None:
+    """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
+    if certainly_too_much(subject, config, world, cluster):
+        return None
+    batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
+    sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= data_ranks]
+
+    def of(size: int) -> tuple[int, Prediction]:
+        train = config.train.model_copy(update={"micro_batch": size})
+        return size, predict(subject, config.model_copy(update={"train": train}), world, cluster)
+
+    one = of(1)
+    if not one[1].fits or len(sizes) < 2:
+        return one
+    # What a sample more takes is about what the first one takes beside weights, gradients and the optimizer's state.
+    changing = one[1].memory.peak.get("activations", 0)
+    room = cluster.device.memory - one[1].needed
+    more = max((size for size in sizes if (size - 1) * changing <= room), default=1)
+    if more == 1 or one[1].seconds.moving < _HIDDEN * one[1].seconds.compute:
+        return one  # nothing to hide
+    larger = of(more)
+    return larger if larger[1].fits and larger[1].seconds.step < one[1].seconds.step else one
+
+
+def certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
+    """Whether weights and what the optimizer keeps of them are more than the device has, by their number alone."""
+    if config.method.type != "full" or config.parallel.cpu_offload:
+        return False
+    width = MASTER_DTYPE[config.parallel.precision].itemsize
+    each = width + state_bytes(config.optim.optimizer, width)
+    layout = layout_of(config, world)
+    stays = 2 / layout.tensor if config.parallel.strategy == "shard_grad_op" else 0
+    return subject.numbers * (each / (layout.shard_size * layout.tensor) + stays) > cluster.device.memory

@@ -1,0 +1,80 @@
+"""What a run needs beside its GPUs: memory of the machines, and storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.predict.prediction import PROCESS, Prediction
+
+_FILES = 2
+"""Of the largest tensor, while weights are read, exported or merged: the project's own bound (docs/architecture.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Bytes."""
+
+    loading: int
+    """Of a machine's memory, while weights are read."""
+    training: int
+    saving: int
+    """While a checkpoint is copied and written."""
+    exporting: int
+    """Of the one machine that does it."""
+    naive: int
+    """Of a machine, if every rank read the whole model, in 32 bits, as it is stored by default."""
+    checkpoint: int
+    kept: Mapping[str, int]
+    """Of checkpoints at a time: those that stay, and the one that is being written."""
+    by_clock: int
+    """As many more there may be at a time because of the clock, which only asks for them where there is room."""
+
+    @property
+    def storage(self) -> int:
+        return self.checkpoint * sum(self.kept.values())
+
+
+def beside(config: FinetuneConfig, found: Prediction) -> Beside:
+    """On machines with as many ranks as the cluster says."""
+    ranks = min(found.cluster.per_node, found.world)
+    on_host = ranks * PROCESS
+    if config.parallel.cpu_offload:  # weights and what the optimizer keeps; gradients, as large as trained weights
+        at_rest, state = sum(found.memory.start.values()), found.memory.start.get("optimizer", 0)
+        on_host += ranks * (at_rest + found.checkpoint // found.plan.layout.shard_size - state)
+    on_host += ranks * found.memory.sent
+    staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
+    return Beside(
+        loading=on_host + ranks * _FILES * found.largest,
+        training=on_host,
+        saving=on_host + staged,
+        exporting=PROCESS + _FILES * found.largest,
+        naive=ranks * (PROCESS + 4 * found.parameters.total),
+        checkpoint=found.checkpoint,
+        kept=kept_at_once(config.checkpoint, found.plan),
+        by_clock=more_by_clock(config.checkpoint, found.plan),
+    )
+
+
+def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
+    """How many checkpoints a run needs room for: those it has at a time at most, by what they are kept for."""
+    saves = plan.saves  # others, by the clock: see more_by_clock
+    kept = {"newest": min(saves, chosen.keep_last or saves), "best": chosen.keep_best}
+    if chosen.keep_every and chosen.keep_last:
+        kept["every"] = plan.steps // chosen.keep_every
+    left = saves
+    for name, count in kept.items():
+        kept[name] = min(count, left)
+        left -= kept[name]
+    # An older one is only removed once a newer one is complete.
+    return {**{name: count for name, count in kept.items() if count}, **({"being written": 1} if left else {})}
+
+
+def more_by_clock(chosen: CheckpointConfig, plan: Plan) -> int:
+    """How many more a run has at a time at most where there is room: recovery points."""
+    if not chosen.by_clock:
+        return 0
+    # Two until there is a planned one, and the next is written. Of the others one stays until the next is complete.
+    return 2 if plan.saves == 1 else 1

@@ -1,0 +1,188 @@
+"""What a config needs on a cluster, and how fast it will be there: one call for everybody who asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.errors import ModelError, RaytuneError, in_one_line
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.plan.plan import Plan, resolve
+from raytune_fsdp.predict.devices import Device
+from raytune_fsdp.predict.links import network_of
+from raytune_fsdp.predict.memory import Memory, memory_of
+from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
+from raytune_fsdp.predict.subject import Subject, with_torch_alone
+from raytune_fsdp.predict.trace.trace import Trace, trace
+from raytune_fsdp.step.flops import Architecture, training_flops
+from raytune_fsdp.step.precision import computes_in
+from raytune_fsdp.step.traffic import Traffic
+
+GIB = 2**30
+
+CONTEXT = int(1.0 * GIB)
+"""What CUDA, its libraries and NCCL's buffers take of a device beside tensors. An assumption; not measured here."""
+
+PROCESS = int(0.9 * GIB)
+"""Of a rank that has imported torch and transformers and holds no weights: about 930 MB in Hugging Face's article on
+fine-tuning Llama 2 70B, whose ranks above 0 hold nothing else. (1,506 MB with its share of a 7B's buffers.)"""
+
+HOLES = 0.03
+"""Of what comes and goes in a step, what the allocator cannot use in between. An assumption; with expandable segments,
+which runs have, holes are small."""
+
+
+CALIBRATED_WITHIN = 0.25
+"""Of the measured time of a step, where the machine was measured before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where it is to run."""
+
+    device: Device
+    per_node: int = 8
+    between: float | None = None
+    """Bytes a second from machine to machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a rank needs, moves, and takes for a step."""
+
+    world: int
+    plan: Plan
+    cluster: Cluster
+    memory: Memory
+    beside: Mapping[str, int]
+    """Bytes of the device that no tensor has."""
+    seconds: Seconds
+    traffic: Traffic | None
+    flops: float
+    """Of a step, as MFU counts them."""
+    parameters: ParameterCount
+    active: int
+    """Of them, those that a token is multiplied with, or looked up in: with experts, fewer than all."""
+    attention: str
+    checkpoint: int
+    """Bytes of one."""
+    largest: int
+    """Bytes of the largest weight."""
+    tokens: int
+    """Of a step."""
+
+    rates: str
+    """What the device's speed is based on."""
+    reached: float
+    """What real steps reach of it."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds of a step, as much of the roofline as half of the published runs reach, and on links that are better
+        or worse than planned; where the machine was measured, between which all cases of benchmarks/planned_time.py
+        are."""
+        seconds = self.seconds
+        if self.cluster.device.measured is not None:
+            return seconds.step / (1 + CALIBRATED_WITHIN), seconds.step / (1 - CALIBRATED_WITHIN)
+        low, high = (seconds.at(reached, links) for reached, links in zip(MIDDLE, LINKS_BETWEEN, strict=True))
+        return low, high
+
+    @property
+    def needed(self) -> int:
+        return self.memory.total + sum(self.beside.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.cluster.device.memory
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / (self.seconds.step * self.world * self.cluster.device.peak)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        return self.tokens / self.seconds.step / self.world
+
+
+def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
+    """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
+    if isinstance(plan, int):
+        plan = resolve(config if config.train.max_steps else _bounded(config), plan)
+    return judge(traced(subject, config, plan, cluster), config, plan, cluster)
+
+
+def traced(subject: Subject, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Trace:
+    """A step on such devices. One rank alone looks at their memory; of several the trace is the same on all of a
+    kind, as many on each machine."""
+    config, device = with_torch_alone(config), cluster.device
+    try:
+        return trace(
+            config, subject.hf_config, subject.needs, plan,
+            memory=int(device.memory), device=device.kind, added=subject.added, gloo=device.kind == "cpu",
+            per_node=cluster.per_node,
+        )  # fmt: skip
+    except RaytuneError:
+        raise
+    except Exception as error:  # of a network that operations on tensors without data do not suit
+        raise ModelError(
+            f"model: a step of this network cannot be planned without its data ({in_one_line(error)}): "
+            "`raytune-fsdp train --dry-run` measures one on the machines themselves"
+        ) from error
+
+
+def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
+    """What a traced step takes on these devices."""
+    device, world, memory = cluster.device, plan.layout.world, memory_of(found)
+    precision = config.parallel.precision
+    rates = rates_of(
+        device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
+        itemsize=computes_in(precision).itemsize, narrow=precision == "fp8",
+    )  # fmt: skip
+    seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
+    tokens = plan.division.global_batch * config.data.seq_len
+    offloaded = memory.sent // max(1, len(found.stands_for))
+    changing = memory.total - memory.kept
+    return Prediction(
+        world=world,
+        plan=plan,
+        cluster=cluster,
+        memory=memory,
+        beside=_beside(device, changing, offloaded),
+        seconds=seconds,
+        traffic=found.traffic,
+        flops=_flops(found.architecture, plan, config.data.seq_len),
+        parameters=found.parameters,
+        active=found.parameters.total - found.asleep,
+        largest=found.largest,
+        rates=rates.basis,
+        reached=rates.reached,
+        checkpoint=(found.trained_bytes + memory.start.get("optimizer", 0)) * plan.layout.shard_size,
+        attention=found.attention,
+        tokens=tokens,
+    )
+
+
+def _beside(device: Device, changing: int, offloaded: int) -> dict[str, int]:
+    """Bytes that no tensor of the trace has."""
+    if device.kind == "cpu":
+        return {"process and libraries": PROCESS}
+    return {
+        "context and libraries": CONTEXT,
+        "holes of the allocator": int(HOLES * changing),
+        # Of the block that computes, and of the next one, whose copies are on their way (model/offload_activations.py).
+        **({"back from the host": 2 * offloaded} if offloaded else {}),
+    }
+
+
+def _bounded(config: FinetuneConfig) -> FinetuneConfig:
+    """With a length: that of a run in epochs is not known without its data, and no step depends on it."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 1, "epochs": None})})
+
+
+def _flops(architecture: Architecture, plan: Plan, length: int) -> float:
+    """Of a step of full samples, each of one document."""
+    samples = plan.division.global_batch
+    pairs = samples * length * (length + 1) // 2
+    return training_flops(architecture, tokens=samples * length, targets=samples * length, attended_pairs=pairs)

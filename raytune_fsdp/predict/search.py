@@ -1,0 +1,101 @@
+"""The cheapest cluster on which a config ends in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.plan.plan import Plan, resolve
+from raytune_fsdp.predict.devices import Device
+from raytune_fsdp.predict.planned import cost, hours
+from raytune_fsdp.predict.prediction import Cluster, Prediction, judge, traced
+from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.trace.trace import Trace
+
+_RECOMPUTE = ("none", "selective", "full")
+
+_FIELD = "parallel.activation_checkpointing"
+
+_MOST_NODES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A device, and what it costs by the hour."""
+
+    device: Device
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suitable:
+    changes: Mapping[str, Any]
+    """Fields of the config."""
+    prediction: Prediction
+    price: float | None
+    """Of the whole run."""
+
+    @property
+    def hours(self) -> float:
+        return hours(self.prediction)
+
+
+def search(
+    subject: Subject,
+    config: FinetuneConfig,
+    plan: Plan,
+    offers: Sequence[Offer],
+    *,
+    per_node: int,
+    between: float | None,
+    most_hours: float | None,
+) -> list[Suitable]:
+    """Clusters on which it fits and ends in time, the cheapest first: by price where all have one, else by GPU-hours.
+
+    How activations are kept is chosen for each; everything that decides what is learned stays.
+    """
+    train = config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})
+    best: list[Suitable] = []
+    wants_bf16 = config.parallel.precision.startswith("bf16")
+    wants_fp8 = config.parallel.precision == "fp8"
+    offers = [each for each in offers if (each.device.bf16 or not wants_bf16) and (each.device.fp8 or not wants_fp8)]
+    for world in _sizes(config, per_node):
+        fitting: dict[str, list[Suitable]] = {}
+        for recompute in _RECOMPUTE:
+            parallel = config.parallel.model_copy(update={"activation_checkpointing": recompute})
+            changed = config.model_copy(update={"train": train, "parallel": parallel})
+            try:
+                here = resolve(changed, world)
+            except ConfigError:  # hybrid_shard wants multiples
+                break
+            same: dict[str, Trace] = {}
+            for offer in offers:
+                kind = offer.device.kind
+                cluster = Cluster(device=offer.device, per_node=per_node, between=between)
+                if kind not in same or world == 1:
+                    same[kind] = traced(subject, changed, here, cluster)
+                prediction = judge(same[kind], changed, here, cluster)
+                changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
+                each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
+                if prediction.fits and (most_hours is None or each.hours <= most_hours):
+                    fitting.setdefault(offer.device.name, []).append(each)
+        best += [min(found, key=lambda each: each.hours) for found in fitting.values()]
+    priced = all(each.price is not None for each in best)
+    return sorted(best, key=lambda each: (each.price or 0.0) if priced else each.hours * each.prediction.world)
+
+
+def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
+    """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks, or parts of them."""
+    blocks = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
+    size = 1
+    while size < per_node:
+        if size <= blocks:
+            yield size
+        size *= 2
+    nodes = 1
+    while nodes <= _MOST_NODES and nodes * per_node <= blocks:
+        yield nodes * per_node
+        nodes *= 2

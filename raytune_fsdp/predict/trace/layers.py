@@ -1,0 +1,92 @@
+"""Which blocks of a network stand for which: a few are traced, and say what all of them need."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from raytune_fsdp.config import ParallelConfig
+from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.step.parallel import reached_by_backward, units_of
+
+_MARGIN = 2
+"""Units that are kept at either end of a stretch of alike ones: what is fetched ahead, and what is still on its way,
+belongs to a neighbour."""
+
+_NUMBERED = ("idx", "index", "layer_id", "layer_number", "layer_num")
+"""Parts of the names under which a module keeps its place, which says nothing about its size."""
+
+
+def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
+    """Cut blocks out of a network on the meta device that is not sharded yet; returns what stands for each of all."""
+    blocks = blocks_of(model)
+    units = units_of(model, parallel.model_copy(update={"wrap": 1}), ends=ends)
+    reached = [
+        flag for unit, flag in zip(units, reached_by_backward(model, units), strict=True) if unit.name == "block"
+    ]
+    every = parallel.recompute_every if parallel.activation_checkpointing == "every_n" else 1
+    kinds = [
+        (*_kind(block), flag, number % (every or 1), number % parallel.wrap)
+        for number, (block, flag) in enumerate(zip(blocks, reached, strict=True))
+    ]
+    stands_for = representatives(kinds, _MARGIN * parallel.wrap)
+    kept = sorted(set(stands_for))
+    # A network that also sees or hears has a list for each of its parts, and blocks that are in none.
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(b in blocks for b in m)]
+    cut = {number: _list_with(blocks[number], lists) for number in range(len(blocks)) if number not in kept}
+    if None in cut.values():
+        return list(range(len(blocks)))
+    for number, parent in cut.items():
+        assert parent is not None
+        del parent[[*parent].index(blocks[number])]
+    return [kept.index(number) for number in stands_for]
+
+
+def _list_with(block: nn.Module, lists: Sequence[nn.ModuleList]) -> nn.ModuleList | None:
+    return next((each for each in lists if any(block is one for one in each)), None)
+
+
+def _kind(block: nn.Module) -> tuple[Hashable, ...]:
+    """What makes two blocks need the same: what they are made of, and their settings."""
+    weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    settings = tuple(
+        (key, value)
+        for module in block.modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, int | float | str) and not any(part in key for part in _NUMBERED)
+    )
+    return (type(block).__qualname__, weights, settings)
+
+
+def representatives(kinds: Sequence[Hashable], margin: int) -> list[int]:
+    """For each of a sequence, one that stands for it: repetitions are taken out of the middle of what is periodic, but
+    for so many at either end."""
+    stands_for = list(range(len(kinds)))
+    kept = list(range(len(kinds)))
+    while cut := _largest_cut([kinds[number] for number in kept], margin):
+        start, stop, period = cut
+        before = {kept[i]: kept[start - period + (i - start) % period] for i in range(start, stop)}
+        stands_for = [before.get(number, number) for number in stands_for]
+        del kept[start:stop]
+    return stands_for
+
+
+def _largest_cut(kinds: Sequence[Hashable], margin: int) -> tuple[int, int, int] | None:
+    """[start, stop) of what can be left out, and the period that it repeats."""
+    best: tuple[int, int, int] | None = None
+    for period in range(1, len(kinds) // 2 + 1):
+        first = 0
+        for place in range(len(kinds) - period + 1):
+            if place < len(kinds) - period and kinds[place] == kinds[place + period]:
+                continue
+            # kinds[first : place + period] repeats. What stands for others has a whole period before it and behind it:
+            # the rotations of full attention, which all such layers share, belong to the first of them.
+            edge = max(margin, period)
+            start = first + edge + period
+            periods = (place + period - edge - start) // period
+            if periods > 0 and (best is None or periods * period > best[1] - best[0]):
+                best = start, start + periods * period, period
+            first = place + 1
+    return best

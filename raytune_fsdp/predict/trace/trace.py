@@ -1,0 +1,329 @@
+"""One step of a few blocks of a network, as a rank of the run computes it, on tensors that have no data.
+
+The network is built, spread and stepped by the code that does it in a run. The collectives are those of a process group
+that talks to nobody; a rank among 16 of a 70B needs 0.8 s for this, and no memory to speak of.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.base.batch import Batch, Borders, Cursor, PackedSample, ParameterCount, StepBatches, Targets
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
+from raytune_fsdp.data.shared_batches import own_parts
+from raytune_fsdp.model.attention.calls import PREFIX
+from raytune_fsdp.model.attention.choose import Needs, choose, use
+from raytune_fsdp.model.fill import allocate
+from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
+from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install
+from raytune_fsdp.model.objective.objective import Objective
+from raytune_fsdp.model.pieces.pieces import TENSOR
+from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
+from raytune_fsdp.model.split.sequence import check_attention_in_parts, check_sequence, use_parts
+from raytune_fsdp.model.split.tensor import cut
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.predict.trace.layers import keep_blocks
+from raytune_fsdp.predict.trace.live import Bytes, Live, Timeline
+from raytune_fsdp.predict.trace.recorder import Recorder
+from raytune_fsdp.run.assemble import as_stored, spread
+from raytune_fsdp.run.trials.probe import with_memory
+from raytune_fsdp.step.accumulation import add_in_fp32
+from raytune_fsdp.step.flops import Architecture
+from raytune_fsdp.step.operations import count_architecture, count_asleep
+from raytune_fsdp.step.optim import Optimizer, build_optimizer
+from raytune_fsdp.step.parallel import Unit, is_wrapped, make_groups, make_mesh, traffic_of, units_of
+from raytune_fsdp.step.precision import computes_in
+from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
+from raytune_fsdp.step.traffic import Traffic
+from raytune_fsdp.step.train_step import LossScale, train_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What happened on a rank in a step of a few blocks."""
+
+    timeline: Timeline
+    stands_for: tuple[int, ...]
+    """For each block of the whole network, the traced one that is like it."""
+    persistent: tuple[Bytes, ...]
+    """What each traced block keeps from step to step."""
+    passes: int
+    """Forward and backward passes that were traced: two stand for all."""
+    parallel: ParallelConfig
+    """The config's, with what one rank alone does better."""
+    attention: str
+    """The kernel, as transformers knows it."""
+    architecture: Architecture
+    parameters: ParameterCount
+    asleep: int
+    """Of them, those that a token is not multiplied with."""
+    traffic: Traffic | None
+    """Of a step; None: nothing is spread."""
+    largest: int
+    """Bytes of the largest weight, as it is trained."""
+    trained_bytes: int
+    """Of this rank's trained weights, in the whole network."""
+    trained_bytes_traced: int
+    """In the traced blocks and what is beside them."""
+    offloaded: bool
+    """Weights, gradients and the optimizer's state are in the memory of the host."""
+
+
+def trace(
+    config: FinetuneConfig,
+    hf_config: PretrainedConfig,
+    needs: Needs,
+    plan: Plan,
+    *,
+    memory: int,
+    device: str = "cuda",
+    added: Sequence[int] = (),
+    gloo: bool = False,
+    per_node: int | None = None,
+    whole: bool = False,
+    until: float | None = None,
+) -> Trace:
+    """Compute one step of rank 0 on devices of so many bytes of `memory`.
+
+    `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every block. `until`: TookTooLong is raised then.
+    """
+    from torch._subclasses import FakeTensorMode  # half of the compiler, a second
+
+    model = build_network(copy.deepcopy(hf_config), config, added)
+    attention = choose_kernels(model, config, needs, device)
+    architecture, parameters, asleep = count_architecture(model), count_parameters(model), count_asleep(model)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    parallel = as_stored(model, config, plan.layout, memory, device)
+    with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
+        mesh = _share(model, plan)
+        per_node = _together(parallel, plan, per_node)
+        traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
+        kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
+        blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
+        (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
+        units = units_of(model, parallel, ends=needs.ends)
+        live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
+        spread(model, units, parallel, mesh, None, CPU, _ToHost(live), per_node)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        _allocate(model, fake)
+        model.train()
+        with fake:
+            optimizer = optimizer_of(config, plan, parallel, model, units, passes)
+            recorder = Recorder(live, model, blocks, optimizer)
+            recorder.record(lambda: one_step(config, plan, parallel, model, recorder, batches, CPU))
+    return Trace(
+        timeline=live.timeline,
+        stands_for=tuple(kept),
+        persistent=recorder.persistent,
+        passes=passes,
+        parallel=parallel,
+        attention=attention,
+        architecture=architecture,
+        parameters=parameters,
+        asleep=asleep,
+        traffic=traffic,
+        largest=largest,
+        trained_bytes=recorder.rest + sum(recorder.trained[number] for number in kept),
+        trained_bytes_traced=recorder.rest + sum(recorder.trained),
+        offloaded=parallel.cpu_offload and device != "cpu",
+    )
+
+
+def optimizer_of(
+    config: FinetuneConfig,
+    plan: Plan,
+    parallel: ParallelConfig,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    passes: int,
+) -> Optimizer:
+    """With its state, and with gradients that are added as in a new run. `passes`: the micro-batches of a step."""
+    if parallel.precision == "bf16_pure":
+        add_in_fp32(model, units, parallel, plan.layout, passes)
+    optimizer = build_optimizer(model, config.optim, config.method)
+    optimizer.init_state()
+    return optimizer
+
+
+def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
+    """Have the network compute what a rank computes of blocks and of layers; returns the mesh to shard it over."""
+    mesh, members = make_mesh(plan.layout, CPU), make_groups(plan.layout, CPU).sequence
+    if plan.layout.tensor > 1:
+        cut(model, mesh[TENSOR])
+    if members is not None:
+        use_parts(model, members)
+    return mesh
+
+
+def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:
+    """How many ranks sum gradients before those of other machines do."""
+    if parallel.reduce != "hierarchical" or per_node is None:
+        return None
+    nodes = [rank // per_node for rank in range(plan.layout.world)]
+    return ranks_of_a_node(nodes, plan.layout.shard_size)
+
+
+def _traffic(
+    model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool, per_node: int | None
+) -> Traffic | None:
+    if not is_wrapped(parallel, plan.layout.world):
+        return None
+    units, passes = units_of(model, parallel, ends=ends), plan.division.full_rounds
+    return traffic_of(model, units, parallel, plan.layout, micro_batches=passes, per_node=per_node)
+
+
+def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
+    """Give weights shapes without data, and buffers real values: some architectures decide by what is in them."""
+    init_buffers(model, CPU)
+    real = [(module, dict(module._buffers)) for module in model.modules()]
+    with fake:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            allocate(model, CPU)
+        else:  # a parameter that has been shown to fake tensors cannot be changed in place
+            with_memory(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
+        for module, buffers in real:
+            kept = {name: buffer for name, buffer in buffers.items() if buffer is None or not buffer.is_meta}
+            module._buffers.update(kept)
+
+
+class _ToHost:
+    """Copies of activations to the memory of the host, and none back: where they are in use is for the plan to say."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def behind_compute(self) -> AbstractContextManager[None]:
+        return self._live.sending_to_host()
+
+    def mark(self) -> None:
+        return None
+
+    def hold_compute(self, mark: None) -> None:
+        pass
+
+
+def one_step(
+    config: FinetuneConfig,
+    plan: Plan,
+    parallel: ParallelConfig,
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    batches: StepBatches,
+    device: torch.device,
+) -> None:
+    """A run's step, beside which nothing is watched or recorded."""
+    train_step(
+        model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
+        plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
+        objective=Objective.of(config.train, None, None),
+    )  # fmt: skip
+
+
+def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
+    """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
+    attention."""
+    check_cut(config.parallel.mesh.tensor, model, needs)
+    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
+    if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
+        install(model)
+        head = model.get_output_embeddings()
+        assert isinstance(head, LossHead)
+        head.stands_for = device
+    if model._can_set_experts_implementation() and device == "cpu":
+        model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
+    dtype = computes_in(config.parallel.precision)
+    attention = choose(
+        config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
+        fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
+    )  # fmt: skip
+    chosen = use(model, attention)
+    if config.parallel.mesh.sequence > 1:
+        check_attention_in_parts(config.parallel.mesh.sequence, chosen)
+    return chosen.name
+
+
+def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:
+    """Blocks without padding, every token but the first trained on: no real one needs more."""
+    length, vocabulary = config.data.seq_len, hf_config.get_text_config().vocab_size
+    ids = (np.arange(length) % vocabulary).astype(np.int32)
+    positions = np.arange(length, dtype=np.int32)
+    sample = PackedSample(
+        input_ids=ids,
+        labels=np.where(positions == 0, -100, ids).astype(np.int32),
+        position_ids=positions,
+        source_ids=np.zeros_like(ids),
+        id=0,
+    )
+    block = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
+    blocks: tuple[Batch, ...] = tuple(replace(block, index=index) for index in range(passes))
+    assert all(each.index != FILLER_INDEX for each in blocks)
+    counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
+    return StepBatches(step=1, blocks=blocks, counts=counts)
+
+
+def _repeated(one: Batch, times: int) -> Batch:
+    """A block of so many samples alike. To put millions of tokens together sample by sample takes seconds."""
+    first_tokens = torch.arange(times)[:, None] * one.input_ids.numel()
+    starts = (one.borders.starts[:-1] + first_tokens).flatten()
+    targets = one.targets
+    return replace(
+        one,
+        input_ids=one.input_ids.repeat(times, 1),
+        labels=one.labels.repeat(times, 1),
+        position_ids=one.position_ids.repeat(times, 1),
+        source_ids=one.source_ids.repeat(times, 1),
+        borders=Borders(
+            starts=torch.cat([starts, starts.new_tensor([times * one.input_ids.numel()])]).int(),
+            longest=one.borders.longest,
+        ),
+        targets=Targets(
+            places=(targets.places + first_tokens).flatten(),
+            ids=targets.ids.repeat(times),
+            datasets=targets.datasets.repeat(times),
+            by_dataset=tuple(times * count for count in targets.by_dataset),
+        ),
+        sample_ids=one.sample_ids * times,
+        tokens=times * one.tokens,
+        target_tokens=times * one.target_tokens,
+        attended_pairs=times * one.attended_pairs,
+    )
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Whatever is drawn in here, what is drawn after it is the same: tensors without data draw names from `random`."""
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(before)
+
+
+@contextmanager
+def as_rank_of(world: int) -> Iterator[None]:
+    """In here this process is rank 0 of so many, of which there are no others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a process of a run has a process group already"
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

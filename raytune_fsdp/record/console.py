@@ -1,0 +1,373 @@
+"""The run as a person follows it in a terminal: a line per step, evaluations, events in words, the curve at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TextIO
+
+from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.record import names
+from raytune_fsdp.record.screen_messages import Looks, message
+from raytune_fsdp.record.tracker import RunStart, Status
+
+_WINDOW = 20
+"""Steps that the remaining time is estimated from."""
+_MOST_LINES = 200
+"""Of steps, for a run of any length, unless `tracking.console_every` says how many."""
+_TELL_SECONDS = 0.1
+"""Between two messages to the region of a terminal, which is drawn as often."""
+_BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
+_LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
+_WORDS = {
+    names.ATTEMPT_STARTED: "started on {world_size} workers",
+    names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why}), blocks {blocks} ({blocks_why})",
+    names.COMPILED: "compiled {graphs} graphs up to step {step}",
+    names.PROFILED: "profiled step {step}: {path}",
+    names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
+    names.SAVE_POSTPONED: "checkpoint of step {step} is postponed: the previous one is still being written",
+    names.NO_ROOM_TO_SAVE: "nothing is saved by the clock: storage has {free} bytes left, and that and the next save "
+    "take {wanted}",
+    names.ROOM_MADE: "storage has no room for another checkpoint, so recovery points were removed: {removed}",
+    names.CHECKPOINT_DAMAGED: "checkpoint {path} is damaged ({problem}), so an older one is used",
+    names.EXPORTED_ALONE: "{path} has the language model alone, a {model} without the parts that see: {because}",
+    names.WINDOWS_BUILT: "tokenized {windows} windows of data",
+    names.COLUMN_NOT_READ: "dataset {dataset}: column {column} is not read; {share:.1%} of {rows} rows have it",
+    names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
+    names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
+    names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
+    names.RESIZED: "resized from {before} to {after} workers",
+}
+# Bits of a braille character, by dot: left and right column, from the top.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+class ConsoleTracker:
+    """Prints to `stream` (stdout), each line at once: steps, or where a region shows those
+    (record/screen_messages.py), messages to it."""
+
+    def __init__(self, stream: TextIO | None = None, *, every: int | None = None) -> None:
+        """`every`: steps between two lines of steps (`tracking.console_every`)."""
+        self._stream = sys.stdout if stream is None else stream
+        self._looks = Looks.of(self._stream)
+        self._every = every
+        self._name = ""
+        self._total: int | None = None
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._losses: list[float] = []
+        self._first_step = 0
+        self._message: str | None = None
+        self._told_at = 0.0
+        self._evaluated: list[str] = []
+        self._finished = False
+
+    def start(self, run: RunStart) -> None:
+        self._name, self._total = run.name, run.total_steps
+        where = f"continues after step {run.resumed_from}" if run.resumed_from else "from the beginning"
+        self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
+        if run.parameters is not None:
+            self._print(f"     {run.parameters.words}")
+
+    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        # The first steps waited for the first batch, minutes sometimes; no later step does.
+        waited = metrics[0].data_seconds / len(metrics) if metrics and not self._losses else 0.0
+        for step in metrics:
+            first = not self._first_step
+            self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
+            self._losses.append(step.loss)
+            self._seconds.append(max(0.0, step.step_seconds - waited))
+            if not self._looks.live and (first or step.skipped or self._is_due(step.step)):
+                self._print(self._step_line(step), _YELLOW if step.skipped else "")
+        if self._looks.live and metrics:
+            self._message = self._message_of(metrics[-1], world_size)
+            if time.monotonic() - self._told_at >= _TELL_SECONDS:
+                self._tell()
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self._evaluated = [f"{key.removeprefix('eval/')} {value:.4f}" for key, value in values.items()]
+        self._print(f"eval {self._place(step)}  {evaluation_in_words(values)}", _BOLD)
+
+    def event(self, name: str, /, **fields: object) -> None:
+        if name == names.WINDOWS_BUILT and fields.get("steps"):
+            return  # the usual course of a run whose data is tokenized as it goes
+        if name == names.COLUMN_NOT_READ:
+            return  # said where the data was opened
+        self._print(f"     {event_in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+    def sync(self) -> None:
+        pass
+
+    def finish(self, status: Status) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        if self._looks.live:
+            self._message = message()  # nothing is trained now
+            self._tell()
+        if status in ("failed", "handed_over"):
+            return  # perhaps another attempt follows; if none does, the launcher says what has failed
+        if len(self._losses) > 2:  # two make no curve
+            last = self._first_step + len(self._losses) - 1
+            self._print(f"loss, steps {self._first_step} to {last}")
+            self._print(curve(self._losses, width=60, height=8))
+        self._print(_LAST_WORDS[status], _BOLD)
+
+    def _is_due(self, step: int) -> bool:
+        every = self._every or math.ceil((self._total or 1) / _MOST_LINES)
+        return step % every == 0 or step == self._total
+
+    def _step_line(self, step: StepMetrics) -> str:
+        parts = [
+            f"step {self._place(step.step)}",
+            f"loss {step.loss:8.4f}",
+            f"grad {step.grad_norm:8.3f}",
+            f"lr {step.lr:8.2e}",
+            f"{short(step.tokens_per_second):>6} tok/s",
+        ]
+        if step.mfu is not None:
+            parts.append(f"mfu {100 * step.mfu:4.1f}%")
+        parts.append(f"mem {gibibytes(step.memory_bytes):>10}")
+        if self._total is not None:
+            parts.append(f"eta {duration(self._left(step))}")
+        return "  ".join(parts) + ("  skipped" if step.skipped else "")
+
+    def _message_of(self, step: StepMetrics, world_size: int) -> str:
+        """A step for the region. What matters most comes first: a narrow terminal shows fewer."""
+        wait = step.data_seconds / step.step_seconds if step.step_seconds > 0 else 0.0
+        fields = [
+            f"loss {step.loss:.4f}",
+            f"lr {step.lr:.2e}",
+            f"{short(step.tokens_per_second)} tok/s",
+            *([f"mfu {100 * step.mfu:.1f}%"] if step.mfu is not None else []),
+            f"mem {gibibytes(step.memory_bytes)}",
+            f"data wait {100 * min(1.0, wait):.0f}%",
+            f"grad {step.grad_norm:.3f}",
+            f"{step.step_seconds:.3g} s/step",
+            f"epoch {step.epoch:.2f}",
+            f"workers {world_size}",
+            *self._evaluated,
+        ]
+        left = {"left": self._left(step)} if self._total is not None else {}
+        place = f"{step.step:,}" + (f"/{self._total:,}" if self._total is not None else "")
+        title = f"{self._name}  step {place}"
+        return message(title=title, done=step.step, total=self._total or 0, fields=fields, **left)
+
+    def _left(self, step: StepMetrics) -> float:
+        return fmean(self._seconds) * max((self._total or 0) - step.step, 0)
+
+    def _place(self, step: int) -> str:
+        if self._total is None:
+            return f"{step:>6}"
+        return f"{step:>{len(str(self._total))}}/{self._total}"
+
+    def _tell(self) -> None:
+        if self._message is not None:
+            self._message, found, self._told_at = None, self._message, time.monotonic()
+            print(found, file=self._stream, flush=True)
+
+    def _print(self, text: str, colour: str = "") -> None:
+        self._tell()
+        # Models answer, and rows say, whatever they like: no text of theirs may steer the terminal.
+        text = printable(text, keep="\n\t")
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # A pipe in the C locale takes ASCII only: a question mark in a curve is better than the end of the run.
+        text = text.encode(encoding, "replace").decode(encoding)
+        coloured = f"{colour}{text}{_RESET}" if colour and self._looks.colours else text
+        print(coloured, file=self._stream, flush=True)
+
+
+def evaluation_in_words(values: Mapping[str, float]) -> str:
+    """The values of an evaluation in a line; those of subjects are left out."""
+    return "  ".join(
+        f"{key.removeprefix('eval/')} {value:.4f}"
+        + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
+        for key, value in values.items()
+        if not names.is_of_subject(key)
+    )
+
+
+def event_in_words(name: str, fields: Mapping[str, object]) -> str:
+    """An event as a person would say it; an unknown one as its name and fields."""
+    get = fields.get
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
+    rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
+    if name in _WORDS:
+        return _WORDS[name].format_map(defaultdict(lambda: "?", fields))
+    match name:
+        case names.SAVED:
+            seconds, num_bytes = get("seconds"), get("bytes")
+            took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
+            size = f", {gibibytes(num_bytes)}" if isinstance(num_bytes, int) else ""
+            return f"saved step {get('step')}{took}{size}{' (recovery point)' if get('recovery') else ''}"
+        case names.SKIPPED_UPDATE:
+            return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
+        case names.ANSWERED:
+            return f"asked: {get('prompt')}\n     answered: {get('answer')}"
+        case names.MEMORY_SHORT:
+            wanted, free = (gibibytes(n) if isinstance(n := get(key), int) else n for key in ("wanted", "free"))
+            return (
+                f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
+                "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
+            )
+        case names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT:
+            return _IN_WORDS[name](fields)
+        case names.SLOW_RANK:
+            mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
+            return (
+                f"step {get('step')}: the others wait for rank {get('rank')} on {get('node')}: its own work takes "
+                f"{mine} s a step, theirs {others} s; what takes longer is its {get('spends_it_on')}"
+            )
+        case names.SHARDED:
+            units = get("units")
+            listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units
+            return f"gathered {get('gathered')}: {listed}{_received(fields)}"
+        case names.ROWS_SKIPPED:
+            reasons, rows = get("reasons"), get("rows")
+            counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
+            first = f"; the first: {rows[0]['message']}" if isinstance(rows, list) and rows else ""
+            return f"rows left out: {counts}{first}"
+        case names.SETTINGS_CHANGED:
+            changes = ((key, *value) for key, value in fields.items() if isinstance(value, list) and len(value) == 2)
+            return "settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
+        case names.RECORD_REPAIRED:
+            problems = get("problems")
+            what = "; ".join(map(str, problems)) if isinstance(problems, list) else str(problems)
+            return f"metrics.jsonl was broken: {what}" + (f" (as it was: {get('kept')})" if get("kept") else "")
+    step = f" at step {fields['step']}" if "step" in fields else ""
+    return name.replace("_", " ") + step + (f": {rest}" if rest else "")
+
+
+def _predicted(fields: Mapping[str, object]) -> str:
+    kept, peak, seconds = (fields.get(key) for key in ("kept_bytes", "peak_bytes", "step_seconds"))
+    if not isinstance(kept, int) or not isinstance(peak, int):
+        return f"memory was not predicted: {fields.get('because')}"
+    step = f", {seconds:.3g} s a step" if isinstance(seconds, int | float) else ""
+    return f"predicted of a rank: keeps {gibibytes(kept)}, {gibibytes(peak)} at the most ({fields.get('where')}){step}"
+
+
+def _checked(fields: Mapping[str, object]) -> str:
+    found = [
+        f"{what} {off:+.2%}"
+        for name, what in (("kept", "what a rank keeps"), ("peak", "its peak"), ("seconds", "the time of a step"))
+        if isinstance(off := fields.get(f"{name}_error"), int | float)
+    ]
+    return f"predicted, beside what is measured at step {fields.get('step')}: {', '.join(found) or 'nothing'}"
+
+
+def _notice_short(fields: Mapping[str, object]) -> str:
+    notices = fields.get("notices")
+    listed = [
+        f"the {seconds:g} s {_NOTICES.get(what, what)}"
+        for what, seconds in (notices.items() if isinstance(notices, dict) else ())
+        if isinstance(seconds, int | float)
+    ]
+    took = f"{seconds:.0f} s" if isinstance(seconds := fields.get("seconds"), int | float) else "?"
+    return (
+        f"a save takes {took}, longer than {' and '.join(listed) or '?'}: a run that is ended so may lose what it has "
+        "trained since its last checkpoint. Make that time longer where you can, save more often (checkpoint.every), "
+        "or write to faster storage"
+    )
+
+
+_IN_WORDS = {names.PREDICTED: _predicted, names.PREDICTION_CHECKED: _checked, names.NOTICE_SHORT: _notice_short}
+_NOTICES = {
+    "spot": "between a spot machine's notice and its end",
+    "job_stop": "that `ray job stop` waits (RAY_JOB_STOP_WAIT_TIME_S where the head was started)",
+    "pod": "that Ray gives a pod that is to end (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S in every pod)",
+    "scheduler": "that its scheduler gives (RAYTUNE_FSDP_STOP_SECONDS)",
+    "ranks": "that ranks have after a signal without Ray",
+}
+
+
+def _unit(unit: object) -> str:
+    if not isinstance(unit, dict) or not isinstance(unit.get("bytes"), int):
+        return str(unit)
+    count, size = unit.get("count"), gibibytes(unit["bytes"])
+    return f"{unit.get('name')} {size}" if count == 1 else f"{count} x {unit.get('name')} of {size}"
+
+
+def _received(fields: Mapping[str, object]) -> str:
+    names = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
+    found = [f"{gibibytes(size)} {what}" for key, what in names.items() if isinstance(size := fields.get(key), int)]
+    if len(found) < 2:  # of an older version
+        return ""
+    return f"; in a step a rank receives {', '.join(found[:-1])} and {found[-1]}"
+
+
+def short(value: float) -> str:
+    """A count with three digits: 987, 12.3k, 4.56M."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * scale:  # 999.5 would round to "1e+03"
+            return f"{value / scale:.3g}{unit}" if abs(value) < 999.5 * scale else f"{value / scale:.0f}{unit}"
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
+def gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units: 2d 3h, 1h 05m, 3m 20s, 12s."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+
+
+def curve(losses: Sequence[float], width: int, height: int) -> str:
+    """The losses as `height` lines of at most `width` braille characters, with the scale at the left.
+
+    If there are more losses than dots in a line, a dot is the mean of its share. A loss that is not finite is a gap.
+    """
+    # A braille character has two dots across and four down.
+    points = _pooled(losses, 2 * width)
+    finite = [value for value in points if math.isfinite(value)]
+    if not finite:
+        return "(no finite loss)"
+    low, high = min(finite), max(finite)
+    rows = 4 * height
+    scale = (rows - 1) / (high - low) if high > low else 0.0
+    cells = [[0] * math.ceil(len(points) / 2) for _ in range(height)]
+    previous: int | None = None
+    for column, value in enumerate(points):
+        if not math.isfinite(value):
+            previous = None
+            continue
+        row = round((high - value) * scale)
+        # Joined to the previous point, so that a steep curve stays one line.
+        start = row if previous is None else previous + (row > previous) - (row < previous)
+        for dot in range(min(start, row), max(start, row) + 1):
+            cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
+        previous = row
+    labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"} if height > 1 else {0: f"{high:.4g}"}
+    margin = max(map(len, labels.values()))
+    texts = ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+    return "\n".join(f"{labels.get(row, ''):>{margin}} ┤{text}" for row, text in enumerate(texts))
+
+
+def _pooled(values: Sequence[float], count: int) -> list[float]:
+    if len(values) <= count:
+        return list(values)
+    pooled = []
+    for index in range(count):
+        share = values[index * len(values) // count : (index + 1) * len(values) // count]
+        finite = [value for value in share if math.isfinite(value)]
+        pooled.append(fmean(finite) if finite else math.nan)
+    return pooled

@@ -1,0 +1,309 @@
+"""A tracker that follows the record: training only says how far that is committed, and a thread sends what is missing.
+
+A library that talks to a server may block for minutes, so no call of it is made by the thread that trains, which does
+not hand over the lines either: the thread reads them. Only lines up to the newest checkpoint are sent, as a resume cuts
+the others and few receivers take anything back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.redaction import redact_text
+from raytune_fsdp.base.untrusted import read_file
+from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, METRICS_FILE
+from raytune_fsdp.record.copies.cursor import Position, RecordReader, Sent
+from raytune_fsdp.record.copies.muted import muted
+from raytune_fsdp.record.names import SAVED
+from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
+
+logger = logging.getLogger(__name__)
+
+MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
+LAST_PAUSES_SECONDS, LAST_TRIES = 1.0, 5  # after the end of a run
+ALL = 2**62  # a step that no run reaches
+
+
+class Follower(NullTracker, ABC):
+    """Never raises, and waits only in `finish`: `finish_seconds` at most, telling `progress` how far it is."""
+
+    receiver = ""
+    """Who gets the record, in words."""
+    noisy: Sequence[str] = ()
+    """Loggers of its libraries that say nothing of use."""
+
+    def __init__(self, directory: Path, *, finish_seconds: float = 30.0, progress: Progress | None = None) -> None:
+        self._directory = directory
+        self._finish_seconds = finish_seconds
+        self._progress = progress
+        self._start = RunStart(name="", attempt=0)
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # What training says to the thread, guarded by `_changed`.
+        self._committed = -1
+        self._happened = False
+        """Whether there was an event since the thread last asked."""
+        self._status: Status = "finished"
+        self._closed = False
+        self._abandoned = False
+        # The thread's own.
+        self._reader = RecordReader(directory / METRICS_FILE)
+        self._ended = False
+        self._problem = ""
+
+    def start(self, run: RunStart) -> None:
+        self._start = run
+        committed = run.resumed_from if run.committed is None else run.committed
+        self._committed = committed or -1  # at step 0 nothing is committed: an evaluation there may come again
+        self._thread = threading.Thread(target=self._work, name=self.receiver.lower(), daemon=True)
+        self._thread.start()
+
+    def event(self, name: str, /, **fields: object) -> None:
+        """After a commit the thread may send the lines up to it. Other events it reads from the record."""
+        with self._changed:
+            self._happened = True
+            if name == SAVED and isinstance(step := fields.get("step"), int):
+                self._committed = max(self._committed, step)
+            self._changed.notify_all()
+
+    def finish(self, status: Status) -> None:
+        """Sends the rest, and the status, within the deadline. Says what is left."""
+        if self._thread is None or self._closed or self._abandoned:
+            return
+        if status == "handed_over":
+            # The run goes on at the receiver, too: the next attempt sends what is left, and a node may be gone in
+            # seconds.
+            with self._changed:
+                self._abandoned = True
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._status = status
+            if status == "finished":
+                # Nothing of a run that has reached its end will be cut. What a failed run has not committed will: it
+                # would be there twice when the run continues.
+                self._committed = ALL
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + self._finish_seconds
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(0.5, left))
+            if self._progress is not None and self._thread.is_alive():
+                self._progress(f"steps sent to {self.receiver}", *self._reached())
+        self._abandoned = not self._ended
+        if self.unsent is not None and not self._start.over:  # then the command says it
+            self._say_unsent(self.unsent)
+
+    @property
+    @abstractmethod
+    def unsent(self) -> str | None:
+        """After `finish`: what the receiver has not got, in a sentence; None if it has everything."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """The receiver and where it is, for messages."""
+
+    @abstractmethod
+    def _sent_steps(self) -> int:
+        """The last step that the receiver has."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Do the next thing, or wait until there is one; set `_ended` when all is done. May block, and raise."""
+
+    def _say_unsent(self, unsent: str) -> None:
+        logger.warning("%s", unsent)
+
+    def _reached(self) -> tuple[int, int]:
+        """The last step that the receiver has, and the last one that it may have."""
+        total = self._start.total_steps
+        wanted = max(0, self._committed if total is None else min(self._committed, total))
+        return min(self._sent_steps(), wanted), wanted
+
+    def _unsent_steps(self) -> str:
+        sent, wanted = self._reached()
+        return f"has {sent:,} of {wanted:,} steps of this run" if sent < wanted else "does not know how this run ended"
+
+    # ---- from here on: what the thread does ----
+
+    def _work(self) -> None:
+        failures = last_tries = 0
+        with muted(*self.noisy):
+            while not self._ended and not self._abandoned:
+                try:
+                    self._advance()
+                    failures, last_tries, self._problem = 0, 0, ""
+                except Exception as error:  # foreign code; whatever it raises must not reach training
+                    failures += 1
+                    self._failed()
+                    self._problem = redact_text(in_one_line(error))
+                    if failures == 1:
+                        logger.warning("%s: %s", self.place, self._problem)
+                    if self._closed:
+                        last_tries += self._is_a_try(error)
+                        if last_tries == LAST_TRIES and not self._start.over:
+                            return  # the command goes on, without the devices that the ranks hold
+                        time.sleep(LAST_PAUSES_SECONDS)
+                    self._pause(min(2.0 ** min(failures, 10), MAX_PAUSE_SECONDS))
+
+    @abstractmethod
+    def _failed(self) -> None:
+        """`_advance` has raised."""
+
+    def _is_a_try(self, error: Exception) -> bool:
+        """Whether a failure counts as one of the last tries."""
+        return True
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but not once the run has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._abandoned, timeout=seconds)
+
+    def _wait(self, committed: int, seconds: float | None = None) -> None:
+        """Wait until there is something to do: another commit, an event, the end; or for so long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._abandoned or self._happened or self._committed != committed,
+                timeout=seconds,
+            )
+
+
+class Copy(Follower):
+    """A follower whose receiver does not say what it has: how far it is stands in files of the run's directory."""
+
+    def __init__(self, directory: Path, sent_file: Path, **kwargs: Any) -> None:
+        super().__init__(directory, **kwargs)
+        self._steps = _Part(self._reader, sent_file)
+        measured = RecordReader(directory / EVALUATIONS_FILE)
+        self._measured = _Part(measured, sent_file.with_name(f"{sent_file.name}.evaluations"))
+        self._late_at = 0
+        """The last step at which something late was written, or where writing began."""
+        self._is_open = False
+
+    @abstractmethod
+    def _open(self, step: int) -> None:
+        """Begin to write with this step, of which the receiver may have something: at the start, and again after a
+        failure."""
+
+    @abstractmethod
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Take a line of the record."""
+
+    def _write_late(self, line: Mapping[str, Any]) -> None:
+        """Take what was measured beside training, after steps that came later: one at most for every step that is
+        written."""
+        self._write(line)
+
+    @abstractmethod
+    def _flush(self) -> None:
+        """Return when the lines so far are the receiver's."""
+
+    @abstractmethod
+    def _close(self, status: Status) -> None: ...
+
+    @property
+    def unsent(self) -> str | None:
+        because = f" ({self._problem[:200]})" if self._problem else ""
+        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}; the same command sends the rest"
+
+    @property
+    def place(self) -> str:
+        return self.receiver
+
+    def _sent_steps(self) -> int:
+        return self._steps.sent.step
+
+    def _failed(self) -> None:
+        self._is_open = False
+
+    def _advance(self) -> None:
+        with self._changed:
+            committed, closed = self._committed, self._closed
+            self._happened = False
+        if not self._is_open:
+            if self._start.over and not (self._steps.more(committed) or self._measured.more(ALL)):
+                self._ended = closed  # there is nothing to open it for
+                if not closed:
+                    self._wait(committed)
+                return
+            self._begin(committed)
+        began = time.monotonic()
+        copied = self._copy(self._steps, self._write, committed)
+        if (self._steps.sent.step > self._late_at or self._start.over) and self._copy(
+            self._measured, self._write_late, ALL, most=1
+        ):
+            copied, self._late_at = True, self._steps.sent.step
+        if copied:
+            # At most half of the time, so that training has Python's lock for as long, whatever there is to send.
+            self._pause(time.monotonic() - began)
+        elif closed:
+            self._close(self._status)
+            self._ended = True
+        else:
+            self._wait(committed)
+
+    def _begin(self, committed: int) -> None:
+        # From the first line of the step: what came after the place that is known may be there as well, and nobody can
+        # remove a part of a step.
+        step = min(self._steps.last_sent().step, max(committed, 0))
+        self._open(step)
+        self._steps.go_to(Position(step))
+        self._late_at = step
+        measured = self._measured.last_sent()
+        self._measured.go_to(measured if measured.step < step else Position(step))
+        self._is_open = True
+
+    def _copy(self, part: _Part, write: Callable[[Mapping[str, Any]], None], last_step: int, most: int = ALL) -> bool:
+        """Copy what comes next, for a tenth of a second. Whether there was anything."""
+        began, sent = time.monotonic(), part.sent
+        for place, line in islice(part.reader.lines(last_step), most):
+            write(line)
+            sent = place
+            if time.monotonic() > began + 0.1:
+                break
+        if sent == part.sent:
+            return False
+        self._flush()
+        part.keep(sent)
+        return True
+
+
+class _Part:
+    """A file that is copied, and how far."""
+
+    def __init__(self, reader: RecordReader, sent_file: Path) -> None:
+        self.reader = reader
+        self.sent = Position()
+        self._sent_file = sent_file
+
+    def last_sent(self) -> Position:
+        with suppress(OSError, ValueError):
+            sent = Sent.from_text(read_file(self._sent_file, limit=1024).decode())
+            return sent.place if sent is not None else Position()
+        return Position()
+
+    def more(self, last_step: int) -> bool:
+        """Whether there are lines that were not sent."""
+        self.go_to(self.last_sent())
+        return next(self.reader.lines(last_step), None) is not None
+
+    def go_to(self, place: Position) -> None:
+        self.sent = place
+        self.reader.seek(place)
+
+    def keep(self, sent: Position) -> None:
+        self._sent_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_at_once(self._sent_file, Sent(sent).to_text().encode())
+        self.sent = sent

@@ -1,0 +1,181 @@
+"""What MLflow gets of a run besides its metrics: a run for each attempt, tables of what happened, and the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.redaction import redact_text
+from raytune_fsdp.plan.run_dir import EVENTS_FILE, REPORT
+from raytune_fsdp.record.copies.mlflow_run import MlflowRun, RefusedError
+from raytune_fsdp.record.copies.points import Point
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED
+
+logger = logging.getLogger(__name__)
+
+_NUM_EVENTS, _REPORT = "raytune_fsdp.events", "raytune_fsdp.record.report"
+"""Tags: how many events the table has, and the hash of the report that is there."""
+_LISTED = "mlflow.loggedArtifacts"
+"""MLflow's own tag, by which its pages know that a file is a table."""
+_EVERY_SECONDS, _SHARE = 60.0, 50
+"""A table is sent whole. Not more often than once a minute, and for a fiftieth of the time: one of a long run may have
+megabytes."""
+_MOST_FAILURES = 3
+"""In a row, while the server answers otherwise: fewer than the last tries of a run, which are for its metrics."""
+_MOST_ROWS = 10_000
+_MOST_BYTES = 64 << 20
+
+Event = Mapping[str, Any]
+
+
+class AttemptRuns:
+    """The runs below a run. Found by their tags, so a request without an answer makes no second one."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, MlflowRun] | None = None
+        self._failures = 0
+
+    def forget(self) -> None:
+        """Look again before the next use."""
+        self._runs = None
+
+    def of(self, run: MlflowRun, attempt: int) -> MlflowRun:
+        """That of an attempt, created if there is none."""
+        if self._runs is None:
+            self._runs = run.attempts()
+        if attempt not in self._runs:
+            self._runs[attempt] = run.add_attempt(attempt)
+        return self._runs[attempt]
+
+    def begin(self, run: MlflowRun, attempt: int, tags: Mapping[str, str], events: Iterable[Event]) -> None:
+        self.of(run, attempt).set_tags(tags)
+        self._end_before(attempt, events)
+
+    def end(self, run: MlflowRun, attempt: int, status: str, events: Iterable[Event]) -> None:
+        self.of(run, attempt).end(status)
+        self._end_before(attempt, events)
+
+    def _end_before(self, attempt: int, events: Iterable[Event]) -> None:
+        """Those whose processes had no time for that, or no server."""
+        failed = {event["attempt"] for event in events if event["event"] == ATTEMPT_FAILED}
+        for number, before in (self._runs or {}).items():
+            if number < attempt and before.status == "RUNNING":
+                before.end("FAILED" if number in failed else "KILLED")
+
+    def add_points(self, run: MlflowRun, points: Mapping[int, Sequence[Point]]) -> None:
+        """Add the figures of nodes, by attempt. They must not hold up the metrics."""
+        if self._failures >= _MOST_FAILURES:
+            return
+        try:
+            for attempt, each in points.items():
+                self.of(run, attempt).add_points(each, {})
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures < _MOST_FAILURES and not isinstance(error, RefusedError):
+                raise
+            logger.warning("MLflow did not take figures of nodes: %s", redact_text(in_one_line(error)))
+
+
+class Tables:
+    """Events and answers of a run as tables, in the run and, those of an attempt, below it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / EVENTS_FILE
+        self.stale = True
+        """Whether there is something new."""
+        self._next = 0.0
+
+    def due(self) -> float | None:
+        """Seconds until they are sent again; None if there is nothing new."""
+        return self._next - time.monotonic() if self.stale else None
+
+    def events(self) -> list[dict[str, Any]]:
+        return read_events(self._file)
+
+    def differ_from(self, run: MlflowRun) -> bool:
+        """Whether MLflow has other ones. Of older versions it has none."""
+        events = self.events()
+        return bool(events) and run.tags.get(_NUM_EVENTS) != str(len(events))
+
+    def send(self, run: MlflowRun, attempts: AttemptRuns, attempt: int) -> None:
+        began, events = time.monotonic(), self.events()
+        self.stale = False
+        try:
+            if events:
+                tables = {"events.json": events_table(events), "answers.json": answers_table(events)}
+                _put(run, tables, len(events))
+            own = [event for event in events if event["attempt"] == attempt]
+            if own:
+                _put(attempts.of(run, attempt), {"events.json": events_table(own)}, len(own))
+        except Exception:
+            self.stale = True
+            raise
+        finally:
+            now = time.monotonic()
+            self._next = now + max(_EVERY_SECONDS, _SHARE * (now - began))
+
+
+def _put(run: MlflowRun, tables: Mapping[str, str | None], num_events: int) -> None:
+    there = [name for name, text in tables.items() if text is not None]
+    for name in there:
+        run.add_text(str(tables[name]), name)
+    listed = json.dumps([{"path": name, "type": "table"} for name in there])
+    run.set_tags({_LISTED: listed, _NUM_EVENTS: str(num_events)})
+
+
+def events_table(events: Sequence[Event]) -> str:
+    """The newest events."""
+    rows = [
+        [
+            event.get("time"), event["attempt"], event["event"], event["fields"].get("step"),
+            json.dumps({key: value for key, value in event["fields"].items() if key != "step"}, default=str),
+        ]
+        for event in events[-_MOST_ROWS:]
+    ]  # fmt: skip
+    return _table(["time", "attempt", "event", "step", "fields"], rows)
+
+
+def answers_table(events: Iterable[Event]) -> str | None:
+    """What the model has answered, by prompt and step. A step that was trained again has its last answer."""
+    answers: dict[tuple[str, Any], list[Any]] = {}
+    for event in events:
+        fields = event["fields"]
+        if event["event"] == ANSWERED:
+            prompt, answer = (_text(fields.get(key)) for key in ("prompt", "answer"))
+            answers[prompt, _text(fields.get("step"))] = [fields.get("step"), prompt, answer]
+    return _table(["step", "prompt", "answer"], list(answers.values())[-_MOST_ROWS:]) if answers else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _table(columns: list[str], rows: list[list[Any]]) -> str:
+    """The form in which MLflow's own `log_table` writes them, which has pandas read and join them for that."""
+    # Row by row: one call for all of them would keep Python's lock for 20 ms, and training waiting.
+    data = ", ".join(json.dumps(row, default=str) for row in rows)
+    return f'{{"columns": {json.dumps(columns)}, "data": [{data}]}}'
+
+
+def send_report(run: MlflowRun, directory: Path) -> None:
+    """What there is in `report/`, unless MLflow has it. No links: the directory may be a stranger's."""
+    place = directory / REPORT
+    files = [file for file in sorted(place.rglob("*")) if file.is_file() and not file.is_symlink()]
+    files = [file for file in files if file.stat().st_size <= _MOST_BYTES]
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(f"{file.relative_to(place)}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    if files and run.tags.get(_REPORT) != digest.hexdigest():
+        for file in files:
+            run.add_file(file, str(file.relative_to(directory).parent))
+        run.set_tags({_REPORT: digest.hexdigest()})

@@ -1,0 +1,35 @@
+"""The export of a run as a version of a model in MLflow's registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, connect, get_run
+from raytune_fsdp.record.copies.muted import muted
+
+_STEP = "raytune_fsdp.step.train_step"
+"""Tag of a version: it is the export of this step."""
+_PLACE = "export"
+
+
+def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
+    """The version of model `name` that is this run's export after `step`: made unless it is there. Raises anything.
+
+    A server may not see the export's directory, and takes no path of another machine: it gets a copy of the files
+    among the run's artifacts. A database has the directory itself as the source.
+    """
+    is_server = uri.startswith(("http://", "https://", "databricks"))
+    with muted(*NOISY_LOGGERS):
+        client = connect(uri)
+        run = get_run(client, run_id)
+        for version in client.search_model_versions(f"name='{name}'"):
+            if version.run_id == run_id and version.tags.get(_STEP) == str(step):
+                return str(version.version)
+        try:
+            client.create_registered_model(name)
+        except Exception as error:
+            if getattr(error, "error_code", None) != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = run.add_directory(export, _PLACE) if is_server else str(export)
+        made = client.create_model_version(name, source, run_id, tags={_STEP: str(step)}, await_creation_for=0)
+        return str(made.version)

@@ -1,0 +1,282 @@
+"""A run as an MLflow server has it: found or created, described, written to. The only module that imports mlflow.
+
+Every call may block for as long as its timeouts allow, and may raise whatever its libraries raise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.base.durable import keep_private
+from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.config.recorded import shown_uri
+from raytune_fsdp.record.copies.points import Point
+from raytune_fsdp.record.tracker import UsedData
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+# The client's own retries (7 of them, 246 s in all) would send a request again without asking whether it has arrived. A
+# server on a busy machine needs more than 5 s for a full request. Telemetry is not ours to send, and two lines with
+# addresses at the end are not ours to print.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+NOISY_LOGGERS = (
+    "alembic.runtime.migration",
+    "alembic.runtime.plugins",
+    "mlflow.store.db.utils",
+    "urllib3.connectionpool",
+)
+
+# MLflow's limits for a request: 1,000 metrics, 100 params, 100 tags, and 1,000 of all together. Its client splits what
+# is more into several requests, with the tags in the first of them: a cursor would be ahead of its points.
+MAX_POINTS, _MAX_PARAMS, _MAX_TAGS = 900, 100, 100
+_MAX_NAME = 500  # of a dataset
+
+# MLflow's codes for a run that is not there (the second: its id is not one of this server's), and for a request that no
+# other try will help.
+_GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+_REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+_START = "raytune_fsdp.start"
+ATTEMPT = "raytune_fsdp.attempt"
+_PARENT = "mlflow.parentRunId"
+# Without it MLflow's page shows an experiment as one of generative AI, which has no curves.
+_KIND = {"mlflow.experimentKind": "custom_model_development"}
+
+
+class RefusedError(Exception):
+    """The server does not take this, now or later."""
+
+
+class GoneError(Exception):
+    """The server has no such run, or it was deleted there."""
+
+
+class MlflowRun:
+    """A run that is there. Its `tags`, `params`, `keys` (of metrics), `inputs` (name and digest) and `status` are as of
+    the last look at it."""
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self._client = client
+        self.id = str(run.info.run_id)
+        self.status = ""
+        self.tags: Mapping[str, str] = {}
+        self._read(run)
+
+    def look(self) -> None:
+        """Read it again. Raises GoneError."""
+        self._read(_get(self._client, self.id))
+
+    def set_running(self) -> None:
+        if self.status != "RUNNING":
+            self._client.update_run(self.id, status="RUNNING")
+            self.status = "RUNNING"
+
+    def end(self, status: str) -> None:
+        if self.status != status:
+            self._client.set_terminated(self.id, status)
+            self.status = status
+
+    def add_params(self, params: Mapping[str, str]) -> None:
+        """Add those that are new. In MLflow a param never changes: a resumed run keeps its first value."""
+        from mlflow.entities import Param
+
+        new = [Param(key, value) for key, value in params.items() if key not in self.params]
+        for first in range(0, len(new), _MAX_PARAMS):
+            self._log(params=new[first : first + _MAX_PARAMS])
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        pairs = [RunTag(*pair) for pair in tags.items()]
+        for first in range(0, len(pairs), _MAX_TAGS):
+            self._log(tags=pairs[first : first + _MAX_TAGS])
+        self.tags = {**self.tags, **tags}
+
+    def add_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.id, text, name)
+
+    def add_file(self, file: Path, directory: str) -> None:
+        self._client.log_artifact(self.id, str(file), directory)
+
+    def add_directory(self, directory: Path, name: str) -> str:
+        """Copy all files of a directory, and say where they are."""
+        self._client.log_artifacts(self.id, str(directory), name)
+        return f"{self._artifacts}/{name}"
+
+    def add_inputs(self, datasets: Sequence[UsedData]) -> None:
+        """Add the datasets that are new."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        new = [
+            DatasetInput(
+                Dataset(
+                    name=used.name[:_MAX_NAME],
+                    digest=used.digest,
+                    source_type=used.kind,
+                    source=json.dumps(used.place, default=str),
+                    profile=json.dumps({"rows": used.rows}),
+                ),
+                [InputTag("mlflow.data.context", used.purpose)],
+            )
+            for used in datasets
+            if (used.name[:_MAX_NAME], used.digest) not in self.inputs
+        ]
+        if new:
+            self._client.log_inputs(self.id, new)
+
+    def attempts(self) -> dict[int, MlflowRun]:
+        """The runs below this one, by the number of their attempt."""
+        found = self._client.search_runs([self._experiment], f"tags.`{_PARENT}` = '{self.id}'")
+        runs = [MlflowRun(self._client, run) for run in found]
+        return {int(run.tags[ATTEMPT]): run for run in runs if run.tags.get(ATTEMPT, "").isdecimal()}
+
+    def add_attempt(self, number: int) -> MlflowRun:
+        tags = {_PARENT: self.id, ATTEMPT: str(number)}
+        return MlflowRun(
+            self._client, self._client.create_run(self._experiment, tags=tags, run_name=f"attempt {number}")
+        )
+
+    def add_points(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
+        """Add points, and set tags with the last of them."""
+        from mlflow.entities import Metric, RunTag
+
+        for first in range(0, max(1, len(points)), MAX_POINTS):
+            metrics = [Metric(*point) for point in points[first : first + MAX_POINTS]]
+            last = first + MAX_POINTS >= len(points)
+            self._log(metrics=metrics, tags=[RunTag(*pair) for pair in tags.items()] if last else [])
+
+    def steps_of(self, key: str) -> list[int]:
+        """The steps of all points of a metric."""
+        return [point.step for point in self._client.get_metric_history(self.id, key)]
+
+    def _read(self, run: Run) -> None:
+        self._experiment = str(run.info.experiment_id)
+        self._artifacts = str(run.info.artifact_uri)
+        self.status = str(run.info.status)
+        self.start_time = int(run.info.start_time)
+        self.tags = run.data.tags
+        self.params: Mapping[str, str] = run.data.params
+        self.keys: Sequence[str] = list(run.data.metrics)
+        inputs = run.inputs.dataset_inputs if run.inputs else ()
+        self.inputs = {(each.dataset.name, each.dataset.digest) for each in inputs}
+
+    def _log(self, **what: object) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            # Synchronous, or the client would keep a queue of its own, and its failures to itself.
+            self._client.log_batch(self.id, **what, synchronous=True)
+        except MlflowException as error:
+            if error.error_code not in _REFUSED:
+                raise
+            raise RefusedError(in_one_line(error)) from error
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of a server or a database. The first one imports mlflow, which takes a second or two."""
+    from mlflow.tracking import MlflowClient
+
+    if uri.startswith("sqlite:///"):
+        file = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or not file.stat().st_size:
+            _create(file)
+        keep_private(file)
+    return MlflowClient(uri)
+
+
+def _create(file: Path) -> None:
+    """Have MLflow make its database beside its place, and put it there whole.
+
+    MLflow makes its tables in forty migrations, for seconds. Where a rank died among them, it refused the database from
+    then on, for every run that uses it.
+    """
+    from mlflow.tracking import MlflowClient
+
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp")
+    keep_private(temporary)  # before MLflow makes it; an empty file is an empty database
+    try:
+        MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
+        if file.exists() and not file.stat().st_size:
+            temporary.replace(file)
+        else:
+            os.link(temporary, file)
+    except FileExistsError:
+        pass  # another run of this storage was quicker
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def get_run(client: MlflowClient, run_id: str) -> MlflowRun:
+    """The run with an id. Raises GoneError."""
+    return MlflowRun(client, _get(client, run_id))
+
+
+def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
+    """The run with an id; None if it is no longer there."""
+    try:
+        return get_run(client, run_id)
+    except GoneError:
+        logger.warning(
+            "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
+            shown_uri(uri), run_id,
+        )  # fmt: skip
+        return None
+
+
+def create_run(
+    client: MlflowClient, *, experiment: str, artifact_root: str | None, name: str, token: str, again: bool
+) -> MlflowRun:
+    """A new run. With `again` it is looked for first, by its `token`: a server may have created it and not said so."""
+    experiment_id = _experiment_id(client, experiment, artifact_root)
+    if again and (found := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
+        return MlflowRun(client, found[0])
+    return MlflowRun(client, client.create_run(experiment_id, tags={_START: token}, run_name=name))
+
+
+def _get(client: MlflowClient, run_id: str) -> Run:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in _GONE:
+            raise
+        raise GoneError(run_id) from error
+    if run.info.lifecycle_stage != "active":
+        raise GoneError(run_id)
+    return run
+
+
+def _experiment_id(client: MlflowClient, name: str, artifact_root: str | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=artifact_root, tags=_KIND))
+        except MlflowException as error:
+            # Another run may have created it since we asked.
+            found = client.get_experiment_by_name(name)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or not found:
+                raise
+    for key, value in _KIND.items():
+        if key not in found.tags:  # what its owner has chosen stays
+            with suppress(MlflowException):  # not everybody may change it, and it only decides what a page shows first
+                client.set_experiment_tag(found.experiment_id, key, value)
+    return str(found.experiment_id)

@@ -1,0 +1,59 @@
+"""The run in TensorBoard: files of curves in its directory, written from the record by a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.plan.run_dir import TENSORBOARD
+from raytune_fsdp.record.copies.following import Copy
+from raytune_fsdp.record.copies.points import node_points_of, points_of
+from raytune_fsdp.record.tracker import Status
+
+
+def tensorboard_installed() -> bool:
+    """Whether there is what writes its files, which Ray Train brings. TensorBoard itself is only needed to look."""
+    return find_spec("tensorboardX") is not None
+
+
+class TensorboardTracker(Copy):
+    receiver = "TensorBoard"
+
+    def __init__(self, directory: Path, *, finish_seconds: float = 30.0) -> None:
+        self._place = directory / TENSORBOARD
+        super().__init__(directory, self._place / "sent.json", finish_seconds=finish_seconds)
+        self._file: Any = None
+        self._files = 0
+
+    def _open(self, step: int) -> None:
+        # Not SummaryWriter: its flush does not wait for the queue before the file.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        if self._file is not None:
+            self._file.close()
+        self._files += 1
+        self._place.mkdir(parents=True, exist_ok=True)
+        # Files have the second in their names, and one of the same second would be written over.
+        by = f"{'c' if self._start.over else ''}{self._files:04}"
+        self._file = EventsWriter(str(self._place / "events"), filename_suffix=f".a{self._start.attempt:04}.{by}")
+        # What is there of this step and later ones is not shown.
+        self._file.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        points = [*points_of(line, 0), *node_points_of(line, 0)]
+        if points:
+            _, _, at, step = points[0]
+            values = [Summary.Value(tag=name, simple_value=value) for name, value, _, _ in points]
+            self._file.write_event(Event(step=step, wall_time=at / 1000, summary=Summary(value=values)))
+
+    def _flush(self) -> None:
+        self._file.flush()
+
+    def _close(self, status: Status) -> None:
+        self._file.close()

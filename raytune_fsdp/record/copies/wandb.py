@@ -1,0 +1,84 @@
+"""The run in Weights & Biases, sent from the record by a thread. Its key is in the environment: WANDB_API_KEY."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.durable import make_private, replace_at_once
+from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.plan.run_dir import WANDB_ID_FILE
+from raytune_fsdp.record.copies.following import Copy
+from raytune_fsdp.record.copies.kept_id import kept_id
+from raytune_fsdp.record.copies.points import node_points_of, points_of
+from raytune_fsdp.record.tracker import Status
+
+# Its codes: what is not 0 is a crash there, 255 what a user has stopped.
+_EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
+_EVALUATED = "evaluated_step"
+
+
+def wandb_installed() -> bool:
+    return find_spec("wandb") is not None
+
+
+class WandbTracker(Copy):
+    """Keeps one run there per run. Its library spools on this machine what its server does not take yet."""
+
+    receiver = "Weights & Biases"
+
+    def __init__(
+        self, directory: Path, *, project: str, entity: str | None = None, finish_seconds: float = 30.0
+    ) -> None:
+        super().__init__(directory, directory / f"{WANDB_ID_FILE}.sent", finish_seconds=finish_seconds)
+        self._project = project
+        self._entity = entity
+        self._run: Any = None
+        self._row = 0
+
+    def _open(self, step: int) -> None:
+        import wandb
+
+        if self._run is not None:
+            return  # it takes a step again, and keeps the last value of a key
+        file = self._directory / WANDB_ID_FILE
+        if not (known := kept_id(file)):
+            known = uuid.uuid4().hex
+            replace_at_once(file, f"{known}\n".encode())
+        make_private(self._directory / "wandb")  # where it spools the config
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            id=known,
+            name=self._start.name,
+            dir=str(self._directory),
+            config=redact(dict(self._start.params)),
+            allow_val_change=True,
+            resume="allow",
+            # What is printed goes to logs of our own, and the code around is not for others.
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        points = [*points_of(line, 0), *node_points_of(line, 0)]
+        if points:
+            self._row = points[0][3]
+            self._run.log({name: value for name, value, _, _ in points}, step=self._row)
+
+    def _write_late(self, line: Mapping[str, Any]) -> None:
+        # It takes no row of a step before its last one: these come into the row of that, with their own step beside.
+        # Once the run is over, no row is open, and each gets one.
+        self._run.define_metric(_EVALUATED, hidden=True)
+        self._run.define_metric("eval/*", step_metric=_EVALUATED)
+        points = list(points_of(line, 0))
+        row = None if self._start.over else self._row
+        self._run.log({name: value for name, value, _, _ in points} | {_EVALUATED: line["step"]}, step=row)
+
+    def _flush(self) -> None:
+        """Nothing: what was logged is in its spool."""
+
+    def _close(self, status: Status) -> None:
+        self._run.finish(exit_code=_EXIT_CODES[status])

@@ -1,0 +1,212 @@
+"""What a `metrics.jsonl` is worth, found out and mended before anything is added to it.
+
+A record that a run continues has a line for every step up to its checkpoint, once and in order, with the evaluations
+between them. Whatever it is that has broken one (a crash of the machine, a full disk, an editor, two files put
+together), what can be trusted is kept, the rest is named, and the broken file stays beside the new one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from raytune_fsdp.base.durable import open_private, sync_directory, take_from_others
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.untrusted import LINE_BYTES, NULS
+from raytune_fsdp.record.lines import WHOLE_STEP, read_line, step_of
+
+_PIECE = 2**22  # bytes that are read at a time
+
+Span = tuple[int, int]
+"""The place of a line in its file: its first byte, and the one after its last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a run continues with."""
+
+    evaluated: frozenset[tuple[int, str]] = frozenset()
+    """The evaluations that are on record, by step and key."""
+    problems: tuple[str, ...] = ()
+    """What was wrong with the record; nothing, as a rule."""
+
+
+def cut(path: Path, last_step: int, *, aside: Path) -> Taken:
+    """Remove every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
+
+    If the lines up to there are not what they should be, they are mended, and the file as it was is kept as `aside`.
+    The file is replaced even when nothing is cut: a process of an earlier attempt that is still alive then writes into
+    a file that nobody reads.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
+    with _opened(path) as file, open(temporary, "wb", opener=open_private) as output:
+        spans, taken = ([], Taken()) if last_step == 0 else _take(file, last_step)
+        for first, after in spans:
+            _copy(file, first, after, output)
+        output.flush()
+        os.fsync(output.fileno())
+    if taken.problems and path.exists():
+        _keep(path, aside)
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+    return taken
+
+
+def _keep(path: Path, aside: Path) -> None:
+    """A link, where the file system has them: a copy of a file of 20 GB without content has content."""
+    aside.unlink(missing_ok=True)
+    try:
+        os.link(path, aside)
+        take_from_others(aside)  # an older version's record was for everybody
+    except OSError:
+        with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
+            shutil.copyfileobj(broken, kept)
+
+
+def is_whole(path: Path, last_step: int) -> bool:
+    """Whether the record has every line up to a step, once and in order."""
+    with _opened(path) as file:
+        return _as_written(file, last_step) is not None
+
+
+def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
+    """The places of the lines to keep, in order."""
+    written = _as_written(file, last_step)
+    if written is None:
+        return _salvage(file, last_step)
+    end, evaluated = written
+    return [(0, end)], Taken(evaluated=frozenset(evaluated))
+
+
+def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str]]] | None:
+    """Where the lines up to a step end, and their evaluations; None if they are not as they were written."""
+    newest, end, evaluated = 0, 0, set[tuple[int, str]]()
+    for step, after, keys in _lines(file):
+        if step > last_step and newest == last_step:
+            break
+        # The next step, or an evaluation after the newest one.
+        if step != newest + (keys is None):
+            return None
+        newest, end = step, after
+        if keys is not None:
+            evaluated |= {(step, key) for key in keys}
+    return (end, evaluated) if newest == last_step else None
+
+
+def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
+    """The lines of a broken record that can be trusted, and what is wrong with the others."""
+    steps: dict[int, Span] = {}
+    evaluations: list[tuple[int, Span]] = []
+    evaluated: set[tuple[int, str]] = set()
+    strange = again = highest = end = 0
+    in_order = True
+    for step, after, keys in _lines(file):
+        first, end = end, after
+        if step < 0:
+            strange += 1
+            continue
+        if step > last_step:
+            continue
+        in_order, highest = in_order and step >= highest, max(step, highest)
+        if keys is None:
+            # The last one counts: a step is trained again after a resume, and what was trained last is in the weights.
+            again += step in steps
+            steps[step] = first, after
+        elif all((step, key) in evaluated for key in keys):
+            again += 1
+        else:
+            evaluations.append((step, (first, after)))
+            evaluated |= {(step, key) for key in keys}
+    problems = []
+    if strange:
+        problems.append(f"{_lines_in_words(strange)} neither a step nor an evaluation, and left out")
+    if again:
+        problems.append(f"{_lines_in_words(again)} there twice; one of each is kept")
+    if not in_order:
+        problems.append("lines were not in the order of their steps, and are now")
+    missing = [step for step in range(1, last_step + 1) if step not in steps]
+    if missing:
+        problems.append(f"the lines of {_steps_in_words(missing)} are missing, and lost")
+    # Sorting keeps the order of what is equal: first the step, then its evaluations.
+    found = sorted([*steps.items(), *evaluations], key=lambda each: each[0])
+    return [span for _, span in found], Taken(evaluated=frozenset(evaluated), problems=tuple(problems))
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:
+    """Every finished line: its step (-1: neither a step nor an evaluation), where it ends, an evaluation's keys."""
+    file.seek(0)
+    offset, rest, nuls = 0, b"", 0
+    while nuls <= NULS and (piece := file.read(_PIECE)):
+        nuls += piece.count(0)
+        if nuls > NULS:
+            piece = piece[: piece.index(0)]  # what comes now is no record any more
+        block = rest + piece
+        end = block.rfind(b"\n") + 1
+        position = 0
+        for match in WHOLE_STEP.finditer(block, 0, end):
+            if match.start() > position:
+                yield from _others(block[position : match.start()], offset + position)
+            position = match.end()
+            yield int(match[1]), offset + position, None
+        yield from _others(block[position:end], offset + position)
+        rest = block[end:]
+        if len(rest) > LINE_BYTES:
+            rest = b"\0"  # a line without an end is not kept in memory, and its end is not taken for a line
+        offset += len(block) - len(rest)
+    if read_line(rest) is not None:  # editors leave out the end of the last line; a crash leaves half of it
+        yield from _others(rest, offset)
+
+
+def _others(lines: bytes, offset: int) -> Iterator[tuple[int, int, Iterable[str] | None]]:
+    """The same of lines that are not steps in the form in which they are written."""
+    for raw in lines.splitlines(keepends=True):
+        offset += len(raw)
+        line = read_line(raw)
+        if line is None:
+            yield -1, offset, None
+        else:
+            yield step_of(line), offset, None if line["kind"] == "step" else line["values"]
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file for reading, empty if there is none. A pipe or a device would keep its reader waiting."""
+    if not path.exists():
+        return io.BytesIO()
+    if not path.is_file():
+        raise ResumeError(f"{path} is not a regular file, so it cannot be the record of the run: move it away")
+    return path.open("rb")
+
+
+def _copy(file: BinaryIO, first: int, after: int, output: BinaryIO) -> None:
+    file.seek(first)
+    last = b"\n"
+    while first < after and (piece := file.read(min(_PIECE, after - first))):
+        first += len(piece)
+        output.write(piece)
+        last = piece[-1:]
+    if last != b"\n":
+        output.write(b"\n")
+
+
+def _lines_in_words(count: int) -> str:
+    return f"{count:,} lines were" if count > 1 else "1 line was"
+
+
+def _steps_in_words(steps: list[int]) -> str:
+    """`steps 3, 7-9 and 2 more`: at most eight pieces."""
+    pieces: list[list[int]] = []
+    for step in steps:
+        if pieces and step == pieces[-1][-1] + 1:
+            pieces[-1][1:] = [step]
+        else:
+            pieces.append([step])
+    shown, rest = pieces[:8], len(pieces) - 8
+    text = ", ".join("-".join(map(str, piece)) for piece in shown)
+    more = f" and more, {len(steps):,} in all" if rest > 0 else ""
+    return f"step{'s' if len(steps) > 1 else ''} {text}{more}"

@@ -1,0 +1,307 @@
+"""The model card of an export: what the model is, how good it is, from which data and by which recipe it was made."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.errors import RaytuneError, in_one_line
+from raytune_fsdp.base.redaction import redact, redact_shapes, redact_text
+from raytune_fsdp.base.untrusted import MIB, UnsoundError, printable, read_json, reason
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.model.directory.bounds import read_config
+from raytune_fsdp.model.directory.files import find_weights
+from raytune_fsdp.model.directory.known_files import CARD_FILE
+from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
+from raytune_fsdp.record.jsonl import each_line_of
+from raytune_fsdp.record.names import with_perplexity
+
+logger = logging.getLogger(__name__)
+
+_LOCAL = ("/", "~", "./", "../", "file:")
+"""Beginnings of paths that exist only on some machine."""
+_FINGERPRINT = "- fingerprint of everything that decided the training"
+_RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
+RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
+"""The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
+
+
+def recipe_of(
+    config: Mapping[str, Any],
+    versions: Mapping[str, str | None],
+    run_dir: Path,
+    parameters: ParameterCount,
+    commit: str | None = None,
+) -> str:
+    """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets.
+
+    `commit`: the hub's, of the model that the run has begun with.
+    """
+    chosen = {section: config[section] for section in RECIPE if section in config}
+    chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
+    path = config["model"]["path"]
+    # Decided here, where the run reads it: where a card is written, another directory may have the name of a hub model.
+    on_hub = path is not None and not is_url(path) and not Path(path).expanduser().exists()
+    recipe = {
+        "version": versions["raytune-fsdp"],
+        "versions": versions,
+        "run_dir": str(run_dir),
+        "model_on_hub": on_hub,
+        # As it is found from any directory: an export of a model that also sees reads it again.
+        "model_at": None if path is None or on_hub or is_url(path) else str(Path(path).expanduser().absolute()),
+        # Later, the hub may have another model under the name and the branch.
+        "model_commit": commit if on_hub else None,
+        "parameters": asdict(parameters),
+        "config": chosen,
+    }
+    return json.dumps(recipe, indent=1)
+
+
+def model_card(
+    checkpoint: CommittedCheckpoint,
+    model_files: Path,
+    *,
+    dtype: str,
+    adapter: bool = False,
+    mean_of: Sequence[int] = (),
+    sentence: str | None = None,
+) -> str:
+    """The README.md of an export of this checkpoint.
+
+    `adapter`: the export holds nothing else. `mean_of`: the steps whose mean it is, this one the last of them.
+    `sentence`: as which class it was written, if not as the one that was trained.
+    """
+    state = read_state(checkpoint)
+    recipe = _recipe(model_files)
+    config = recipe["config"]
+    hf_config = read_config(model_files)
+    parts = [
+        "---",
+        yaml.safe_dump(_metadata(recipe, adapter), sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        "",
+        f"# {_prose(config.get('run', {}).get('name', 'fine-tuned model'))}",
+        "",
+        *_summary(hf_config, recipe, state, dtype, adapter),
+    ]
+    if sentence is not None:
+        parts += ["", sentence]
+    if mean_of:
+        parts += ["", f"The weights are the mean of those after steps {', '.join(map(str, mean_of))}."]
+    results = list(_results(_run_dir(checkpoint, recipe), state.step))
+    if results:
+        parts += ["", "## Results", "", "| | |", "|---|---|", *results]
+    parts += ["", "## Data", "", *_data(config, state)]
+    if config:
+        shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
+        # Longer than any in the text, which could end the block otherwise.
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
+        parts += ["", "## Recipe", "", f"{fence}yaml", shown, fence, "", "## Audit", "", *_audit(recipe)]
+    return "\n".join(parts) + "\n"
+
+
+def is_of_same_run(export: Path, state: RunState) -> bool:
+    """Whether a model directory has a card with the fingerprint of this state's run, and the weights that its index
+    names.
+
+    The fingerprint is a hash of all that decided the training: no other run has it, nor a model from elsewhere.
+    """
+    try:
+        there = (export / CARD_FILE).read_text(encoding="utf-8") if (export / CARD_FILE).is_file() else ""
+        named = set(find_weights(export).file_of.values())
+    except (RaytuneError, OSError, ValueError):
+        return False
+    return _fingerprint_line(state) in there.splitlines() and named == {
+        path.name for path in export.glob("*.safetensors")
+    }
+
+
+def _recipe(model_files: Path) -> Any:
+    """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
+    try:
+        recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES)
+        _check_recipe(recipe)
+        # Written without secrets, by us; an older version knew fewer of them, and it may be a stranger's.
+        return {**redact_shapes(recipe), "config": redact(recipe["config"])}
+    except (OSError, ValueError) as error:
+        logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, reason(error))
+    return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Refuse what this version cannot read: a recipe comes with a checkpoint, perhaps from somebody else."""
+    config = recipe.get("config") if isinstance(recipe, dict) else None
+    if not isinstance(config, dict) or not all(isinstance(config.get(section, {}), dict) for section in RECIPE):
+        raise UnsoundError("has no config")
+    texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
+    rows = config.get("data", {}).get("train", [])
+    versions = recipe.get("versions", {})
+    texts += versions.values() if isinstance(versions, dict) else [0]
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
+        raise UnsoundError("has numbers where names belong")
+    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
+        raise UnsoundError("describes neither model nor data")
+
+
+def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
+    """What the hub reads. Names only models and datasets that the hub has."""
+    config = recipe["config"]
+    library = "peft" if adapter else "transformers"
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    if recipe["model_on_hub"] and config["model"].get("init") == "pretrained":
+        metadata["base_model"] = printable(config["model"]["path"])
+    datasets = sorted(
+        {printable(str(each["hub"])) for each in config.get("data", {}).get("train", []) if each.get("hub")}
+    )
+    if datasets:
+        metadata["datasets"] = datasets
+    return {**metadata, "tags": ["raytune_fsdp"]}
+
+
+def _summary(
+    hf_config: Mapping[str, Any], recipe: Mapping[str, Any], state: RunState, dtype: str, adapter: bool
+) -> Iterator[str]:
+    classes = hf_config.get("architectures") or [hf_config.get("model_type", "causal language model")]
+    kind = ", ".join(map(str, classes)) if isinstance(classes, list) else str(classes)
+    model, version = recipe["config"].get("model", {}), recipe["version"]
+    path = model.get("path")
+    origin = ""
+    if model.get("init") == "random":
+        origin = " from random weights"
+    elif path:
+        origin = f" from {_code(path if recipe['model_on_hub'] else _shown(path))}"
+    what = f"An adapter of a {_code(kind)}, trained" if adapter else f"A {_code(kind)}, fine-tuned"
+    yield f"{what}{origin} with raytune_fsdp{f' {_prose(version)}' if version else ''}."
+    if adapter:
+        yield "It is loaded beside that model: `PeftModel.from_pretrained(model, here)`."
+    yield ""
+    with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # older versions wrote none
+        yield f"- {ParameterCount(**recipe['parameters']).words}"
+    yield f"- step {state.step}, after {state.samples:,} packed samples"
+    yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
+    yield _fingerprint_line(state)
+
+
+def _fingerprint_line(state: RunState) -> str:
+    return f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
+
+
+def _results(run_dir: Path | None, step: int) -> Iterator[str]:
+    """Rows of a table: training loss at the first and the last step, and the last evaluation up to this step."""
+    if run_dir is None:
+        return
+    try:
+        yield from list(_rows([line for line in each_line_of(run_dir) if line is not None and _step(line) <= step]))
+    except (RaytuneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("the model card has no results: %s", in_one_line(error))
+
+
+def _rows(lines: list[dict[str, Any]]) -> Iterator[str]:
+    losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
+    if losses:
+        yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
+    last = max((_step(line) for line in lines if line["kind"] == "eval"), default=None)
+    evals = [line["values"] for line in lines if line["kind"] == "eval" and _step(line) == last]
+    for key, value in with_perplexity({key: value for values in evals for key, value in values.items()}).items():
+        yield f"| {_prose(key)} (step {last}) | {value:.4f} |"
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    return int(line["trajectory"]["step"] if line["kind"] == "step" else line["step"])
+
+
+def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
+    """A row for every dataset, with a fingerprint of its content, format and share."""
+    yield "| dataset | fingerprint of its content |"
+    yield "|---|---|"
+    listed = config.get("data", {}).get("train", [])
+    # From the identity: the recipe may be missing.
+    numbers = {key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))}
+    for number in sorted(number for number in numbers if number.isascii() and number.isdecimal() and len(number) < 10):
+        own = {
+            key: value
+            for key, value in state.identity.items()
+            if key.startswith((f"data.train.{number}.", f"data.datasets.{number}."))
+        }
+        place = int(number)
+        name = _shown(listed[place].get("path") or listed[place].get("hub")) if place < len(listed) else number
+        yield f"| {_prose(name)} | `{_fingerprint(own)}` |"
+
+
+def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """What a third party needs to train a part of the run again and compare."""
+    versions = {name: version for name, version in recipe.get("versions", {}).items() if version}
+    yield (
+        "Any steps between two kept checkpoints can be trained again and compared, at any number of ranks: "
+        "`raytune-fsdp audit RUN --from STEP --to STEP`. It needs the run's directory, the data of the fingerprints "
+        "above and the model that the training began with, and refuses others."
+    )
+    if versions:
+        with_versions = ", ".join(f"{_prose(name)} {_prose(version)}" for name, version in versions.items())
+        yield ""
+        yield f"Trained with {with_versions}: with the same versions, on the same kind of machine, the same bits."
+
+
+def _fingerprint(values: Mapping[str, Any]) -> str:
+    digest: str = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
+    return digest
+
+
+def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:
+    """The directory with the run's metrics; None if it cannot be seen from here."""
+    # Beside its checkpoints, in case the run was moved. Those may be elsewhere; then where the run was, if that says so
+    # itself: a recipe may be a stranger's, and name somebody else's run.
+    beside = None if is_url(checkpoint.root) else Path(checkpoint.root).parent
+    if beside is not None and (beside / METRICS_FILE).is_file():
+        return beside
+    there = Path(recipe["run_dir"]) if recipe["run_dir"] else None
+    with suppress(RaytuneError, OSError, ValueError):
+        if there is not None and names_checkpoints(there) and _same(checkpoints_of(there), checkpoint.root):
+            return there if (there / METRICS_FILE).is_file() else None
+    return None
+
+
+def _same(place: str, root: str) -> bool:
+    return place == root or (
+        not is_url(place) and not is_url(root) and os.path.realpath(place) == os.path.realpath(root)
+    )
+
+
+def _prose(text: object) -> str:
+    """A text of the recipe, which may be a stranger's, in one line of Markdown that shows it and nothing else."""
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", html.escape(printable(redact_shapes(str(text))), quote=False))
+
+
+def _code(text: object) -> str:
+    """The same as code, in which a backtick alone means something."""
+    return f"`{printable(str(text)).replace('`', chr(39))}`"
+
+
+def _shown(path: object) -> str:
+    """A local path reduced to its name; a public one unchanged."""
+    text = str(path)
+    return Path(text).name if text.startswith(_LOCAL) else text
+
+
+def _shortened(value: Any) -> Any:
+    """A config without unset fields, and with local paths reduced to their names."""
+    if isinstance(value, Mapping):
+        short = {printable(redact_text(str(key))): _shortened(each) for key, each in value.items() if key != "cache"}
+        return {key: each for key, each in short.items() if each is not None and each != {}}
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
+    return printable(_shown(value), keep="\n\t") if isinstance(value, str) else value

@@ -1,0 +1,184 @@
+"""The curves of a run, or of several, thinned and ready for the script of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raytune_fsdp.record.report.curves import SMOOTH_FROM_STEPS, smoothed
+from raytune_fsdp.record.report.history import History, Numbers
+from raytune_fsdp.record.report.thin import Buckets, band, buckets, number, thinned
+
+Series = dict[str, Any]
+"""`name`; `axis`, the run; `colour`, a number. Either `mid` with `low` and `high`, by bucket of the axis; or `points`,
+each of step, seconds and value. `smooth`: a line through `mid`."""
+_MOST_POINTS = 2000
+_COLOURS = 8
+_MOST_SERIES = 16
+"""In a chart: nobody tells more lines apart."""
+
+
+class Run:
+    """A run in a page, by its place among those that are compared."""
+
+    def __init__(self, history: History, index: int, *, alone: bool) -> None:
+        self.history = history
+        self.index = index
+        self.into: Buckets = buckets(len(history.steps))
+        self._alone = alone
+
+    def axis(self) -> dict[str, Any]:
+        """The first and the last step of each bucket, and the seconds at its end since the run began."""
+        if len(self.into) < 2:
+            return {"from": [], "to": [], "time": None}
+        last = self.into[1:] - 1
+        seconds = self.history.time - self.history.start
+        return {
+            "from": self.history.steps[self.into[:-1]].astype(np.int64).tolist(),
+            "to": self.history.steps[last].astype(np.int64).tolist(),
+            "time": np.round(seconds[last], 1).tolist() if np.isfinite(seconds).all() else None,
+        }
+
+    def name(self, what: str) -> str:
+        """Of a series: what it is, or, where runs are compared, whose."""
+        if self._alone:
+            return what
+        return f"{self.history.name}: {what}" if what else self.history.name
+
+    def colour(self, number: int = 0) -> int:
+        return (number if self._alone else self.index) % _COLOURS
+
+    def series(self, what: str, values: Numbers, colour: int = 0) -> Series:
+        return self._series(what, colour, thinned(values, self.into))
+
+    def column(self, what: str, name: str, colour: int = 0, scale: float = 1.0) -> Iterator[Series]:
+        if self.history.has(name):
+            yield self.series(what, self.history.columns[name] * scale, colour)
+
+    def ranks(self, what: str, name: str, colour: int = 0) -> Iterator[Series]:
+        """From the fastest rank to the slowest, and the median between them."""
+        if self.history.has(f"{name}.1"):
+            low, mid, high = (self.history.columns[f"{name}.{i}"] for i in range(3))
+            yield self._series(what, colour, band(low, mid, high, self.into))
+
+    def loss(self) -> Iterator[Series]:
+        loss = self.history.columns["loss"]
+        if not len(loss):
+            return
+        found = self.series("train" if self._alone else "", loss)
+        if len(loss) >= SMOOTH_FROM_STEPS:
+            # As loss.png has it: about 2 % of the run.
+            line = np.array(smoothed(loss.tolist(), len(loss) // 100))
+            found["smooth"] = thinned(line, self.into)["mid"]
+        yield found
+
+    def evaluations(self, wanted: str, *, colours_from: int = 0) -> Iterator[Series]:
+        """Of every dataset the points of one metric, such as `loss`."""
+        ends = {name: points for name, points in self.history.evaluations.items() if name.endswith(f"/{wanted}")}
+        for place, (name, points) in enumerate(ends.items(), start=colours_from):
+            what = name.removesuffix(f"/{wanted}").replace("/", " ", 1)
+            yield {
+                "name": self.name(what), "axis": self.index, "colour": self.colour(place),
+                "points": [self._point(*point) for point in _some(points)],
+            }  # fmt: skip
+
+    def _point(self, step: int, value: float, time: float) -> list[Any]:
+        seconds = time - self.history.start
+        return [step, round(max(0.0, seconds), 1) if math.isfinite(seconds) else None, number(value)]
+
+    def _series(self, what: str, colour: int, values: Mapping[str, Any]) -> Series:
+        return {"name": self.name(what), "axis": self.index, "colour": self.colour(colour), **values}
+
+
+def charts_of(histories: Sequence[History]) -> dict[str, Any]:
+    """Axes and charts of a page; a chart without a curve is not there."""
+    runs = [Run(history, index, alone=len(histories) == 1) for index, history in enumerate(histories)]
+    found = [
+        {"id": name, "title": title, "unit": unit, "series": series[:_MOST_SERIES], "left": len(series[_MOST_SERIES:])}
+        for name, title, unit, each in (_of_one if len(histories) == 1 else _of_several)()
+        if (series := [one for run in runs for one in each(run)])
+    ]
+    return {"axes": [run.axis() for run in runs], "charts": found}
+
+
+def _of_one() -> Iterator[tuple[str, str, str, Any]]:
+    yield from _learning()
+    yield "datasets", "loss by dataset", "", _datasets
+    yield from _speed()
+    yield "memory", "memory", "GiB", _memory
+    yield "parts", "a step's seconds", "s", _parts
+    yield "ranks", "a step's seconds, fastest to slowest rank", "s", lambda run: run.ranks("step", "rank_seconds")
+    yield (
+        "ranks_data", "waiting for data, fastest to slowest rank", "s",
+        lambda run: run.ranks("data wait", "rank_data_seconds", 1),
+    )  # fmt: skip
+    yield (
+        "ranks_compute", "computing, fastest to slowest rank", "s",
+        lambda run: run.ranks("compute", "rank_compute_seconds", 2),
+    )  # fmt: skip
+    yield "gpu", "GPU in use, the least", "%", lambda run: run.column("GPU", "gpu_utilization")
+    yield "ranks_number", "ranks", "", _sizes
+    yield "experts", "busiest expert over the mean", "", lambda run: run.column("experts", "expert_load")
+
+
+def _of_several() -> Iterator[tuple[str, str, str, Any]]:
+    yield from _learning()
+    yield from _speed()
+    yield "parts", "a step's seconds", "s", lambda run: run.column("", "step_seconds")
+    yield "memory", "memory of the device", "GiB", lambda run: run.column("", "memory_bytes", scale=2**-30)
+
+
+def _learning() -> Iterator[tuple[str, str, str, Any]]:
+    yield "loss", "loss", "", lambda run: [*run.loss(), *run.evaluations("loss", colours_from=1)]
+    yield "accuracy", "accuracy", "", _accuracy
+    yield "lr", "learning rate", "", lambda run: run.column("", "lr")
+    yield "grad_norm", "gradient norm", "", lambda run: run.column("", "grad_norm")
+
+
+def _speed() -> Iterator[tuple[str, str, str, Any]]:
+    yield "speed", "tokens a second", "", lambda run: run.column("", "tokens_per_second")
+    yield "mfu", "model FLOPs utilization", "%", lambda run: run.column("", "mfu", scale=100)
+
+
+def _accuracy(run: Run) -> Iterator[Series]:
+    yield from run.column("train", "accuracy")
+    yield from run.evaluations("accuracy", colours_from=1)
+
+
+def _datasets(run: Run) -> Iterator[Series]:
+    by_size = sorted(run.history.datasets.items(), key=lambda item: -float(np.nansum(item[1][1])))
+    for place, (name, (loss, _)) in enumerate(by_size):
+        yield run.series(name, loss, place)
+
+
+def _memory(run: Run) -> Iterator[Series]:
+    yield from run.column("device", "memory_bytes", 0, 2**-30)
+    yield from run.column("node", "host_memory_bytes", 1, 2**-30)
+
+
+def _sizes(run: Run) -> Iterator[Series]:
+    """The number of ranks, if it has changed."""
+    sizes = run.history.columns["world_size"]
+    if len(set(sizes[np.isfinite(sizes)].tolist())) > 1:
+        yield from run.column("ranks", "world_size")
+
+
+def _parts(run: Run) -> Iterator[Series]:
+    yield from run.column("step", "step_seconds", 0)
+    yield from run.column("data wait", "data_seconds", 1)
+    yield from run.column("compute", "rank_compute_seconds.1", 2)
+
+
+def _some(points: Sequence[tuple[int, float, float]]) -> Sequence[tuple[int, float, float]]:
+    """Evaluations seldom are many; of more than `_MOST_POINTS`, every bucket keeps its least and its greatest."""
+    if len(points) <= _MOST_POINTS:
+        return points
+    kept: list[tuple[int, float, float]] = []
+    edges = buckets(len(points), _MOST_POINTS // 2)
+    for first, end in zip(edges[:-1], edges[1:], strict=True):
+        group = sorted(points[first:end], key=lambda point: (math.isnan(point[1]), point[1]))
+        kept += sorted({group[0], group[-1]})
+    return kept

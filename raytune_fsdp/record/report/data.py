@@ -1,0 +1,157 @@
+"""The data as a person wants to see it before training: samples with the trained tokens marked, and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
+from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.plan.counts import Census, DatasetCount
+from raytune_fsdp.record.report.figure import new_figure, save_png
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TRAINED, _CONTEXT, _HEAD, _RESET = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
+_BAR = 40
+_SAMPLE_ROW = "{:24} {:>10} {:>10} {:>12} {:>12} {:>8} {:>8} {:>9} {:>6}"
+
+
+def preview(
+    sample: PackedSample, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, title: str, colours: bool
+) -> Iterator[str]:
+    """A packed sample as lines: every document with its dataset; trained tokens are green, or between « and »."""
+    documents = documents_of(sample)
+    yield headline(sample, title, colours=colours)
+    for number, document in enumerate(documents, start=1):
+        name = names[int(sample.source_ids[document.start])]
+        trained = int((sample.labels[document] != IGNORE).sum())
+        tokens = document.stop - document.start
+        yield f"  -- document {number}, {printable(name)}: {tokens:,} tokens, {trained:,} trained"
+        yield from text_of(sample, document, tokenizer, colours=colours)
+
+
+def documents_of(sample: PackedSample) -> list[slice]:
+    """The tokens of each document of a packed sample."""
+    real = sample.source_ids != PADDING
+    starts = np.flatnonzero((sample.position_ids == 0) & real).tolist()
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], int(real.sum())], strict=False)]
+
+
+def headline(sample: PackedSample, title: str, *, colours: bool) -> str:
+    """The first line about a packed sample."""
+    real = sample.source_ids != PADDING
+    targets = int((sample.labels != IGNORE).sum())
+    head = (
+        f"{title}: {len(documents_of(sample))} document(s), {real.sum():,} of {len(real):,} tokens, {targets:,} trained"
+    )
+    return f"{_HEAD}{head}{_RESET}" if colours else head
+
+
+def text_of(
+    sample: PackedSample, document: slice, tokenizer: PreTrainedTokenizerBase, *, colours: bool
+) -> Iterator[str]:
+    """A document's text as lines, marked as in `preview`."""
+    trained = sample.labels[document] != IGNORE
+    text = "".join(_marked(tokenizer, sample.input_ids[document], trained, colours=colours))
+    yield from (f"  {line}" for line in text.split("\n"))
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: np.ndarray[tuple[int], np.dtype[np.int32]],
+    trained: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    *,
+    colours: bool,
+) -> Iterator[str]:
+    """The text of runs of tokens that are trained on, and of runs that are not."""
+    # Decoded run by run: a token alone may be only a part of a character.
+    before, after = (_TRAINED, _RESET) if colours else ("«", "»")
+    for flag, run in groupby(range(len(ids)), key=lambda i: bool(trained[i])):
+        text = printable(str(tokenizer.decode(ids[list(run)], clean_up_tokenization_spaces=False)), keep="\n\t")
+        if flag:
+            # In some terminals a colour ends with its line.
+            yield before + text.replace("\n", f"{after}\n{before}" if colours else "\n") + after
+        else:
+            yield f"{_CONTEXT}{text}{_RESET}".replace("\n", f"{_RESET}\n{_CONTEXT}") if colours else text
+
+
+def stats(census: Census, *, title: str) -> Iterator[str]:
+    """The counts of a census as a table, a line for every dataset, and the lengths of its documents."""
+    epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs)} epochs"
+    yield f"{title}: {epochs} in {census.windows:,} window(s)"
+    yield _SAMPLE_ROW.format(
+        "dataset", "rows", "documents", "tokens", "targets", "dropped", "cut off", "cut apart", "mean"
+    )
+    rows = list(zip(census.names, census.datasets, strict=True))
+    if len(rows) > 1:
+        rows.append(("all", census.total))
+    for name, count in rows:
+        yield _SAMPLE_ROW.format(
+            name[:24], f"{count.rows:,}", f"{count.documents:,}", f"{count.tokens:,}", f"{count.target_tokens:,}",
+            f"{sum(count.dropped.values()):,}", f"{count.truncated:,}", f"{count.cut:,}",
+            f"{count.tokens / count.documents:.0f}" if count.documents else "-",
+        )  # fmt: skip
+    samples = sum(census.epochs)
+    yield (
+        f"packed samples {samples:,} of {census.seq_len:,} tokens, {census.efficiency:.2%} full; "
+        f"{census.total.target_tokens / max(1, census.tokens):.1%} of the tokens are trained on"
+    )
+    for name, count in rows[: len(census.names)]:
+        for reason, many in sorted(count.dropped.items()):
+            yield f"dropped from {name}: {many:,} {reason}"
+        if count.without_targets:
+            yield f"cut apart in {name}: {count.without_targets:,} pieces have no token that is trained on"
+    for row in census.skipped[:5]:
+        yield f"  {row.message}"
+    if len(census.skipped) > 5:
+        yield f"  ... and {len(census.skipped) - 5:,} more"
+    yield from _histogram(census.total)
+
+
+def _histogram(count: DatasetCount) -> Iterator[str]:
+    """Documents by length, a line for every octave. The census counts them in quarters of octaves."""
+    octaves: dict[int, int] = {}
+    for bucket, many in count.lengths.items():
+        octaves[bucket // 4] = octaves.get(bucket // 4, 0) + many
+    if not octaves:
+        return
+    yield "documents by length in tokens"
+    most = max(octaves.values())
+    for octave in range(min(octaves), max(octaves) + 1):
+        many = octaves.get(octave, 0)
+        bar = "#" * math.ceil(_BAR * many / most)
+        yield f"  {2**octave:>8,} to {2 ** (octave + 1) - 1:>8,}  {many:>10,}  {bar}"
+
+
+def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
+    """A histogram of document lengths, with a step line for every dataset. Needs no display."""
+    figure = new_figure(9, 4.5)
+    axes = figure.subplots()
+    for what, census in censuses.items():
+        for name, count in zip(census.names, census.datasets, strict=True):
+            if count.lengths:
+                buckets = range(min(count.lengths), max(count.lengths) + 1)
+                heights = [count.lengths.get(bucket, 0) for bucket in buckets]
+                edges = [2 ** (bucket / 4) for bucket in (*buckets, buckets[-1] + 1)]
+                axes.stairs(
+                    heights,
+                    edges,
+                    label=name if what == "train" else what,
+                    fill=len(censuses) == len(census.names) == 1,
+                )
+    seq_len = next(iter(censuses.values())).seq_len
+    axes.axvline(seq_len, color="0.4", linestyle="--", linewidth=1, label=f"data.seq_len = {seq_len:,}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("documents")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_png(figure, png_path)

@@ -1,0 +1,312 @@
+"""The first step at which two runs part, and what their directories tell about why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.errors import RaytuneError, in_one_line
+from raytune_fsdp.base.mark import chosen_by_this_user
+from raytune_fsdp.base.redaction import redact_shapes
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.plan.identity import changed_files
+from raytune_fsdp.plan.run_dir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    MARK_FILE,
+    METRICS_FILE,
+    MODEL_FILES,
+    PLAN_FILE,
+    RECIPE_FILE,
+    checkpoints_of,
+)
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import each_event, raw_steps
+from raytune_fsdp.record.lines import read_line
+from raytune_fsdp.record.report.history import check_run, config_of, json_map
+from raytune_fsdp.record.tracker import flatten
+
+ROUNDING = 1e-4
+"""Relative. Two numbers of ranks, or two kernels, differ by less in fp32 (docs/architecture.md, "How exact")."""
+
+_ROUNDED = {"loss", "grad_norm"}
+"""All else in a trajectory is the same, bit by bit, at any number of ranks."""
+_SAMPLES = {"samples", "tokens", "target_tokens"}
+_DECIDING: tuple[str, ...] = ("model.", "data.", "method.", "optim.", "train.", "parallel.precision", "run.seed")
+_BESIDE = (
+    "data.cache.", "data.eval", "data.bad_rows", "data.max_row_bytes", "train.log_every", "train.max_steps",
+    "train.epochs", "optim.max_skipped", "model.attention", "model.loss", "model.tokenizer",
+)  # fmt: skip
+"""Of a config: what follows from something else, or does not decide the trajectory."""
+_FIRST_WEIGHTS: tuple[str, ...] = ("model.path", "method.adapter")
+"""Where they came from. What is in them is not in an identity: a run that continues has weights of its own."""
+_RATE = ("optim.lr", "optim.schedule", "optim.warmup", "optim.min_lr", "plan.")
+
+
+_COMPUTED = {
+    names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss", "blocks")}
+    | {"gradients": "the type in which gradients are added"},
+    names.ATTEMPT_STARTED: {"device": "the device", "threads": "the threads of a rank", "versions": "the versions"},
+}
+"""What of the events of an attempt decides rounding, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Something in which two runs differ, and which may have parted them."""
+
+    kind: str
+    """`data`, `config`, `plan`, `code`, `kernels` (device, threads and versions too) or `ranks`."""
+    key: str
+    values: tuple[Any, Any]
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What two trajectories have in common, and where they part."""
+
+    equal: int
+    """Steps on both records that are equal, before the first that is not."""
+    step: int | None
+    """The first step that differs; None if there is none as far as both records go."""
+    keys: Mapping[str, tuple[Any, Any]]
+    """What differs in that step, in the order of the record, with both values."""
+    rounding: bool
+    """The same samples and learning rate, and numbers that agree as those of two numbers of ranks do."""
+    exact_step: int | None
+    """The first step in which something differs that is the same at any number of ranks, such as the samples."""
+    exact_keys: Mapping[str, tuple[Any, Any]]
+    """What that is, with both values."""
+    causes: tuple[Cause, ...]
+    """The likeliest first. Empty if nothing on record differs."""
+    unknown: tuple[str, ...]
+    """What could not be compared, in sentences."""
+
+    @property
+    def words(self) -> str:
+        """Where they part, in a sentence."""
+        if self.step is None and not self.equal:
+            return "No step is on record of both, so nothing was compared."
+        if self.step is None:
+            return f"The trajectories of all {self.equal:,} steps that both have are equal, bit by bit."
+        before = f"{self.equal:,} steps are equal, bit by bit. " if self.equal else ""
+        near = ", by no more than rounding" if self.rounding else ""
+        words = f"{before}The trajectories part at step {self.step:,}{near}: {_both(self.keys)}."
+        if self.exact_step is not None and self.exact_step != self.step:
+            words += f" At step {self.exact_step:,} they part by more: {_both(self.exact_keys)}."
+        return words
+
+
+def difference(run_a: Path, run_b: Path) -> Difference:
+    """Compare the records of two runs step by step, and their directories. UserError if one is no run directory."""
+    for run in (run_a, run_b):
+        check_run(run)
+    records = raw_steps(run_a / METRICS_FILE), raw_steps(run_b / METRICS_FILE)
+    equal, lines, alone = _first_difference(*records, lambda raw: raw)
+    unknown = [f"{alone:,} step(s) in between are on one record only, and were not compared."] if alone else []
+    if lines is None:
+        return Difference(
+            equal=equal, step=None, keys={}, rounding=False, exact_step=None, exact_keys={}, causes=(),
+            unknown=tuple(unknown),
+        )  # fmt: skip
+    keys = _differing(lines)
+    rounding = keys.keys() <= _ROUNDED and all(math.isclose(*pair, rel_tol=ROUNDING) for pair in keys.values())
+    exact: tuple[Line, Line] | None = lines
+    if keys.keys() <= _ROUNDED:
+        _, exact, _ = _first_difference(*records, _exact)
+    exact_keys = {key: pair for key, pair in _differing(exact).items() if key not in _ROUNDED} if exact else {}
+    facts = (_Facts(run_a, unknown), _Facts(run_b, unknown))
+    causes = [*_causes(*facts), *_of_attempts(facts, lines)]
+    causes.sort(key=lambda cause: _unlikely(cause, exact_keys or keys, rounding and not exact_keys))
+    return Difference(
+        equal=equal,
+        step=_place(lines[0]),
+        keys=keys,
+        rounding=rounding,
+        exact_step=_place(exact[0]) if exact else None,
+        exact_keys=exact_keys,
+        causes=tuple(causes),
+        unknown=tuple(unknown),
+    )
+
+
+Line = dict[str, Any]
+Record = Iterator[tuple[bytes, bytes]]
+
+
+def _first_difference(
+    left: Record, right: Record, part: Callable[[bytes], bytes]
+) -> tuple[int, tuple[Line, Line] | None, int]:
+    """How many steps are equal, the lines of the first that are not, and how many steps since the first that both have
+    are on one record only.
+
+    `part` of a trajectory is compared. Reads both records as far as that, so that a second call goes on from there.
+    """
+    x, y = next(left, None), next(right, None)
+    equal = alone = 0
+    while x is not None and y is not None:
+        if part(x[0]) == part(y[0]):
+            equal += 1
+            x, y = next(left, None), next(right, None)
+            continue
+        first, second = _step_line(x[1]), _step_line(y[1])
+        place_a, place_b = _place(first), _place(second)
+        if first is None or place_a < place_b:
+            x, alone = next(left, None), alone + (equal > 0 and first is not None)
+        elif second is None or place_b < place_a:
+            y, alone = next(right, None), alone + (equal > 0 and second is not None)
+        elif set(_differing((first, second))) - (_ROUNDED if part is _exact else set()):
+            return equal, (first, second), alone
+        else:  # written in another way
+            equal += 1
+            x, y = next(left, None), next(right, None)
+    return equal, None, alone
+
+
+def _exact(raw: bytes) -> bytes:
+    """Of a trajectory as it is written, what stands before the loss and after the gradient norm."""
+    return raw.partition(b', "loss": ')[0] + raw.rpartition(b', "lr": ')[2]
+
+
+def _differing(lines: tuple[Line, Line]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two lines of a step, with both values."""
+    left, right = (line["trajectory"] for line in lines)
+    return {key: (left[key], right.get(key)) for key in left if not _same(left[key], right.get(key))}
+
+
+def _step_line(raw: bytes) -> Line | None:
+    line = read_line(raw)
+    return line if line is not None and line["kind"] == "step" else None
+
+
+def _place(line: Line | None) -> int:
+    return -1 if line is None else int(line["trajectory"]["step"])
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
+
+
+def _both(keys: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} {a!r} and {b!r}" for key, (a, b) in keys.items())
+
+
+class _Facts:
+    """What the directory of a run says of what decided its trajectory."""
+
+    def __init__(self, run: Path, unknown: list[str]) -> None:
+        self.run = run
+        self.config: dict[str, Any] = _read(config_of, run / CONFIG_FILE, unknown)
+        self.plan = _read(json_map, run / PLAN_FILE, unknown)
+        self.version = _read(json_map, run / MODEL_FILES / RECIPE_FILE, unknown).get("version")
+        self.state = _newest_state(run, unknown)
+
+    def computed(self, attempt: object) -> dict[str, Any]:
+        """What an attempt computed with, and on."""
+        found: dict[str, Any] = {}
+        for each in each_event(self.run / EVENTS_FILE):
+            of_event = _COMPUTED.get(each["event"], {}) if each["attempt"] == attempt else {}
+            found |= {words: each["fields"][key] for key, words in of_event.items() if key in each["fields"]}
+        return found
+
+
+def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
+    try:
+        place, mark = checkpoints_of(run.absolute()), run / MODEL_FILES / MARK_FILE
+        # A run directory may be a stranger's: no address that it names is asked, and no other directory looked into.
+        own = place == str(run.absolute() / CHECKPOINTS) or f"checkpoints_at={place}" in chosen_by_this_user(mark)
+        there = committed(place) if own and not is_url(place) else []
+        if there:
+            return read_state(there[-1])
+        why = f"its checkpoints are at {place}" if is_url(place) or not own else "it has no checkpoint"
+    except (RaytuneError, OSError, ValueError) as error:
+        why = in_one_line(error)
+    unknown.append(f"Hashes of the data of {run} are not at hand ({why}), so only the configs are compared.")
+    return None
+
+
+def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
+    """What differs in config, data and code."""
+    of_config = _DECIDING
+    if a.state is not None and b.state is not None:
+        yield from _of_identities(a.state, b.state)
+        of_config = _FIRST_WEIGHTS
+    left, right = _settings(a.config, of_config), _settings(b.config, of_config)
+    for key in sorted({*left, *right}):
+        if left.get(key) != right.get(key):
+            yield _cause("data" if key.startswith("data.") else "config", key, left.get(key), right.get(key))
+    for key in ("schedule_steps", "warmup_steps"):
+        if a.plan.get(key) != b.plan.get(key):
+            yield _cause("plan", f"plan.{key}", a.plan.get(key), b.plan.get(key))
+    if a.version != b.version:
+        yield _cause("code", "the version of raytune_fsdp", a.version, b.version)
+
+
+def _of_identities(a: RunState, b: RunState) -> Iterator[Cause]:
+    """What differs in all that decides a trajectory: paths do not, their content does."""
+    for key in sorted({*a.identity, *b.identity}):
+        left, right = a.identity.get(key), b.identity.get(key)
+        if left == right:
+            continue
+        kind = "data" if key.startswith("data.") else "config"
+        if key in a.files and key in b.files:
+            words = changed_files(left, right, a.files[key], b.files[key])  # type: ignore[arg-type]
+            yield Cause(kind=kind, key=key, values=(left, right), words=f"{key}: {words}")
+        else:
+            yield _cause(kind, key, left, right)
+
+
+def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iterator[Cause]:
+    """What differs in how the step was computed: it decides no more than rounding."""
+    sizes = [line.get("world_size") for line in lines]
+    if sizes[0] != sizes[1]:
+        yield _cause("ranks", "the number of ranks", *sizes)
+    left, right = (each.computed(line.get("attempt")) for each, line in zip(facts, lines, strict=True))
+    for words in sorted(left.keys() & right.keys()):
+        if left[words] != right[words]:
+            yield _cause("kernels", words, left[words], right[words])
+
+
+def _unlikely(cause: Cause, keys: Mapping[str, Any], rounding: bool) -> int:
+    """The less it explains what differs, the higher. Sorting keeps the order of equals."""
+    machine = cause.kind in ("ranks", "kernels", "code")
+    if rounding or machine:
+        return 0 if rounding and machine else 3
+    about_data = cause.kind == "data" or cause.key in ("run.seed", "train.global_batch")
+    if keys.keys() & _SAMPLES:
+        return 0 if about_data else 1
+    if "lr" in keys:
+        return 0 if cause.key.startswith(_RATE) else 1
+    return 2 if about_data or cause.key.startswith(_RATE) else 0
+
+
+def _settings(config: Mapping[str, Any], of: tuple[str, ...]) -> dict[str, object]:
+    return {key: value for key, value in flatten(config).items() if key.startswith(of) and not key.startswith(_BESIDE)}
+
+
+def _cause(kind: str, key: str, a: Any, b: Any) -> Cause:
+    values = redact_shapes([a, b])
+    return Cause(kind=kind, key=key, values=(a, b), words=f"{key}: {_short(values[0])} and {_short(values[1])}")
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 200 else f"{text[:100]} … {text[-100:]}"
+
+
+def _read(read: Any, path: Path, unknown: list[str]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = read(path)
+    except FileNotFoundError:  # of an older version
+        return {}
+    except (OSError, ValueError) as error:
+        unknown.append(f"{path} is left out: {in_one_line(error)}.")
+        return {}
+    return found

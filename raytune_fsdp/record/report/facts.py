@@ -1,0 +1,256 @@
+"""What a page says in words and tables: where a run stands, its attempts, evaluations, answers and settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import ValidationError
+
+from raytune_fsdp.base.redaction import REDACTED, redact_shapes
+from raytune_fsdp.base.untrusted import is_count
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.differing import differing
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import duration, short
+from raytune_fsdp.record.report.history import History
+from raytune_fsdp.record.report.marks import AxisMark
+from raytune_fsdp.record.tracker import flatten
+
+_MOST_ROWS = 300
+_QUIET = {
+    names.ANSWERED, names.SAVED, names.KERNELS, names.SHARDED, names.RANKS_JOINED, names.SKIPPED_UPDATE,
+    names.PREDICTED, names.PREDICTION_CHECKED,
+}  # fmt: skip
+"""Events that are shown elsewhere on the page, or that every attempt has."""
+_ANSWER_STEPS, _PROMPTS, _ANSWER = 8, 20, 1000
+_VALUE = 300
+
+
+class Fact(NamedTuple):
+    """Something that can be said in a few words."""
+
+    label: str
+    value: str
+
+
+class Best(NamedTuple):
+    """The best evaluation of a run."""
+
+    metric: str
+    step: int
+    value: float
+
+
+def standing(history: History) -> Iterator[Fact]:
+    """The run in a row of numbers."""
+    columns, steps = history.columns, len(history.steps)
+    total, last = history.planned("steps"), int(history.steps[-1]) if steps else 0
+    yield Fact("step", f"{last:,}" + (f" of {total:,}" if total else ""))
+    if steps:
+        first = columns["loss"][0]
+        yield Fact("loss", f"{columns['loss'][-1]:.4f}" + (f" (first {first:.4f})" if steps > 1 else ""))
+    found = best(history)
+    if found is not None:
+        yield Fact("best evaluation", f"{found.value:.4f} at step {found.step:,}")
+    yield Fact("attempts", str(len(_started(history)) or int(steps > 0)))
+    if steps:
+        yield Fact("tokens", f"{short(float(columns['tokens'].sum()))}, {_trained(history)} of them trained")
+    seconds = columns["step_seconds"]
+    if np.isfinite(seconds).any():
+        yield Fact("training time", duration(float(np.nansum(seconds))))
+    if history.has("tokens_per_second"):
+        yield Fact("tokens a second", short(float(np.nanmedian(columns["tokens_per_second"]))))
+    if history.has("mfu"):
+        yield Fact("MFU", f"{float(np.nanmedian(columns['mfu'])):.1%}")
+    if history.has("world_size"):
+        sizes = columns["world_size"][np.isfinite(columns["world_size"])]
+        low, high = int(sizes.min()), int(sizes.max())
+        yield Fact("ranks", str(low) if low == high else f"{low} to {high}")
+
+
+def state_in_words(history: History) -> str:
+    """One sentence about where the run is. Whether a command is training it now is not in its record."""
+    total = history.planned("steps")
+    if not len(history.steps):
+        return "No step is on record yet."
+    last = int(history.steps[-1])
+    if total is not None and last >= total:
+        return f"All {total:,} steps are trained."
+    ended = next((event["fields"] for event in history.events if event["event"] == names.STOPPED_EARLY), None)
+    if ended is not None and ended.get("step") == last:
+        planned = f", before step {total:,}" if total else ""
+        return f"{last:,} steps are trained: its evaluations ended the run there{planned}."
+    when = f"; the last one ended {moment(float(history.time[-1]))}" if math.isfinite(history.time[-1]) else ""
+    return f"{last:,}{f' of {total:,}' if total else ''} steps are trained{when}."
+
+
+def best(history: History) -> Best | None:
+    """By `checkpoint.best`; without it, the lowest mean of the losses of all datasets."""
+    named = history.setting("checkpoint.best")
+    if isinstance(named, str) and named in history.evaluations:
+        points = [(step, value) for step, value, _ in history.evaluations[named]]
+        sign = -1 if names.highest_is_best(named, history.setting("checkpoint.best_is")) else 1
+    else:
+        named, sign = "mean loss", 1
+        losses: dict[int, list[float]] = {}
+        for metric, values in history.evaluations.items():
+            if metric.endswith("/loss"):
+                for step, value, _ in values:
+                    losses.setdefault(step, []).append(value)
+        points = [(step, sum(values) / len(values)) for step, values in losses.items()]
+    points = [point for point in points if math.isfinite(point[1])]
+    if not points:
+        return None
+    step, value = min(points, key=lambda point: (sign * point[1], -point[0]))
+    return Best(named, step, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the worker group."""
+
+    number: int
+    began: str
+    ranks: str
+    after: str
+    """The step it went on from."""
+    to: str
+    """The last step of it that stayed."""
+    ended: str
+
+
+def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
+    """Every attempt on record."""
+    started = _started(history)
+    failed = {event["attempt"]: event["fields"] for event in history.events if event["event"] == names.ATTEMPT_FAILED}
+    last_step = dict(zip(history.columns["attempt"].tolist(), history.steps.tolist(), strict=True))
+    whole = history.planned("steps")
+    found = []
+    for number, event in sorted(started.items()):
+        cause, last = failed.get(number), last_step.get(number)
+        done = last is not None and last == whole
+        found.append(
+            Attempt(
+                number=number,
+                began=_time_in(event),
+                ranks=shown_value(event["fields"].get("world_size", "")),
+                after=shown_value(event["fields"].get("resumed_from", "")),
+                to="" if last is None else f"{int(last):,}",
+                ended=f"failed: {_cause(cause)}" if cause is not None else "the last step" if done else "",
+            )
+        )
+    return _some(found)
+
+
+def _started(history: History) -> dict[int, Mapping[str, Any]]:
+    return {event["attempt"]: event for event in history.events if event["event"] == names.ATTEMPT_STARTED}
+
+
+def _cause(fields: Mapping[str, Any]) -> str:
+    where = f"rank {fields['rank']} on {fields.get('node')}, " if fields.get("rank") is not None else ""
+    return shown_value(f"{where}{fields.get('cause', '')}")
+
+
+def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
+    """Time, step and words of what happened, without what is shown elsewhere."""
+    loud = [mark for mark in marks if mark.event not in _QUIET]
+    return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in _some(loud)]
+
+
+def evaluations(history: History) -> list[tuple[str, str, str, str]]:
+    """Metric, first, best and last value; of a loss the lowest is best, of anything else the highest."""
+    rows = []
+    for metric, points in history.evaluations.items():
+        finite = [point for point in points if math.isfinite(point[1])]
+        sign = 1 if metric.endswith(("/loss", "/perplexity")) else -1
+        top = min(finite, key=lambda point: (sign * point[1], -point[0]), default=points[0])
+        first, best_one, last = (f"{value:.4f} (step {step:,})" for step, value, _ in (points[0], top, points[-1]))
+        rows.append((metric, first, best_one, last))
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Answers to the prompts of a run, side by side."""
+
+    steps: list[int]
+    rows: list[tuple[str, list[str | None]]]
+    """Each prompt with its answers; None where it was not asked."""
+
+
+def answers(history: History) -> Answers:
+    """The first, the last, and some between them."""
+    said: dict[str, dict[int, str]] = {}
+    for event in history.events:
+        fields = event["fields"]
+        prompt, answer, step = fields.get("prompt"), fields.get("answer"), fields.get("step")
+        known = event["event"] == names.ANSWERED and isinstance(prompt, str) and isinstance(answer, str)
+        if known and is_count(step) and (prompt in said or len(said) < _PROMPTS):
+            said.setdefault(prompt, {})[step] = answer
+    steps = sorted({step for by_step in said.values() for step in by_step})
+    if len(steps) > _ANSWER_STEPS:
+        steps = [steps[i] for i in np.linspace(0, len(steps) - 1, _ANSWER_STEPS).round().astype(int)]
+    rows = [
+        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])
+        for prompt, by_step in said.items()
+    ]
+    return Answers(steps=steps, rows=rows)
+
+
+def settings(history: History) -> list[tuple[str, str, str]]:
+    """Path, value and default of what the config says that the defaults do not."""
+    tree = dict(history.config)
+    cluster = tree.get("cluster")
+    if isinstance(cluster, dict) and isinstance(cluster.get("env"), dict):
+        # Marks in place of secrets are taken from the environment, which may not have them here.
+        env = {name: "" if value == REDACTED else value for name, value in cluster["env"].items()}
+        tree["cluster"] = {**cluster, "env": env}
+    try:
+        found = differing(FinetuneConfig.model_validate(tree))
+    except ValidationError:  # of another version
+        found = {path: (value, "?") for path, value in flatten(history.config).items()}
+    rows = [(path[:_VALUE], shown_value(value), shown_value(default)) for path, (value, default) in found.items()]
+    return rows[:_MOST_ROWS]
+
+
+def shown_value(value: object) -> str:
+    """A value of a config or an event, as short as it is still of use."""
+    if not isinstance(value, str):
+        value = json.dumps(value, default=str, ensure_ascii=False)
+    text = str(redact_shapes(value))
+    return text if len(text) <= _VALUE else f"{text[:_VALUE]}…"
+
+
+def moment(seconds: float) -> str:
+    """A time in UTC, to the second; nothing if it is not known."""
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError):  # NaN, or after the year 9999 in UTC
+        return ""
+
+
+def _time_in(event: Mapping[str, Any]) -> str:
+    text = event.get("time")
+    return text[:19].replace("T", " ") if isinstance(text, str) else ""
+
+
+def _trained(history: History) -> str:
+    tokens = float(history.columns["tokens"].sum())
+    return f"{float(history.columns['target_tokens'].sum()) / tokens:.0%}" if tokens else "none"
+
+
+def _cut(text: str) -> str:
+    clean = str(redact_shapes(text))
+    return clean if len(clean) <= _ANSWER else f"{clean[:_ANSWER]}…"
+
+
+def _some(rows: list[Any]) -> list[Any]:
+    """The first third and the last of a long list."""
+    first = _MOST_ROWS // 3
+    return rows if len(rows) <= _MOST_ROWS else rows[:first] + rows[first - _MOST_ROWS :]

@@ -1,0 +1,268 @@
+"""A run's directory, read once for a page: every number of its steps as columns, evaluations, events, what it is.
+
+The directory may be of an older version, of a run that is still training, damaged, or a stranger's. What cannot be read
+is left out, and said in `History.problems`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from raytune_fsdp.base.errors import UserError, in_one_line
+from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, read_file, read_json, reason
+from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.text import parse, problem_line, spelled
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.run_dir import (
+    CONFIG_FILE,
+    DATA_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    MODEL_FILES,
+    PLAN_FILE,
+    RECIPE_FILE,
+    check_links,
+    is_run,
+)
+from raytune_fsdp.record.jsonl import each_event, each_line_of
+from raytune_fsdp.record.lines import is_number, time_of
+from raytune_fsdp.record.report.census import census_of
+
+T = TypeVar("T")
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+TRAJECTORY = ("step", "loss", "grad_norm", "lr", "tokens", "target_tokens")
+BESIDE = (
+    "accuracy", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "host_memory_bytes",
+    "gpu_utilization", "world_size", "attempt",
+)  # fmt: skip
+RANKS = ("rank_seconds", "rank_data_seconds", "rank_compute_seconds")
+"""Each is three columns, <name>.0 to <name>.2: the fastest rank, the median, the slowest."""
+
+_MOST_DATASETS, _MOST_METRICS = 64, 256
+"""That are drawn. Each takes memory for every step; the names come from a file."""
+_LONGEST_NAME = 300
+_LAST_STEP = 1 << 53
+"""Every number up to it is a float, and one of the script's."""
+_MOST_EVENTS, _EVENT_BYTES = 100_000, 64 * MIB
+_SMALL_FILE = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A run as its directory tells it."""
+
+    path: Path
+    name: str
+    columns: Mapping[str, Numbers]
+    """A number for every step; NaN where the record has none."""
+    time: Numbers
+    """When each step ended, in seconds since 1970; never earlier than the step before."""
+    datasets: Mapping[str, tuple[Numbers, Numbers]]
+    """Of each dataset, where there are several: loss and target tokens of every step."""
+    evaluations: Mapping[str, list[tuple[int, float, float]]]
+    """Step, value and time, by metric."""
+    events: list[dict[str, Any]]
+    config: dict[str, Any]
+    """The config of the last attempt as a tree, without secrets; empty if it cannot be read."""
+    plan: dict[str, Any]
+    version: str | None
+    census: Census | None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> Numbers:
+        return self.columns["step"]
+
+    @property
+    def start(self) -> float:
+        """When the first step began, in seconds since 1970; NaN if the record has no times."""
+        if not len(self.time):
+            return math.nan
+        seconds = self.columns["step_seconds"][0]
+        return float(self.time[0] - (seconds if math.isfinite(seconds) else 0.0))
+
+    def has(self, name: str) -> bool:
+        """Whether any step has this number."""
+        return bool(np.isfinite(self.columns[name]).any())
+
+    def setting(self, path: str) -> Any:
+        """A value of the config by its dotted path; None if there is none."""
+        found: Any = self.config
+        for part in path.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def planned(self, name: str) -> int | None:
+        """A number of the plan."""
+        value = self.plan.get(name)
+        return value if type(value) is int and 0 < value < 1 << 63 else None
+
+
+def check_run(path: Path) -> None:
+    """Refuse what is not a run directory."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory; give a run directory, <run.storage>/<run.name>")
+    check_links(path)
+    if not is_run(path):
+        raise UserError(
+            f"{path} is not a run directory (it has no {PLAN_FILE}); give <run.storage>/<run.name>, as `raytune-fsdp "
+            "train` prints it at the end"
+        )
+
+
+def read_history(path: Path) -> History:
+    """Read a run's directory. UserError if it is none."""
+    check_run(path)
+    problems: list[str] = []
+    record = _Record()
+    for line in each_line_of(path):
+        record.add(line)
+    if record.unread:
+        problems.append(f"{record.unread:,} lines of {METRICS_FILE} are damaged or out of order, and are left out")
+    config = _read(config_of, path / CONFIG_FILE, problems) or {}
+    name = config["run"].get("name") if isinstance(config.get("run"), dict) else None
+    recipe = _read(json_map, path / MODEL_FILES / RECIPE_FILE, problems) or {}
+    version = recipe.get("version")
+    return History(
+        path=path,
+        name=name if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME else path.resolve().name,
+        columns={name: np.array(values) for name, values in record.columns.items()},
+        # A clock that was set back must not turn the axis around.
+        time=np.fmax.accumulate(np.array(record.time)) if record.time else np.array([]),
+        datasets={name: (np.array(each.loss), np.array(each.targets)) for name, each in record.datasets.items()},
+        evaluations=record.evaluations,
+        events=_events(path / EVENTS_FILE, problems),
+        config=config,
+        plan=_read(json_map, path / PLAN_FILE, problems) or {},
+        version=version if isinstance(version, str) else None,
+        census=_read(census_of, path / DATA_FILE, problems),
+        problems=problems,
+    )
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """A config.yaml as a tree without secrets: older versions wrote them."""
+    try:
+        tree = spelled(parse(read_file(path, limit=_SMALL_FILE).decode())[0])
+    except yaml.YAMLError as error:
+        raise UnsoundError(f"is not a config: {problem_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise UnsoundError("is not a config")
+    return recorded(tree)
+
+
+class _Dataset:
+    def __init__(self, before: int) -> None:
+        self.loss = array("d", [math.nan]) * before
+        self.targets = array("d", [0.0]) * before
+
+
+class _Record:
+    """The lines of a `metrics.jsonl` as columns: 25 numbers a step, 200 bytes, where a line as a dict takes 3,000."""
+
+    def __init__(self) -> None:
+        names = (*TRAJECTORY, *BESIDE, "skipped", "expert_load", *(f"{name}.{i}" for name in RANKS for i in range(3)))
+        self.columns = {name: array("d") for name in names}
+        self.time = array("d")
+        self.datasets: dict[str, _Dataset] = {}
+        self.evaluations: dict[str, list[tuple[int, float, float]]] = {}
+        self.unread = 0
+        self._last = 0
+
+    def add(self, line: dict[str, Any] | None) -> None:
+        if line is None:
+            self.unread += 1
+        elif line["kind"] == "eval":
+            self._add_evaluation(line)
+        elif not self._last < line["trajectory"]["step"] <= _LAST_STEP:
+            self.unread += 1  # two records put together, say: no step is drawn twice
+        else:
+            self._last = line["trajectory"]["step"]
+            self._add_step(line)
+
+    def _add_step(self, line: dict[str, Any]) -> None:
+        columns, trajectory, nan = self.columns, line["trajectory"], math.nan
+        for name in TRAJECTORY:
+            columns[name].append(trajectory[name])
+        for name in BESIDE:
+            value = line.get(name)
+            columns[name].append(value if value is not None and is_number(value) else nan)
+        columns["skipped"].append(line.get("skipped") is True)
+        load = line.get("expert_load")
+        known = load if isinstance(load, list) and all(map(is_number, load)) else []
+        columns["expert_load"].append(max(known, default=nan))
+        for name in RANKS:
+            values = line.get(name)
+            if not (isinstance(values, list) and len(values) == 3 and all(map(is_number, values))):
+                values = (nan, nan, nan)
+            for i in range(3):
+                columns[f"{name}.{i}"].append(values[i])
+        self._add_datasets(line.get("datasets"), len(self.time))
+        when = time_of(line)
+        self.time.append(nan if when is None else when / 1000)
+
+    def _add_datasets(self, datasets: Any, before: int) -> None:
+        for entry in datasets if isinstance(datasets, list) else ():
+            if not (isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)):
+                continue
+            name, loss, _, targets = entry
+            if name not in self.datasets and len(self.datasets) < _MOST_DATASETS and len(name) <= _LONGEST_NAME:
+                self.datasets[name] = _Dataset(before)
+            if name in self.datasets and len(self.datasets[name].loss) == before:
+                self.datasets[name].loss.append(loss if is_number(loss) else math.nan)
+                self.datasets[name].targets.append(targets if is_count(targets) else 0)
+        for each in self.datasets.values():
+            if len(each.loss) == before:  # a step without a token of it
+                each.loss.append(math.nan)
+                each.targets.append(0)
+
+    def _add_evaluation(self, line: dict[str, Any]) -> None:
+        when = time_of(line)
+        for name, value in line["values"].items():
+            fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
+            if name in self.evaluations or fits:
+                point = (line["step"], float(value), math.nan if when is None else when / 1000)
+                self.evaluations.setdefault(name, []).append(point)
+
+
+def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The events; of more than any run has, the first."""
+    found: list[dict[str, Any]] = []
+    size = 0
+    for event in each_event(path):
+        size += len(str(event["fields"]))
+        if len(found) == _MOST_EVENTS or size > _EVENT_BYTES:
+            problems.append(f"{EVENTS_FILE} has more than {len(found):,} events; the rest is left out")
+            break
+        found.append(event)
+    return found
+
+
+def json_map(path: Path) -> dict[str, Any]:
+    """A JSON object in a small file."""
+    found = read_json(path, limit=_SMALL_FILE)
+    if not isinstance(found, dict):
+        raise UnsoundError("is not a JSON object")
+    return found
+
+
+def _read(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None:
+    """What a small file says; None if an older version has not written it, or it cannot be read."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {in_one_line(error)}")
+    except ValueError as error:
+        problems.append(f"{path.name} is left out: {reason(error)}")
+    return None

@@ -1,0 +1,152 @@
+"""What happened to a run beside its steps, as marks under the loss curve: attempts, failures, saves, spikes."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.base.untrusted import is_count
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.record.lines import time_of
+from raytune_fsdp.record.report.history import History
+from raytune_fsdp.record.report.spikes import Spike
+
+_LANES = {
+    "attempts": {names.ATTEMPT_STARTED},
+    "resizes": {names.RESIZED, names.DRAINED},
+    "failures": {
+        names.ATTEMPT_FAILED, names.SAVE_FAILED, names.EXPORT_FAILED, names.EXPORTED_ALONE,
+        names.EVALUATION_FAILED,
+        names.CHECKPOINT_DAMAGED, names.RECORD_REPAIRED,
+        names.REGISTRY_REPAIRED, names.NOT_SENT_TO_MLFLOW,
+    },
+    "slow ranks": {names.SLOW_RANK},
+    "skipped": set(),
+    "spikes": set(),
+    "saves": {names.SAVED, names.SAVE_POSTPONED, names.EXPORTED},
+    "changes": {
+        names.SETTINGS_CHANGED, names.KERNELS_CHANGED, names.MEMORY_SHORT, names.NO_ROOM_TO_SAVE, names.ROOM_MADE,
+        names.NOTICE_SHORT, names.STOPPED_EARLY,
+    },
+}  # fmt: skip
+"""Rows of marks, from the top, and the events in each."""
+_PLACES = 200
+"""Of a row. Marks that are nearer to each other than a 200th of the run are one."""
+_WORDS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisMark:
+    """Something that happened at a step."""
+
+    step: int
+    time: float
+    """In seconds since 1970; NaN if it is not known."""
+    event: str
+    fields: Mapping[str, Any]
+
+    @property
+    def words(self) -> str:
+        """Short, and without secrets."""
+        try:
+            text = event_in_words(self.event, redact(dict(self.fields)))
+        except (TypeError, ValueError, LookupError, OverflowError):  # fields that no version of ours has written
+            text = f"{self.event}, with fields that have no meaning"
+        return text if len(text) <= _WORDS else f"{text[:_WORDS]}…"
+
+
+def marks_of(history: History) -> list[AxisMark]:
+    """Every event of a run, at the step where it belongs."""
+    resumed_from = {
+        event["attempt"]: event["fields"].get("resumed_from")
+        for event in history.events
+        if event["event"] == names.ATTEMPT_STARTED
+    }
+    found = []
+    for event in history.events:
+        fields, name, time = event["fields"], event["event"], _seconds(event)
+        at = fields.get({names.ATTEMPT_STARTED: "resumed_from", names.ATTEMPT_FAILED: "last_step"}.get(name, "step"))
+        if name == names.RESIZED:  # recorded after the first step of the new size
+            at = resumed_from.get(event["attempt"])
+        step = at if is_count(at) else _step_at(history, time)
+        found.append(AxisMark(step=step, time=time, event=name, fields=fields))
+    return found
+
+
+def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -> list[dict[str, Any]]:
+    """The rows that have a mark, ready for JSON: name, and step, time and words of each mark."""
+    lane_of = {event: name for name, events in _LANES.items() for event in events}
+    rows: dict[str, list[AxisMark]] = {name: [] for name in _LANES}
+    for mark in marks:
+        if mark.event in lane_of:
+            rows[lane_of[mark.event]].append(mark)
+    rows["skipped"] = list(_skipped(history))
+    rows["spikes"] = [_spike(history, each) for each in found]
+    last = max([1, *(int(step) for step in history.steps[-1:])])
+    return [
+        {"name": name, "marks": [_together(group, history) for group in _near(row, last)]}
+        for name, row in rows.items()
+        if row
+    ]
+
+
+def step_command(history: History, step: int) -> str:
+    """The command that says what was in a step."""
+    return f"raytune-fsdp step {shlex.quote(str(history.path))} {step}"
+
+
+def _skipped(history: History) -> Iterator[AxisMark]:
+    # From the lines, which are there once for every step; a step that was trained twice has two events.
+    for i in np.flatnonzero(history.columns["skipped"]):
+        values = {name: float(history.columns[name][i]) for name in ("loss", "grad_norm")}
+        step = int(history.steps[i])
+        fields = {"step": step, **values}
+        yield AxisMark(step=step, time=float(history.time[i]), event=names.SKIPPED_UPDATE, fields=fields)
+
+
+def _spike(history: History, spike: Spike) -> AxisMark:
+    time = float(history.time[np.searchsorted(history.steps, spike.step)])
+    fields = {"step": spike.step, "loss": spike.loss, "before": spike.before}
+    return AxisMark(
+        step=spike.step, time=time, event="loss spike",
+        fields={**fields, "see": step_command(history, spike.step)},
+    )  # fmt: skip
+
+
+def _near(marks: list[AxisMark], last: int) -> Iterator[list[AxisMark]]:
+    """Marks in groups that are drawn as one."""
+    marks = sorted(marks, key=lambda mark: mark.step)
+    for _, group in groupby(marks, key=lambda mark: mark.step * _PLACES // last if last > _PLACES else mark.step):
+        yield list(group)
+
+
+def _together(marks: list[AxisMark], history: History) -> list[Any]:
+    first, last = marks[0], marks[-1]
+    start = history.start
+    time = None if math.isnan(first.time - start) else max(0, round(first.time - start))
+    words = first.words
+    if len(marks) > 1:
+        more = f" up to step {last.step:,}" if last.step > first.step else ""
+        words += f" (and {len(marks) - 1:,} more{more}; the last: {last.words})"
+    return [first.step, time, words]
+
+
+def _seconds(event: Mapping[str, Any]) -> float:
+    when = time_of(event)
+    return math.nan if when is None else when / 1000
+
+
+def _step_at(history: History, time: float) -> int:
+    """The last step that had ended at a time."""
+    # Steps that a resume has cut and trained again have the times of the second time.
+    known = np.nan_to_num(history.time, nan=-math.inf)
+    index = int(np.searchsorted(known, time, side="right")) if not math.isnan(time) else 0
+    return int(history.steps[index - 1]) if index else 0

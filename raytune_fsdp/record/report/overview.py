@@ -1,0 +1,142 @@
+"""What a run's directory says of it in a few numbers, for a list of runs and for whoever begins to watch one.
+
+Read from its record alone, whoever has written that: what cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.base.untrusted import LINE_BYTES, MIB, is_count, lines_of, open_regular, read_json
+from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, PLAN_FILE
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.lines import read_line, step_of
+
+_PLAN_BYTES = 16 * MIB
+_TAIL_BYTES = 1 << 18
+
+Ended = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    path: Path
+    steps: int | None
+    """Of the whole run."""
+    step: int
+    """The newest on record; 0 before the first one."""
+    loss: float | None
+    world: int | None
+    best: tuple[float, int] | None
+    """The lowest mean of an evaluation's losses, and the step before it."""
+    began: str | None
+    """When the first attempt began, and when the newest line was written, as the machines of the run saw it."""
+    last: str | None
+    attempt: int
+    ended: Ended
+    """How it stands if no command works on it."""
+
+
+def overview(path: Path) -> Overview:
+    """Look at a run directory. Touches nothing."""
+    events: list[dict[str, Any]] = []
+    with suppress(RaytuneError, OSError, ValueError):
+        events = read_events(path / EVENTS_FILE)
+    steps = steps_of(path)
+    newest = last_step(path / METRICS_FILE)
+    times = [str(event["time"]) for event in events if isinstance(event.get("time"), str)]
+    last = newest.get("time") if newest else None
+    return Overview(
+        path=path,
+        steps=steps,
+        step=step_of(newest) if newest else 0,
+        loss=float(newest["trajectory"]["loss"]) if newest else None,
+        world=newest["world_size"] if newest and is_count(newest.get("world_size")) else None,
+        best=_best(path),
+        began=times[0] if times else None,
+        last=max([*times[-1:], *([last] if isinstance(last, str) else [])], default=None),
+        attempt=max((event["attempt"] for event in events), default=0),
+        ended=_ended(events, steps),
+    )
+
+
+def steps_of(path: Path) -> int | None:
+    """How many steps a run has when it is complete; None if its plan cannot be read."""
+    with suppress(OSError, ValueError):
+        plan = read_json(path / PLAN_FILE, limit=_PLAN_BYTES)
+        steps = plan.get("steps") if isinstance(plan, dict) else None
+        return steps if is_count(steps) else None
+    return None
+
+
+def first_step(metrics: Path) -> dict[str, Any] | None:
+    """The oldest line of a step."""
+    with suppress(OSError, ValueError):
+        for raw in lines_of(metrics):
+            line = read_line(raw)
+            if line is not None and line["kind"] == "step":
+                return line
+    return None
+
+
+def last_step(metrics: Path) -> dict[str, Any] | None:
+    """The newest line of a step; only the end of the file is read."""
+    with suppress(OSError, ValueError), open(open_regular(metrics, links=True), "rb") as file:
+        size = file.seek(0, 2)
+        for reach in (_TAIL_BYTES, LINE_BYTES):  # answers to many prompts make long lines
+            file.seek(max(0, size - reach))
+            for raw in reversed(file.read(reach).splitlines(keepends=True)):
+                line = read_line(raw) if raw.endswith(b"\n") else None
+                if line is not None and line["kind"] == "step":
+                    return line
+    return None
+
+
+def _best(path: Path) -> tuple[float, int] | None:
+    found: list[tuple[float, int]] = []
+    for file in (METRICS_FILE, EVALUATIONS_FILE):
+        with suppress(OSError, ValueError):
+            for raw in lines_of(path / file):
+                if raw.startswith(b'{"kind": "step"'):  # most lines: they are not parsed
+                    continue
+                line = read_line(raw)
+                if line is not None and line["kind"] == "eval":
+                    value = names.score(line["values"], None)
+                    found += [(value, step_of(line))] if value is not None else []
+    return min(found, default=None)
+
+
+def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:
+    """By the newest attempt. One that was killed has left no word, and the same command continues it."""
+    newest = max((event["attempt"] for event in events), default=0)
+    ended: Ended = "interrupted"
+    for event in events:
+        name, fields = event["event"], event["fields"]
+        if name == names.SAVED and steps is not None and fields.get("step") == steps:
+            return "finished"
+        if event["attempt"] != newest:
+            continue
+        status = fields.get("status") if name == names.ATTEMPT_ENDED else None
+        if status == "finished":  # before its last step, if evaluations have ended it
+            return "finished"
+        if name == names.ATTEMPT_FAILED or status == "failed":
+            ended = "failed"
+    return ended
+
+
+def as_json(found: Overview, state: str) -> str:
+    """One line of JSON; null is for what is not known or not finite."""
+    loss = found.loss if found.loss is not None and math.isfinite(found.loss) else None
+    best = {"loss": found.best[0], "step": found.best[1]} if found.best else None
+    return json.dumps({
+        "name": found.path.name, "path": str(found.path), "state": state, "step": found.step, "steps": found.steps,
+        "loss": loss, "best_evaluation": best, "world": found.world, "attempt": found.attempt,
+        "began": found.began, "last": found.last,
+    })  # fmt: skip

@@ -1,0 +1,199 @@
+"""The page about a run, or about several: one file without anything outside, made from run directories alone.
+
+Everything it shows is a stranger's text. The template escapes it, the script sets it as text, and the page forbids
+itself any other script, style or address (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from raytune_fsdp.base.durable import make_private, replace_at_once, take_from_others
+from raytune_fsdp.base.errors import UserError, in_one_line
+from raytune_fsdp.base.untrusted import read_file
+from raytune_fsdp.plan.run_dir import curve_of, report_of
+from raytune_fsdp.record.report import facts
+from raytune_fsdp.record.report.charts import charts_of
+from raytune_fsdp.record.report.curves import plot
+from raytune_fsdp.record.report.difference import difference
+from raytune_fsdp.record.report.drawing import bars, static_curves
+from raytune_fsdp.record.report.figure import can_draw
+from raytune_fsdp.record.report.history import History, read_history
+from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
+from raytune_fsdp.record.report.predictions import predictions
+from raytune_fsdp.record.report.rows import rows_of
+from raytune_fsdp.record.report.sealed import embedded, hash_of
+from raytune_fsdp.record.report.spikes import DEVIATIONS, WINDOW, spikes
+from raytune_fsdp.record.tracker import flatten
+
+logger = logging.getLogger(__name__)
+
+_HERE = Path(__file__).parent
+_MOST_RUNS = 8
+_MOST_CAUSES, _MOST_SETTINGS = 40, 300
+_MOST_BYTES = 1 << 24
+_MADE = re.compile(r"Page made [0-9: -]+ UTC")
+
+
+def make_curve(run_dir: Path) -> Path | None:
+    """The loss curve in its place. None without matplotlib, or, with a warning, if it cannot be drawn."""
+    if not can_draw():
+        return None
+    try:
+        path = curve_of(run_dir)
+        make_private(path.parent)
+        plot(run_dir, path)
+        take_from_others(path)
+        return path
+    except Exception as error:  # as below
+        logger.warning("there is no loss curve of %s: %s", run_dir, in_one_line(error))
+        return None
+
+
+def make_report(run_dir: Path) -> Path | None:
+    """The page in its place in a run directory. None, with a warning, if it cannot be made: no run fails of it."""
+    try:
+        path, text, there = report_of(run_dir), page([run_dir]), ""
+        with suppress(OSError, ValueError):
+            there = read_file(path, limit=_MOST_BYTES).decode()
+        # The same command on a complete run makes it again: another moment alone would send it to MLflow once more.
+        if _undated(text) != _undated(there):
+            write_page(path, text, private=True)
+        return path
+    except Exception as error:  # whatever it is, the model is trained
+        logger.warning("there is no report of %s: %s", run_dir, in_one_line(error))
+        return None
+
+
+def _undated(text: str) -> str:
+    return _MADE.sub("", text)
+
+
+def page(run_dirs: Sequence[Path]) -> str:
+    """The HTML of the page about one run, or of one that compares several. UserError if one is no run directory."""
+    if len(run_dirs) > _MOST_RUNS:
+        raise UserError(f"{len(run_dirs)} runs: a page compares {_MOST_RUNS} at most; give fewer")
+    histories = [read_history(path.absolute()) for path in run_dirs]
+    with np.errstate(all="ignore"):  # a record may have numbers whose sum is infinite
+        drawn = charts_of(histories)
+        said = _of_one(histories[0], drawn) if len(histories) == 1 else _of_several(histories, drawn)
+    return _render(drawn, **said)
+
+
+def write_page(path: Path, text: str, *, private: bool) -> None:
+    """Put a page where it belongs. `private`: its place is in a run. UserError if it cannot be written."""
+    try:
+        if private:
+            make_private(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_at_once(path, text.encode(errors="replace"), private=private)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror or error}; choose another place with --out"
+        ) from None
+
+
+def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
+    found, many = spikes(history.steps, history.columns["loss"])
+    marks = marks_of(history)
+    data = rows_of(history, marks)
+    drawn["lanes"] = lanes(history, marks, found)
+    run = {
+        "path": str(history.path),
+        "version": history.version,
+        "state": facts.state_in_words(history),
+        "problems": history.problems,
+        "facts": list(facts.standing(history)),
+        "spikes": [
+            (f"{each.step:,}", f"{each.loss:.4f}", f"{each.before:.4f}", step_command(history, each.step))
+            for each in found
+        ],
+        "spiked": many,
+        "evaluations": facts.evaluations(history),
+        "answers": facts.answers(history),
+        "attempts": [(a.number, a.began, a.ranks, a.after, a.to, a.ended) for a in facts.attempts(history, marks)],
+        "events": facts.events(marks),
+        "predictions": predictions(history),
+        "data": {
+            **{name: getattr(data, name) for name in ("packed", "counts", "counted", "bars", "notes")},
+            "shares": [(name, f"{tokens:,}", f"{part:.1%}") for name, tokens, part in data.shares],
+        },
+        "settings": facts.settings(history),
+    }
+    return {
+        "title": history.name,
+        "run": run,
+        "lengths": bars(data.bars, data.ticks),
+        "deviations": f"{DEVIATIONS:g}",
+        "window": WINDOW,
+    }
+
+
+def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str, Any]:
+    drawn["lanes"] = []
+    names = [history.name for history in histories]
+    if len(set(names)) < len(names):  # of two storages: told apart by their directories
+        names = [str(history.path) for history in histories]
+    said = [dict(facts.standing(history)) for history in histories]
+    labels = dict.fromkeys(label for each in said for label in each)
+    return {
+        "title": " and ".join(names) if len(names) == 2 else ", ".join(names),
+        "run": None,
+        "names": names,
+        "facts": [(label, *(each.get(label, "") for each in said)) for label in labels],
+        "differences": [
+            _parted(histories[0], other, (names[0], name)) for other, name in zip(histories[1:], names[1:], strict=True)
+        ],
+        "settings": _settings(histories),
+    }
+
+
+def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
+    found = difference(a.path, b.path)
+    return {
+        "title": f"{names[0]} and {names[1]}",
+        "names": names,
+        "step": found.step,
+        "words": found.words,
+        "pairs": [(key, *map(facts.shown_value, values)) for key, values in found.keys.items()],
+        "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
+        "unknown": found.unknown,
+    }
+
+
+def _settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
+    """The fields of the configs that are not the same in all runs."""
+    flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [(key, [each.get(key) for each in flat]) for key in keys if key not in ("run.name",)]
+    return [
+        (key, *map(facts.shown_value, values)) for key, values in rows if any(each != values[0] for each in values)
+    ][:_MOST_SETTINGS]
+
+
+def _render(drawn: dict[str, Any], **values: Any) -> str:
+    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    by_id = {chart["id"]: chart for chart in drawn["charts"]}
+    return environment.get_template("page.html.jinja").render(
+        made=facts.moment(time.time()),
+        style=Markup(style),
+        style_hash=hash_of(style),
+        script=Markup(script),
+        script_hash=hash_of(script),
+        data=Markup(embedded(drawn)),
+        drawn=list(by_id),
+        timed=all(axis["time"] for axis in drawn["axes"]),
+        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
+        **values,
+    )

@@ -1,0 +1,135 @@
+"""What a person wants to know when a run has ended: did it learn, what does it answer, where is it, what comes next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.config.recorded import shown_uri
+from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.record.jsonl import each_event, read_evaluations
+from raytune_fsdp.record.lines import step_of
+from raytune_fsdp.record.names import ANSWERED, higher_is_better, is_of_subject, perplexity
+from raytune_fsdp.record.report.figure import NOT_INSTALLED, can_draw
+from raytune_fsdp.record.report.overview import first_step, last_step
+
+_ANY_STEP = (1 << 63) - 1
+
+
+def summary(
+    run_dir: Path,
+    *,
+    checkpoint: str,
+    export: Path | None,
+    curve: Path | None,
+    report: Path | None = None,
+    pushed: str | None = None,
+    registered: str | None = None,
+) -> str:
+    """A few lines about a finished run, from its files."""
+    parts = [*_losses(run_dir), *_before_and_after(_answers(run_dir))]
+    parts += [
+        "",
+        f"run         {_short(run_dir)}",
+        f"checkpoint  {checkpoint if is_url(checkpoint) else _short(Path(checkpoint))}",
+    ]
+    if export is not None:
+        parts.append(f"export      {_short(export)}")
+    if pushed is not None:
+        parts.append(f"pushed to   {pushed}")
+    if registered is not None:
+        parts.append(f"registered  {registered}")
+    why = "it could not be drawn" if can_draw() else NOT_INSTALLED
+    if report is not None:
+        parts.append(f"report      {_short(report)}")
+    parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {why}'}")
+    return "\n".join(parts)
+
+
+def _losses(run_dir: Path) -> Iterator[str]:
+    """What changed: the loss, and every number of the evaluations."""
+    metrics = run_dir / METRICS_FILE
+    first, last = first_step(metrics), last_step(metrics)
+    if first is not None and last is not None:
+        count, (one, other) = step_of(last) - step_of(first) + 1, (each["trajectory"]["loss"] for each in (first, last))
+        yield f"loss {one:.4f} -> {other:.4f} in {count} steps"
+    evals = read_evaluations(metrics, _ANY_STEP)
+    for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP).items():
+        evals.setdefault(step, {}).update(values)
+    evals = dict(sorted(evals.items()))
+    for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
+        series = {step: values[name] for step, values in evals.items() if name in values}
+        steps = list(series)
+        text = f"{printable(name)} {series[steps[0]]:.4f} -> {series[steps[-1]]:.4f}"
+        if name.endswith("/loss"):
+            text += f" (perplexity {perplexity(series[steps[0]]):.4g} -> {perplexity(series[steps[-1]]):.4g})"
+        finite = [step for step in steps if math.isfinite(series[step])]
+        sign = -1.0 if higher_is_better(name) else 1.0
+        best = min(finite, key=lambda step: sign * series[step], default=steps[-1])
+        yield text if best == steps[-1] else f"{text}, best {series[best]:.4f} at step {best}"
+
+
+def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
+    found = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == ANSWERED]
+    kinds = {"prompt": str, "answer": str, "step": int}
+    return [fields for fields in found if all(isinstance(fields.get(key), kind) for key, kind in kinds.items())]
+
+
+def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
+    """Commands to try with a finished run."""
+    program, model = _program("raytune-fsdp"), shlex.quote(_short(export or run_dir))
+    prompts = [fields["prompt"] for fields in _answers(run_dir)]
+    question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
+    commands = [f"{program} generate {model} {question}"]
+    if export is None:
+        commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
+    if mlflow_uri is not None:
+        commands.append(_mlflow(mlflow_uri))
+    commands.append(f"{program} train --help   (your own model and data: README.md)")
+    return "\n".join(["next:", *(f"  {command}" for command in commands)])
+
+
+def _mlflow(uri: str) -> str:
+    """How to look at the runs: a server has a page, a database needs a program that shows it."""
+    shown = shown_uri(uri)
+    if uri.startswith(("http://", "https://", "databricks")):
+        return f"{shown}   (MLflow)"
+    login = "" if shown == uri else "   (with the database's user and password)"
+    return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"
+
+
+def _program(name: str) -> str:
+    """A command as it can be typed here: with its path if its environment is not active."""
+    return name if shutil.which(name) else _short(Path(sys.executable).parent / name)
+
+
+def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Each question with its first and its last answer."""
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for answer in answers:  # the same question may end several conversations
+        series.setdefault(repr((answer["prompt"], answer.get("messages"))), []).append(answer)
+    for said in series.values():
+        yield ""
+        yield "  " + printable(said[0]["prompt"], keep="\n")
+        yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
+        if len(said) > 1:
+            yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"
+
+
+def _readable(text: str) -> str:
+    """An answer on one line, even that of an untrained model, which may print anything."""
+    clean = printable(text).replace("\ufffd", "·")
+    return clean[:100] + ("..." if len(clean) > 100 else "") or "(nothing)"
+
+
+def _short(path: Path) -> str:
+    """The path relative to the working directory, if it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,9 @@
+"""What a run's model is worth.
+
+exam.py        what an evaluation consists of
+losses.py      the loss on each dataset, and whether the network computes what it should
+answers.py     what the model answers
+tasks.py       questions with known answers
+owed.py        what ranks measure, and which evaluation the run still owes
+early_stop.py  when a run ends before its last step
+"""

@@ -1,0 +1,271 @@
+"""What a model answers: to a prompt, or to the last message of a conversation. The same tokens as in training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.errors import DataError, ModelError, first_line
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.eval import ConversationConfig
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see
+from raytune_fsdp.model.attention.choose import positions_of, without_borders
+from raytune_fsdp.step.parallel import evaluating
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation whose last message is to be answered, as in a row of a chat file."""
+_WORDS = "Yes."
+
+
+def asked(prompt: str | ConversationConfig) -> dict[str, Any]:
+    """A prompt of the config as fields of the event that records the answer: the question, and a whole conversation."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    messages = prompt.model_dump()["messages"]
+    return {"prompt": messages[-1]["content"], "messages": messages}
+
+
+def check_prompts(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
+    """Refuse prompts of the config that cannot be answered."""
+    for index, prompt in enumerate(config.eval.prompts):
+        question = asked(prompt)
+        try:
+            encode_prompt(tokenizer, question.get("messages", question["prompt"]), positions=positions)
+        except DataError as error:
+            raise DataError(f"eval.prompts.{index}: {error}") from error
+
+
+def answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | ConversationConfig],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    attention: str,
+) -> list[dict[str, Any]]:
+    """What was asked and the model's answer, for each prompt, by greedy decoding with transformers' `attention`.
+    Collective."""
+    found = []
+    with evaluating(model), without_borders(model, attention), beating(model):
+        for question in map(asked, prompts):
+            prompt = question.get("messages", question["prompt"])
+            said = answer(model, tokenizer, prompt, max_new_tokens=max_new_tokens, device=device, together=True)
+            found.append({**question, "answer": said})
+    return found
+
+
+@contextmanager
+def beating(model: PreTrainedModel) -> Iterator[None]:
+    """Every token is a sign of life: many long answers take longer than any step."""
+    hook = model.register_forward_pre_hook(lambda *_: beat())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Messages,
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    temperature: float = 0.0,
+    streamer: TextStreamer | None = None,
+    together: bool = False,
+) -> str:
+    """The answer to one prompt. With a chat template a text is a user's message; without one it is continued.
+
+    `together`: all ranks make as many passes, also if the last bits of their sums differ, and so a token (collective).
+    """
+    ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
+    check_ids(ids, model)
+    room = positions_of(model.config) - ids.shape[1]
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    with nullcontext() if together else in_words(model):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(max_new_tokens, room),
+            use_cache=True,
+            streamer=streamer,
+            synced_gpus=together and dist.is_initialized() and dist.get_world_size() > 1,
+            tokenizer=tokenizer,  # to know stop strings of a generation config in tokens
+            **ends(tokenizer),
+            **sampling,
+        )
+    text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
+def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
+    """Refuse tokens that the model has no row for, which end in an error of its embedding or of the device."""
+    rows = model.config.get_text_config().vocab_size
+    if (most := int(ids.max())) >= rows:
+        raise DataError(
+            f"the prompt has a token with the id {most}, and the model has only {rows}: its tokenizer is another "
+            "model's, so take the one that belongs to it"
+        )
+
+
+@contextmanager
+def in_words(model: PreTrainedModel) -> Iterator[None]:
+    """An error of `generate` as one line: it does what the configs say, and draws from what is computed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise ModelError(
+            "the model computes NaN or infinity for the next token, so none can be drawn: its weights are damaged, or "
+            "too large for their type"
+        ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot answer as its configs say ({first_line(error)[:300]}): correct its "
+            "generation_config.json, or download the model again"
+        ) from error
+
+
+def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What ends an answer and what comes after it, for `generate`: the tokenizer's end token, and the one with which
+    its chat template ends a turn, as some models have one of each."""
+    tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if tokenizer.chat_template:
+        try:
+            text = _rendered(
+                tokenizer, [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _WORDS}]
+            )
+        except Refused:
+            text = ""
+        after = tokenizer(text.rpartition(_WORDS)[2].lstrip(), add_special_tokens=False)["input_ids"]
+        if _WORDS in text and after and after[0] in tokenizer.added_tokens_decoder:
+            tokens = list(dict.fromkeys([*tokens, after[0]]))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return {"eos_token_id": tokens or None, "pad_token_id": pad}
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, positions: int) -> torch.Tensor:
+    """Token ids of a prompt, as a batch of one. DataError if it is empty or leaves no position for an answer."""
+    shown = repr((prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))[:40])
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            text = _rendered(tokenizer, messages, prompt=True)
+        except Refused as error:
+            raise DataError(f"the chat template refuses the prompt {shown}: {error}") from error
+        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    elif isinstance(prompt, str):
+        encoded = tokenizer(prompt, return_tensors="pt")
+    else:
+        raise DataError(
+            f"the prompt {shown} is a conversation, and the tokenizer has no chat template: set data.chat_template, or "
+            "ask with a text"
+        )
+    ids: torch.Tensor = encoded["input_ids"].long()
+    if not 0 < ids.shape[1] < positions:
+        raise DataError(
+            f"the prompt {shown} has {ids.shape[1]} tokens; it needs at least 1, and fewer than the "
+            f"{positions} positions the model knows"
+        )
+    return ids
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, prompt: bool = False) -> str:
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            "the tokenizer has several chat templates, and none of them is the default: set data.chat_template, or "
+            "name one of them default"
+        ) from error
+    template = ChatTemplate(source, tokenizer.special_tokens_map)
+    return template.render(as_templates_see(messages), None, prompt=prompt)[0]
+
+
+class Talk:
+    """A conversation with a model. What was said is rendered anew for every answer, so it is what training saw."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        *,
+        system: str | None = None,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+    ) -> None:
+        self.system = system
+        self.turns: list[dict[str, str]] = []
+        """Messages of the user and of the assistant, in turn."""
+        self._model, self._tokenizer, self._device = model, tokenizer, device
+        self._max_new_tokens, self._temperature = max_new_tokens, temperature
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
+
+    def forget(self) -> None:
+        self.turns = []
+
+    def ask(self, text: str, *, show: Callable[[str], None], note: Callable[[str], None]) -> str:
+        """The answer, of which each word is given to `show` as soon as it is there. Ctrl-C ends it.
+
+        If not all of it fits into the model, the oldest questions are forgotten with their answers, as `note` is told.
+        Raises DataError if the question alone is too long, and then leaves the conversation as it was.
+        """
+        before = self.turns
+        self.turns = [*before, {"role": "user", "content": text}]
+        try:
+            forgotten = self._make_room()
+            if forgotten:
+                note(f"the conversation is longer than the model can read: forgot its first {forgotten} message(s)")
+            said = _Shown(self._tokenizer, show)
+            try:
+                whole = answer(
+                    self._model, self._tokenizer, self.messages, max_new_tokens=self._max_new_tokens,
+                    device=self._device, temperature=self._temperature, streamer=said,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                said.end()  # with what it holds back until a word is complete
+                whole = said.text.strip()
+        except DataError:
+            self.turns = before
+            raise
+        self.turns.append({"role": "assistant", "content": whole})
+        return whole
+
+    def _make_room(self) -> int:
+        """Forget the oldest turns until an answer of the full length fits, or only the question is left."""
+        positions, forgotten = positions_of(self._model.config), 0
+        while len(self.turns) > 1 and not self._fits(positions):
+            self.turns = self.turns[2:]
+            forgotten += 2
+        return forgotten
+
+    def _fits(self, positions: int) -> bool:
+        ids = encode_prompt(self._tokenizer, self.messages, positions=sys.maxsize)
+        return ids.shape[1] + min(self._max_new_tokens, positions // 2) <= positions
+
+
+class _Shown(TextStreamer):  # type: ignore[misc]
+    """Gives the words of an answer to `show` as they come, and keeps them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text = ""
+        self._show = show
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self._show(text)

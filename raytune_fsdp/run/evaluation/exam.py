@@ -1,0 +1,61 @@
+"""What an evaluation consists of, whoever makes it: the ranks of a run, a task beside training, a command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.eval import ConversationConfig
+from raytune_fsdp.data.questions import Questions
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.run.evaluation.answers import answers
+from raytune_fsdp.run.evaluation.losses import losses
+from raytune_fsdp.run.evaluation.tasks import measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
+    """Nothing, unless it says what."""
+
+    datasets: Mapping[str, Windows] = field(default_factory=dict)
+    tasks: Sequence[Questions] = ()
+    prompts: Sequence[str | ConversationConfig] = ()
+    max_new_tokens: int = 1
+    """Of an answer to a prompt."""
+
+    @classmethod
+    def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Exam:
+        """That of a run, whose datasets and questions have been opened."""
+        chosen = config.eval
+        return cls(datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens)
+
+    def values(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        micro_batch: int,
+        layout: Layout,
+        device: torch.device,
+        attention: str,
+    ) -> dict[str, float]:
+        """By the names of metrics. `attention` of transformers writes answers. Collective."""
+        found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device)
+        return found | measure(
+            model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention
+        )
+
+    def answers(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, attention: str
+    ) -> list[dict[str, Any]]:
+        """What each prompt has asked, and what the model has answered. Collective."""
+        if not self.prompts:
+            return []
+        longest = self.max_new_tokens
+        return answers(model, tokenizer, self.prompts, max_new_tokens=longest, device=device, attention=attention)

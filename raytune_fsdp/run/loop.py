@@ -1,0 +1,186 @@
+"""Training as a story: take a global batch, train one step on it, and when it is time log, evaluate, save or stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from raytune_fsdp.base.batch import StepBatches, Stop
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.data.skipped import SkippedRows
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler
+from raytune_fsdp.model.objective.objective import Objective
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.record import names
+from raytune_fsdp.record.names import score
+from raytune_fsdp.record.tracker import Tracker
+from raytune_fsdp.run.evaluation.early_stop import EarlyStop
+from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.measure.documents import DocumentRecord
+from raytune_fsdp.run.measure.meter import Meter
+from raytune_fsdp.run.saving import Saves, stopped
+from raytune_fsdp.step.optim import Optimizer, lr_factor
+from raytune_fsdp.step.profiling import StepProfiler
+from raytune_fsdp.step.train_step import LossScale, train_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything a run is made of, on one rank."""
+
+    config: FinetuneConfig
+    plan: Plan
+    device: torch.device
+    model: PreTrainedModel
+    parallel: ParallelConfig
+    """The config's, as this attempt applies it."""
+    objective: Objective
+    compiler: Compiler | None
+    """None: the blocks run as they are."""
+    generates_with: str
+    """The attention of transformers for answers."""
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+    scale: LossScale
+    batches: Iterator[StepBatches]
+    exam: Exam
+    """What the ranks measure at an evaluation."""
+    meter: Meter
+    documents: DocumentRecord
+    profiler: StepProfiler
+    skipped: SkippedRows
+    saves: Saves
+    tracker: Tracker
+    state: RunState
+    """Where the run stands before its next batch."""
+    not_evaluated: bool
+    """The evaluation that is due at the step where it stands is not on record."""
+    early_stop: EarlyStop
+
+
+def train(parts: Parts, stop: Stop) -> RunState:
+    """Train to the end of the plan, or until evaluations no longer improve (`eval.early_stop`).
+
+    If a rank has a reason to `stop`, commit and raise Interrupted. Collective.
+    """
+    plan, meter, state = parts.plan, parts.meter, parts.state
+    if parts.not_evaluated:
+        _evaluate(parts, step=state.step)
+    meter.restart_clock()
+    waiting_since = time.perf_counter()
+    for batches in parts.early_stop.until(parts.batches):
+        data_seconds = time.perf_counter() - waiting_since
+        # On hosts only, before the step is queued: the ranks agree while the device still works on the step before.
+        boundary = parts.saves.agree(stop())
+        step = batches.step
+        beat(step)
+        last = boundary.stop is not None or step == plan.steps
+        factor = lr_factor(step, parts.config.optim, plan)
+        with parts.profiler.of(step):
+            tensors = train_step(
+                parts.model, parts.optimizer, parts.scale, batches,
+                plan=plan, parallel=parts.parallel, optim=parts.config.optim,
+                lr_factor=factor, seed=parts.config.run.seed, objective=parts.objective,
+            )  # fmt: skip
+        meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
+        evaluating = plan.due(step, plan.eval_every)
+        saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
+        # The only place where training waits for the device: every train.log_every steps, for those before the latest.
+        if plan.due(step, plan.log_every) or evaluating or saving:
+            _log(parts, step, last=evaluating or saving)
+        if saving:
+            # Before the evaluation: if that fails, the weights are unharmed and the step is saved already.
+            state = _state_after(parts, state, step)
+            (parts.saves.last if last else parts.saves.begin)(state)
+            meter.restart_clock()
+        if boundary.stop is not None and step < plan.steps:
+            # At once: a machine may be gone in seconds. The next attempt makes up an evaluation that is due here.
+            raise stopped(boundary.stop, step)
+        if evaluating:
+            _evaluate(parts, step)
+        waiting_since = time.perf_counter()
+    return _saved(parts, state, state.step if parts.early_stop.over is None else parts.early_stop.over["step"])
+
+
+def _log(parts: Parts, step: int, *, last: bool) -> None:
+    """Fetch and write the metrics of the steps since the last call; of the latest one too if it must be the `last`."""
+    rows = parts.meter.fetch(last=last)
+    parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
+    parts.documents.write(rows)
+    for row in rows:
+        if row.skipped:
+            parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
+    built = sum(row.windows_built for row in rows)
+    if built:
+        parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
+    for fields in parts.skipped.up_to(parts.meter.cursor):
+        parts.tracker.event(names.ROWS_SKIPPED, **fields)
+    _log_compiler(parts, step)
+    for fields in parts.meter.slow():
+        parts.tracker.event(names.SLOW_RANK, step=step, **fields)
+    for fields in parts.meter.forecast():
+        parts.tracker.event(names.PREDICTION_CHECKED, **fields)
+    for fields in parts.profiler.news():
+        parts.tracker.event(names.PROFILED, **fields)
+    parts.meter.check(rows)
+
+
+def _log_compiler(parts: Parts, step: int) -> None:
+    if parts.compiler is None:
+        return
+    parts.compiler.agree()
+    graphs, failure = parts.compiler.news()
+    if graphs:
+        parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
+    if failure is not None:
+        parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
+
+
+def _evaluate(parts: Parts, step: int) -> None:
+    division = parts.plan.division
+    values = parts.exam.values(
+        parts.model, parts.tokenizer, micro_batch=division.micro_batch, layout=parts.plan.layout,
+        device=parts.device, attention=parts.generates_with,
+    )  # fmt: skip
+    if values:
+        parts.tracker.evaluation(step, values)
+        parts.saves.scored(step, score(values, parts.config.checkpoint.best))
+        ended = parts.early_stop.add(step, values)
+        if ended is not None and step < parts.plan.steps:
+            parts.tracker.event(names.STOPPED_EARLY, **ended)
+    for answered in parts.exam.answers(
+        parts.model, parts.tokenizer, device=parts.device, attention=parts.generates_with
+    ):
+        parts.tracker.event(names.ANSWERED, step=step, **answered)
+    parts.meter.restart_clock()
+
+
+def _saved(parts: Parts, state: RunState, step: int) -> RunState:
+    """The state after the step that the run has ended with, saved unless it is already. Collective."""
+    if state.step < step:
+        state = _state_after(parts, state, step)
+    parts.saves.last(state)
+    return state
+
+
+def _state_after(parts: Parts, before: RunState, step: int) -> RunState:
+    """Everything that is not a tensor, after a step whose metrics have been fetched."""
+    scale, compiler = parts.scale, parts.compiler
+    gave_up = {"blocks": EAGER} if compiler is not None and compiler.failure is not None else {}
+    return replace(
+        before,
+        step=step,
+        cursor=parts.meter.cursor,
+        samples=parts.plan.division.samples_before(step + 1),
+        skipped_in_row=parts.meter.skipped_in_row,
+        loss_scale=scale.value.item() if scale.enabled else None,
+        good_steps=int(scale.good_steps.item()),
+        kernels={**before.kernels, **gave_up},
+        tracking=parts.tracker.state(),
+    )

@@ -1,0 +1,79 @@
+"""What was predicted of a rank, held against what it measures, once in every attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.step.optim import Optimizer, local_piece
+
+_FIRST_STEPS = 1
+"""Not counted: they compile, and fill caches."""
+
+_ENOUGH = 8
+"""Steps of an attempt, after which it is judged; a run that is over before, at its last step."""
+
+
+class Forecast:
+    """Called with all steps, in order. Collective for nobody: rank 0 judges for itself."""
+
+    def __init__(
+        self, predicted: Predicted | NotPredicted | None, kept: Callable[[], int], *, gpu: bool, last: int
+    ) -> None:
+        """`kept`: the bytes of the device that tensors have now, between two steps. `last`: the run's last step."""
+        self._predicted = predicted if isinstance(predicted, Predicted) else None
+        self._kept, self._gpu, self._last = kept, gpu, last
+        self._seconds: list[float] = []
+        self._news: dict[str, Any] | None = None
+
+    def beside(self, rows: Sequence[StepMetrics]) -> list[StepMetrics]:
+        """The same rows; in one of an attempt, what was predicted for it beside what it measured."""
+        found = list(rows)
+        predicted = self._predicted
+        if predicted is None or not found:
+            return found
+        self._seconds += [row.step_seconds for row in found]
+        if len(self._seconds) < _ENOUGH and found[-1].step < self._last:
+            return found
+        self._predicted = None  # once is enough
+        later = self._seconds[_FIRST_STEPS:]
+        kept, peak = self._kept(), max((found[-1].memory_bytes, *found[-1].rank_memory_bytes))
+        errors = {
+            "kept": _error(predicted.kept, kept),
+            # Of a CPU the peak of tensors is not known: what is measured is that of the process.
+            "peak": _error(predicted.peak, peak) if self._gpu else None,
+            "seconds": _error(predicted.seconds, median(later)) if predicted.seconds is not None and later else None,
+        }
+        self._news = {
+            "step": found[-1].step,
+            "kept_bytes": kept,
+            "peak_bytes": peak if self._gpu else None,
+            "step_seconds": median(later) if later else None,
+            **{f"{name}_error": each for name, each in errors.items()},
+        }
+        found[-1] = replace(found[-1], predicted=tuple(errors.values()))
+        return found
+
+    def news(self) -> list[dict[str, Any]]:
+        """What has come out since the last call."""
+        found, self._news = self._news, None
+        return [] if found is None else [found]
+
+
+def _error(predicted: float, measured: float) -> float | None:
+    """By how much too much was predicted, of what was measured."""
+    return predicted / measured - 1 if measured else None
+
+
+def bytes_kept(model: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
+    """Of this device, by weights, buffers and the optimizer's state; memory that tensors share counts once."""
+    tensors = [*model.parameters(), *model.buffers(), *optimizer.state_tensors().values()]
+    storages = (local_piece(each).untyped_storage() for each in tensors if each.device.type == device.type)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())

@@ -1,0 +1,247 @@
+"""Tensors that steps leave on the device become metrics, without the host waiting for more than it asks for."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.base.batch import Cursor, StepBatches, StepMetrics
+from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.checkpoint.catalogue import way_out
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.plan.step_counts import StepCounts, digest_of
+from raytune_fsdp.run.measure.against_prediction import Forecast
+from raytune_fsdp.run.measure.nodes import NodeFigures, known
+from raytune_fsdp.step.flops import Architecture, mfu, peak_flops, training_flops
+from raytune_fsdp.step.own_time import OwnTime, SlowRanks, typical
+from raytune_fsdp.step.train_step import StepTensors
+
+
+class _Arrival(Protocol):
+    """What tells the host that a copy is there, as a CUDA event does."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    step: int
+    lr: float
+    data_seconds: float
+    tensors: StepTensors
+    """On the host, or on their way to it."""
+    arrival: _Arrival | None
+    """None: they are there."""
+
+
+class Meter:
+    """Collects steps, and turns them into metrics when they are fetched."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        architecture: Architecture,
+        device: torch.device,
+        *,
+        windows: Callable[[int], int],
+        cursor: Cursor,
+        datasets: Sequence[str],
+        max_skipped: int,
+        checkpoints: str,
+        skipped_in_row: int = 0,
+        experts: tuple[int, int] = (0, 0),
+        own: OwnTime | None = None,
+        forecast: Forecast | None = None,
+    ) -> None:
+        self._plan = plan
+        self._architecture = architecture
+        self._device = device
+        self._windows = windows
+        self._datasets = datasets
+        self.cursor = cursor
+        """The sample after the last fetched step: a run that stops there continues from it."""
+        self._max_skipped = max_skipped
+        self._checkpoints = checkpoints
+        self._experts = experts
+        """Layers whose experts are watched, and the experts of each."""
+        self.skipped_in_row = skipped_in_row
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name)
+        # A GPU computes one step while the host queues the next. The metrics of the latest step would make the host
+        # wait until it has nothing left to do.
+        self._late = 1 if device.type == "cuda" else 0
+        self._pending: list[_Pending] = []
+        self._own = own
+        """None: this rank is alone."""
+        self._forecast = forecast
+        self._figures = NodeFigures(device, plan.layout.world)
+        self._slow_ranks = SlowRanks(plan.layout.world, device)
+        self._slow: list[dict[str, Any]] = []
+        self._since = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Keep what was not a step (an evaluation, a checkpoint) out of the step time."""
+        self._since = time.perf_counter()
+
+    def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
+        tensors, arrival = to_host(tensors)
+        if self._own is not None:
+            self._own.end_step(len(batches.blocks))
+        self._pending.append(
+            _Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors, arrival=arrival)
+        )
+
+    def fetch(self, *, last: bool = True) -> list[StepMetrics]:
+        """Metrics of all steps since the last fetch, each with the mean step time. Waits until these are computed.
+
+        Without `last`, the step that a GPU may still be computing is left for the next fetch, and not waited for.
+        """
+        ready = self._pending if last else self._pending[: len(self._pending) - self._late]
+        if not ready:
+            return []
+        for pending in ready:
+            if pending.arrival is not None:
+                pending.arrival.synchronize()
+        now = time.perf_counter()
+        seconds = (now - self._since) / len(ready)
+        machines = self._machines(seconds, [pending.data_seconds for pending in ready])
+        nodes = machines.pop("nodes")
+        rows = [
+            self._metrics(pending, pending.tensors.counts.tolist(), pending.tensors.values.tolist(), seconds, machines)
+            for pending in ready
+        ]
+        rows[-1] = replace(rows[-1], nodes=nodes)
+        self._pending = self._pending[len(ready) :]
+        self._since = now
+        return rows if self._forecast is None else self._forecast.beside(rows)
+
+    def forecast(self) -> list[dict[str, Any]]:
+        """What was predicted and measured, if that has come out since the last call."""
+        return [] if self._forecast is None else self._forecast.news()
+
+    def check(self, rows: list[StepMetrics]) -> None:
+        """Count skipped updates in a row, and stop the run at `optim.max_skipped`."""
+        for row in rows:
+            self.skipped_in_row = self.skipped_in_row + 1 if row.skipped else 0
+            if self.skipped_in_row >= self._max_skipped:
+                raise TrainingError(
+                    f"step {row.step}: loss {row.loss} or gradient norm {row.grad_norm} has not been finite for "
+                    f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}); "
+                    f"{way_out(self._checkpoints, row.step - self.skipped_in_row)}"
+                )
+
+    def slow(self) -> list[dict[str, Any]]:
+        """Ranks that the others have begun to wait for since the last call."""
+        found, self._slow = self._slow, []
+        return found
+
+    def _machines(self, seconds: float, data_seconds: Sequence[float]) -> dict[str, Any]:
+        """What the ranks' machines say of themselves. Collective."""
+        seen = self._figures.mine()
+        memory = self._memory()  # once: what this rank has is not to be more than the most that any has
+        if self._own is None:
+            used, busy = seen[:2]
+            nodes = self._figures.of_nodes(np.array([seen]))
+            return {
+                "memory_bytes": memory, "host_memory_bytes": int(used), "gpu_utilization": known(busy), "nodes": nodes,
+                "reserved_bytes": self._reserved() or None,
+            }  # fmt: skip
+        steps = len(data_seconds)
+        own = np.column_stack([data_seconds, self._own.fetch(steps)])
+        mine = [seconds, *seen, *own.mean(0)[:2], memory, self._reserved(), *typical(own)]
+        world = self._plan.layout.world
+        everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
+        # On the hosts, which are here together once for every fetch.
+        dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
+        found = torch.stack(everyone).numpy()
+        each_step, host, utilization, _, _, _, waits, computed, allocated, reserved = found.T[:10]
+        slow = self._slow_ranks.judge(found[:, 10:], steps=steps, step_seconds=seconds)
+        self._slow += [{**fields, "node": self._figures.nodes[fields["rank"]]} for fields in slow]
+        return {
+            "memory_bytes": memory,
+            "rank_seconds": _spread(each_step),
+            "rank_data_seconds": _spread(waits),
+            "rank_compute_seconds": _spread(computed),
+            "rank_memory_bytes": tuple(map(int, _spread(allocated))),
+            "reserved_bytes": int(reserved.max()) or None,
+            "host_memory_bytes": int(host.max()),
+            "gpu_utilization": known(utilization.min()),
+            "nodes": self._figures.of_nodes(found[:, 1:6]),
+        }
+
+    def _metrics(
+        self, pending: _Pending, packed: list[int], values: list[float], seconds: float, machines: Mapping[str, Any]
+    ) -> StepMetrics:
+        counts = StepCounts.unpack(packed, pending.step, self._plan.division)
+        self.cursor = counts.cursor
+        loss, norm, skipped, *beside = values
+        many = len(counts.by_dataset)
+        sums, right = beside[:many], beside[many : 2 * many]
+        load = np.array(beside[2 * many :]).reshape(self._experts)
+        each = zip(self._datasets, sums, right, counts.by_dataset, strict=True)
+        datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
+        flops = training_flops(
+            self._architecture,
+            tokens=counts.tokens, targets=counts.target_tokens, attended_pairs=counts.attended_pairs,
+        )  # fmt: skip
+        world = self._plan.layout.world
+        return StepMetrics(
+            step=pending.step,
+            epoch=self._epoch(pending.step),
+            samples=digest_of(counts.sample_ids),
+            tokens=counts.tokens,
+            target_tokens=counts.target_tokens,
+            loss=loss,
+            grad_norm=norm,
+            lr=pending.lr,
+            skipped=bool(skipped),
+            step_seconds=seconds,
+            data_seconds=pending.data_seconds,
+            tokens_per_second=counts.tokens / seconds,
+            mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
+            accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
+            datasets=datasets if len(self._datasets) > 1 else (),
+            windows_built=counts.windows_built,
+            # Of each layer with experts; a step without a token has none.
+            expert_load=tuple((load.max(1) / np.maximum(load.mean(1), 1e-9)).tolist()) if load.size else (),
+            experts_idle=int((load == 0).sum()) if load.size else None,
+            **machines,
+        )
+
+    def _epoch(self, step: int) -> float:
+        per_epoch = self._plan.samples_per_epoch
+        if per_epoch:
+            return self._plan.division.samples_before(step + 1) / per_epoch
+        return self.cursor.epoch + self.cursor.window / max(1, self._windows(self.cursor.epoch))
+
+    def _memory(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+    def _reserved(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
+def to_host(tensors: StepTensors) -> tuple[StepTensors, _Arrival | None]:
+    """The same on the host, and what tells that they are there; None: they are."""
+    if not tensors.values.is_cuda:
+        return tensors, None
+    # Queued behind this step alone. A copy that is asked for when the metrics are would come behind all steps that
+    # were queued by then, and the host would wait for each of them.
+    counts, values = (
+        torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
+        for each in (tensors.counts, tensors.values)
+    )
+    return StepTensors(counts=counts, values=values), torch.cuda.current_stream(tensors.values.device).record_event()
+
+
+def _spread(values: Any) -> tuple[float, float, float]:
+    return float(values.min()), float(np.median(values)), float(values.max())

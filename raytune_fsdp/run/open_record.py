@@ -1,0 +1,373 @@
+"""What a run writes about itself: its directory, its attempts, and the trackers that follow them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.durable import replace_durably, take_from_others
+from raytune_fsdp.base.errors import RaytuneError, in_one_line, pip_install
+from raytune_fsdp.base.mark import MOST_BYTES, with_mark
+from raytune_fsdp.base.redaction import redact, redact_text
+from raytune_fsdp.base.untrusted import read_file
+from raytune_fsdp.checkpoint.catalogue import set_aside
+from raytune_fsdp.checkpoint.form import began_with
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.model_files import put_model_files
+from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
+from raytune_fsdp.config.differing import differing
+from raytune_fsdp.config.load import recorded_text
+from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.sections.method import AdapterMethod
+from raytune_fsdp.config.text import dump
+from raytune_fsdp.data.left_out import left_out_of
+from raytune_fsdp.data.open import HELD_OUT
+from raytune_fsdp.data.skipped import events_of_rows
+from raytune_fsdp.model.adapters.config_file import put_adapter_config
+from raytune_fsdp.model.attention.choose import Choice
+from raytune_fsdp.model.directory.files import WeightFiles, commit_of
+from raytune_fsdp.model.network import build_network
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.run_dir import MARK_FILE, RECIPE_FILE, RunDir, mlflow_database
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import ConsoleTracker, event_in_words
+from raytune_fsdp.record.copies.following import Follower
+from raytune_fsdp.record.copies.mlflow import MlflowTracker, mlflow_installed
+from raytune_fsdp.record.copies.mlflow_model import register
+from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
+from raytune_fsdp.record.copies.wandb import WandbTracker
+from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, repair_event
+from raytune_fsdp.record.repair import cut, is_whole
+from raytune_fsdp.record.report.card import recipe_of
+from raytune_fsdp.record.report.census import data_of
+from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.run.described import used_data
+from raytune_fsdp.run.evaluation.owed import described, exam_of
+from raytune_fsdp.run.resume import changed_settings, last_config
+from raytune_fsdp.run.saves import LOST, lost_seconds
+from raytune_fsdp.run.standing import Prepared, Standing
+
+logger = logging.getLogger(__name__)
+
+RANKS_WAIT_SECONDS = 30.0
+"""How long rank 0 waits for MLflow after its last step, while all ranks hold their devices; it stops after five tries
+that have failed. The command waits longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What was found when the run's directory was opened."""
+
+    changed: Mapping[str, list[Any]]
+    """Old and new value of the settings that differ from the last attempt."""
+    aside: Sequence[Mapping[str, str]]
+    """The damaged checkpoints that were set aside: path, problem, and where each is now."""
+    lost: float
+    """Seconds that earlier attempts have trained since the checkpoint that this one goes on from."""
+
+
+def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Opened:
+    """Write the files that describe the run, and remove what earlier attempts left unfinished. Call on rank 0.
+
+    Raises, and changes nothing, if another command has taken over the run.
+    """
+    place = prepared.place
+    if prepared.lease is not None:
+        prepared.lease.check()  # a newcomer may be writing the draft that would be removed here
+    place.path.mkdir(parents=True, exist_ok=True)
+    keep_from_others(place)
+    changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step)
+    storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
+    aside = []
+    if standing.checkpoint is not None:
+        for found, now in set_aside(standing.damaged, standing.checkpoint):
+            aside.append({"path": found.path, "problem": standing.damaged[found], "now": now})
+    if standing.state.step == 0:  # those of checkpoints that are gone
+        place.evaluations.unlink(missing_ok=True)
+    replace_durably(place.config, recorded_text(config), private=True)
+    if config.checkpoint.storage is not None:
+        replace_durably(place.checkpoints_at, place.checkpoints, private=True)
+    replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1), private=True)
+    if prepared.census is not None:
+        replace_durably(place.data, data_of(prepared.census), private=True)
+    prepared.hf_config.save_pretrained(place.model_files)
+    prepared.tokenizer.save_pretrained(place.model_files)
+    if isinstance(config.method, AdapterMethod):
+        put_adapter_config(build_network(copy.deepcopy(prepared.hf_config), config), place.model_files)
+    if prepared.generation_config is not None:
+        # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
+        prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
+    shown, commit = redact(config.model_dump(mode="json")), _commit_of_model(config, prepared, standing)
+    recipe = recipe_of(shown, _versions(), place.path, prepared.parameters, commit)
+    replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
+    put_mark(prepared)
+    put_model_files(place.model_files, place.checkpoints)
+    return Opened(changed=changed, aside=aside, lost=lost)
+
+
+def _commit_of_model(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> str | None:
+    """The hub's commit of the model that the run has begun with; None if it is not the hub's, or is not known."""
+    if standing.checkpoint is None:
+        stored = None if prepared.origin is None else prepared.origin.stored
+        return commit_of(stored.directory) if isinstance(stored, WeightFiles) else None
+    with suppress(RaytuneError):
+        path, revision, _ = began_with(prepared.place.model_files)
+        return revision if path == config.model.path else None
+    return None
+
+
+def put_mark(prepared: Prepared) -> None:
+    """Mark the places that the config names as chosen by the user of this command."""
+    file = prepared.place.model_files / MARK_FILE
+    if prepared.mark is not None:
+        there = b""
+        with suppress(OSError, ValueError):
+            there = read_file(file, limit=MOST_BYTES)
+        replace_durably(file, with_mark(there, prepared.mark), private=True)
+
+
+def keep_from_others(place: RunDir) -> None:
+    """Take from others than owner and group what older versions have let them read."""
+    for path in place.private:
+        take_from_others(path)
+
+
+def clean_config(place: RunDir) -> None:
+    """Remove secrets from the config.yaml of a complete run, which no attempt will write again: older versions wrote
+    them."""
+    tree = last_config(place)
+    clean = recorded(tree)
+    with suppress(OSError):  # another user's run
+        if tree and (clean != tree or place.config.stat().st_mode & 0o007):
+            replace_durably(place.config, dump(clean), private=True)
+
+
+def _versions() -> dict[str, str | None]:
+    """Of what decides the bits of a result."""
+    found: dict[str, str | None] = {}
+    for package in ("raytune-fsdp", "torch", "transformers"):
+        found[package] = None
+        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
+            found[package] = version(package)
+    return found
+
+
+def computed_on(device: torch.device) -> dict[str, object]:
+    """What the bits of an attempt's results depend on besides its config: the same again are the same bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads(), "versions": _versions()}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def start_tracker(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    standing: Standing,
+    opened: Opened,
+    kernels: Mapping[str, Choice],
+    device: torch.device,
+    console: TextIO | None,
+    more: Sequence[Tracker] = (),
+) -> Tracker:
+    """Rank 0's trackers, those of the config and `more`; the other ranks get one that does nothing."""
+    if dist.get_rank() != 0:
+        return NullTracker()
+    record = JsonlTracker(prepared.place.path, prepared.lease)
+    tracker = Composite([*more, *_trackers_of(config, prepared.place, console)], record=record)
+    tracker.start(run_start(config, prepared, standing, standing.attempt))
+    if record.repaired:
+        tracker.event(names.RECORD_REPAIRED, **record.repaired)
+    plan = standing.plan
+    tracker.event(
+        names.ATTEMPT_STARTED,
+        world_size=plan.layout.world,
+        resumed_from=standing.state.step,
+        **plan.spread(),
+        **computed_on(device),
+        **({LOST: round(opened.lost, 1)} if opened.lost else {}),
+        **described(exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
+    )
+    _report_kernels(tracker, kernels, standing.state.kernels)
+    if config.tracking.mlflow.enabled and not mlflow_installed():
+        tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
+    for fields in opened.aside:
+        tracker.event(names.CHECKPOINT_DAMAGED, **fields)
+    if opened.changed:
+        tracker.event(names.SETTINGS_CHANGED, **opened.changed)
+    if standing.windows_built:
+        tracker.event(names.WINDOWS_BUILT, windows=standing.windows_built, steps=None)
+    if isinstance(config.data.eval, HeldOutConfig) and standing.state.step == 0:
+        held_out = prepared.evals[HELD_OUT]
+        rows = {name: len(source) for name, source in zip(held_out.names, held_out.sources, strict=True)}
+        tracker.event(names.ROWS_HELD_OUT, rows=rows)
+    if standing.state.step == 0:
+        for column in dict.fromkeys(
+            each for data in (prepared.train, *prepared.evals.values()) for each in data.unread
+        ):
+            tracker.event(names.COLUMN_NOT_READ, **column.fields())
+    left_out = left_out_of(prepared.train.names, prepared.train.sources) if standing.state.step == 0 else {}
+    if left_out:
+        before, after = ({name: each[i] for name, each in left_out.items()} for i in (0, 1))
+        tracker.event(names.ROWS_LEFT_OUT, before=before, after=after)
+    if prepared.census is not None and standing.state.step == 0:
+        _report_lost_rows(tracker, prepared.census)
+    return tracker
+
+
+def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
+    if config.tracking.console:
+        yield ConsoleTracker(console, every=config.tracking.console_every)
+    yield from _followers(config, place, seconds=RANKS_WAIT_SECONDS)
+
+
+def _followers(
+    config: FinetuneConfig, place: RunDir, *, seconds: float, progress: Progress | None = None
+) -> Iterator[Follower]:
+    chosen = config.tracking
+    if chosen.mlflow.enabled and mlflow_installed():
+        yield mlflow_tracker(config, place, seconds=seconds, progress=progress)
+    if chosen.wandb.enabled:
+        wandb = chosen.wandb
+        yield WandbTracker(place.path, project=wandb.project, entity=wandb.entity, finish_seconds=seconds)
+    if chosen.tensorboard.enabled:
+        yield TensorboardTracker(place.path, finish_seconds=seconds)
+
+
+def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:
+    chosen = {what: choice.name for what, choice in kernels.items()}
+    tracker.event(names.KERNELS, **chosen, **{f"{what}_why": choice.why for what, choice in kernels.items()})
+    for what, choice in kernels.items():
+        if before.get(what, choice.name) != choice.name:
+            tracker.event(names.KERNELS_CHANGED, what=what, was=before[what], now=choice.name, why=choice.why)
+
+
+def params_of(config: FinetuneConfig) -> dict[str, object]:
+    """What is not at its default, by dotted path, without secrets."""
+    changed = differing(config)
+    return {
+        key: value
+        for key, value in flatten(recorded(config.model_dump())).items()
+        if any(key == path or key.startswith(f"{path}.") for path in changed)
+    }
+
+
+def mlflow_tracker(
+    config: FinetuneConfig, place: RunDir, *, seconds: float = RANKS_WAIT_SECONDS, progress: Progress | None = None
+) -> MlflowTracker:
+    """A tracker for this run, which at the end waits `seconds` at most."""
+    uri, artifacts = mlflow_database(place.path.parent)
+    chosen = config.tracking.mlflow.uri
+    return MlflowTracker(
+        chosen or uri,
+        experiment=config.tracking.mlflow.experiment,
+        directory=place.path,
+        artifact_root=None if chosen else artifacts,
+        finish_seconds=seconds,
+        progress=progress,
+    )
+
+
+def run_start(config: FinetuneConfig, prepared: Prepared, standing: Standing, attempt: int) -> RunStart:
+    """What trackers are given when an attempt starts."""
+    return RunStart(
+        name=config.run.name,
+        attempt=attempt,
+        resumed_from=standing.state.step,
+        total_steps=standing.plan.steps,
+        config=recorded_text(config),
+        plan=_plan_in_full(prepared, standing),
+        params=params_of(config),
+        datasets=used_data(config, prepared.train, prepared.evals),
+        commit=prepared.commit,
+        state=standing.state.tracking,
+        parameters=prepared.parameters,
+    )
+
+
+def mend_record(place: RunDir, standing: Standing) -> None:
+    """Mend the record of a complete run, which no attempt will look at, if it is broken."""
+    steps = standing.state.step
+    if not is_whole(place.metrics, steps):
+        aside = place.metrics.with_name(f"{place.metrics.name}.damaged")
+        fields = repair_event(cut(place.metrics, steps, aside=aside).problems, aside)
+        append_event(place.events, names.RECORD_REPAIRED, attempt=standing.state.attempt, fields=fields)
+        logger.warning("%s", event_in_words(names.RECORD_REPAIRED, fields))
+
+
+def last_tracking(
+    config: FinetuneConfig,
+    prepared: Prepared,
+    before: Standing,
+    step: int,
+    *,
+    seconds: float,
+    progress: Progress | None,
+) -> list[Follower]:
+    """Trackers of a run that is complete at `step`: they send what their receivers have not got; MLflow's, which comes
+    first, also the report, at its end.
+
+    `before` is where the run stood when the command began. The seconds of importing MLflow pass in the tracker's
+    thread, while the export is written.
+    """
+    found = list(_followers(config, prepared.place, seconds=seconds, progress=progress))
+    events = read_events(prepared.place.events)
+    attempt = max((event["attempt"] for event in events), default=0)
+    start = run_start(config, prepared, before, attempt)
+    for tracker in found:
+        tracker.start(replace(start, over=True, committed=step))
+    return found
+
+
+def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | None:
+    """Register the export in MLflow, if that is asked for. Returns the model and its version; None if there is none."""
+    name = config.tracking.mlflow.register
+    if name is None:
+        return None
+    uri = config.tracking.mlflow.uri or mlflow_database(place.path.parent)[0]
+    try:
+        run_id = read_file(place.mlflow_id, limit=1024).decode().strip()
+        return f"{name}, version {register(uri, run_id, place.export, name, step)}"
+    except Exception as error:  # the run is complete, whatever a registry says
+        problem = redact_text(in_one_line(error))
+        logger.warning("the export is not registered as %s: %s; the same command tries it again", name, problem)
+        return None
+
+
+def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:
+    """The plan, and what of network and data a plan, which reads no path, cannot know."""
+    return {
+        **standing.plan.to_dict(),
+        "parameters": asdict(prepared.parameters),
+        "order_version": prepared.train.order_version,
+        "newest_order": standing.state.newest_order,
+    }
+
+
+def _report_lost_rows(tracker: Tracker, census: Census) -> None:
+    total = census.total
+    if total.dropped or total.truncated or total.cut:
+        lost = {**total.dropped, "truncated": total.truncated, "cut": total.cut}
+        if total.without_targets:
+            lost["pieces_without_targets"] = total.without_targets
+        tracker.event(names.ROWS_DROPPED, **lost, rows=total.rows)
+    for fields in events_of_rows(census.skipped):
+        tracker.event(names.ROWS_SKIPPED, **fields)

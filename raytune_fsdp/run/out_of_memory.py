@@ -1,0 +1,106 @@
+"""A GPU ran out of memory: what took it, and the cheapest change that helps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from raytune_fsdp.base.errors import TrainingError, first_line
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.step.optim import Optimizer, local_piece
+
+logger = logging.getLogger(__name__)
+
+_MOSTLY = 0.8
+"""If weights, gradients and moments take this share, activations cannot be what has to give way."""
+
+
+def explain(
+    error: torch.OutOfMemoryError,
+    config: FinetuneConfig,
+    parallel: ParallelConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    rank: int,
+    directory: Path,
+) -> TrainingError:
+    """The error to raise instead, and a snapshot of the allocator in `directory`. `parallel` is what the run has."""
+    used = consumers(model, optimizer, device, _peak(device))
+    largest = sorted(used.items(), key=lambda item: item[1], reverse=True)[:3]
+    shown = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in largest)
+    snapshot = _snapshot(device, directory / f"memory-rank-{rank}.pickle")
+    return TrainingError(
+        f"rank {rank} ran out of memory on {device}: {first_line(error).rstrip('.')}. Largest: {shown}. "
+        f"Cheapest change: {way_out(config, parallel, used)}{snapshot}"
+    )
+
+
+def explain_building(
+    error: torch.OutOfMemoryError, config: FinetuneConfig, device: torch.device, *, rank: int
+) -> TrainingError:
+    """The error to raise instead where there are no parts yet to be counted."""
+    return TrainingError(
+        f"rank {rank} ran out of memory on {device} while it made weights and moments, before the first step: "
+        f"{first_line(error).rstrip('.')}. Cheapest change: {_spread_states(config.parallel)}"
+    )
+
+
+def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak: int) -> dict[str, int]:
+    """Bytes on the device by what holds them; `peak` is the most that was allocated at a time."""
+    parameters = list(model.parameters())
+    held: dict[str, Iterable[torch.Tensor]] = {
+        "weights": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "moments": optimizer.state_tensors().values(),
+    }
+    used = {name: sum(_bytes(t) for t in tensors if t.device.type == device.type) for name, tensors in held.items()}
+    return {**used, "activations and gathered weights": max(0, peak - sum(used.values()))}
+
+
+def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:
+    """What to change, the cheapest first. All but the last change no result."""
+    states = 1 - used["activations and gathered weights"] / max(1, sum(used.values()))
+    if states > _MOSTLY:
+        return _spread_states(parallel)
+    if config.model.loss == "plain":
+        return "model.loss=auto, which makes no logits of a whole micro-batch"
+    if parallel.activation_checkpointing == "none":
+        return "parallel.activation_checkpointing=selective"
+    if parallel.activation_checkpointing != "full":
+        return "parallel.activation_checkpointing=full"
+    if not parallel.activation_offload:
+        return "parallel.activation_offload=true"
+    return "more ranks (cluster.workers) or, in a new run, a smaller train.micro_batch or data.seq_len"
+
+
+def _spread_states(parallel: ParallelConfig) -> str:
+    if parallel.strategy in ("replicate", "shard_grad_op", "hybrid_shard"):
+        return "parallel.strategy=full_shard"
+    return "more ranks (cluster.workers), which share weights, gradients and moments"
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return int(local_piece(tensor).nbytes)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _snapshot(device: torch.device, path: Path) -> str:
+    """Write what the allocator holds, for pytorch.org/memory_viz; where to, in words."""
+    if device.type != "cuda":
+        return ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:
+        logger.warning("no snapshot of the memory: %s", error)
+        return ""
+    return f". Snapshot, for pytorch.org/memory_viz: {path}"

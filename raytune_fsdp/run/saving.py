@@ -1,0 +1,278 @@
+"""When a save begins, and what is recorded of it: what all ranks agree on between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.base.batch import Saved, StopReason
+from raytune_fsdp.base.beat import beat, waiting
+from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
+from raytune_fsdp.checkpoint.by_clock import Clock
+from raytune_fsdp.checkpoint.catalogue import way_out
+from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.room import storage_without_room
+from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
+from raytune_fsdp.checkpoint.saver import Saver
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.record import names
+from raytune_fsdp.record.tracker import Tracker
+
+_LOOK_SECONDS = 0.2  # between two looks for a writer that was given up, or is to be waited for
+_PATIENCE_SECONDS = 60.0  # with a recovery point that is being written when a planned save is due
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What all ranks have agreed on before a step."""
+
+    stop: StopReason | None
+    """Why the run must stop after this step; None if it goes on."""
+    asked: bool
+    """Whether someone has asked for a checkpoint now."""
+    free: bool
+    """Whether a save may begin."""
+    by_clock: bool = False
+    """Whether the clock asks for a recovery point."""
+
+
+def stopped(reason: StopReason, step: int) -> RaytuneError:
+    """What ends an attempt that has saved this step because it had to stop."""
+    after = f"stopped {reason.words} after step {step}, which is saved"
+    if reason.ends_run:
+        return Interrupted(f"{after}; the same command continues from there")
+    return HandedOver(after)
+
+
+@dataclass(slots=True, kw_only=True)
+class Saves:
+    """The saves of one attempt, as training sees them. All ranks call the same methods at the same steps."""
+
+    saver: Saver
+    tracker: Tracker
+    requests: Requests
+    """Where people ask for a checkpoint now. Only rank 0 looks there."""
+    saved: Callable[[Saved], None]
+    """Called on every rank for every committed checkpoint."""
+    clock: Clock | None = None
+    """Rank 0's, if the clock asks for checkpoints, too."""
+    notices: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that what may end the run leaves it, if saves are still to be compared with them."""
+    committed: int = 0
+    """The newest step that is committed; 0 if none is."""
+    recovery: int = 0
+    """The same, if it is committed as a recovery point only."""
+    _due: bool = False
+    """A checkpoint was due while the previous one was still being written."""
+    _lasting: bool = True
+    """Whether the save that begins next is of a step that the clock has not chosen."""
+    _told: bool = False
+    """That storage has no room for recovery points."""
+    _ends_run: bool = False
+    """Whether the save that has begun is the run's last one."""
+    _room_made: bool = False
+    """Whether the last save lacked room, and would find it now."""
+    _stop: StopReason | None = None
+    """Why the run stops after this step."""
+
+    def agree(self, stop: StopReason | None) -> Boundary:
+        """Agree across ranks on stop and save status; record a save that has ended. Collective."""
+        ending, busy = self.saver.status()
+        ended = 0 if ending is None else 1 + ENDINGS.index(ending)
+        asked = dist.get_rank() == 0 and self.requests.waiting()
+        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended, int(not busy and self._by_clock())])
+        # One all-reduce per step, of host tensors: it does not wait for the device. The maximum, so that all ranks take
+        # the same one of several reasons to stop.
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        reason, someone_asked, someone_busy, ended, by_clock = flags.tolist()
+        if ended:
+            self._record(self.saver.report(ENDINGS[ended - 1]))
+        self._stop = StopReason(reason) if reason else None
+        return Boundary(
+            stop=self._stop, asked=bool(someone_asked), free=not someone_busy, by_clock=bool(by_clock)
+        )  # fmt: skip
+
+    def _by_clock(self) -> bool:
+        """Whether this rank's clock asks for a recovery point, and there is room for it."""
+        if self.clock is None or not self.clock.due():
+            return False
+        cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
+        if cramped is not None and self._make_room():  # something else has filled it since the last save
+            cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
+        if cramped is None:
+            return True
+        self.clock.put_off()
+        if not self._told:
+            self.tracker.event(names.NO_ROOM_TO_SAVE, **cramped)
+            self._told = True
+        return False
+
+    def _make_room(self) -> bool:
+        """Whether recovery points were removed for the next save. On rank 0."""
+        with waiting(self.saver.seconds):
+            self.tracker.sync()  # raises if the run, with its checkpoints, is another command's by now
+            removed = self.saver.make_room(for_last=self._ends_run)
+        if removed:
+            self.tracker.event(names.ROOM_MADE, removed=", ".join(removed))
+        return bool(removed)
+
+    def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
+        """Whether to save after this step. A save that is due while another is being written begins after that one."""
+        wanted = planned or boundary.asked or self._due
+        if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
+            boundary = self._recovered(boundary)
+        if wanted and not boundary.free:
+            if planned:
+                self.tracker.event(names.SAVE_POSTPONED, step=step)
+            self._due = self._due or planned
+            return False
+        self._due = False
+        self._lasting = wanted
+        return wanted or (boundary.by_clock and boundary.free)
+
+    def _recovered(self, boundary: Boundary) -> Boundary:
+        """Wait for a recovery point that is being written: where the planned saves are must not depend on the clock.
+        Not for long: storage that stands still postpones them as ever. Collective."""
+        looks = round(_PATIENCE_SECONDS / _LOOK_SECONDS)  # counted, so that all ranks wait for as long
+        while looks and not boundary.free:
+            time.sleep(_LOOK_SECONDS)
+            beat()
+            boundary, looks = self.agree(self._stop), looks - 1
+        return boundary
+
+    def begin(self, state: RunState) -> None:
+        """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""
+        self._start(state)
+        if not self.saver.asynchronous:
+            self._finish()
+            self.saver.leave()  # after the commit its thread still prunes older checkpoints
+        if self.clock is not None:
+            self.clock.held()
+
+    def scored(self, step: int, value: float | None) -> None:
+        """Remember the score of a step, so that the best checkpoints are kept."""
+        if value is not None:
+            self.saver.scores[step] = value
+
+    def last(self, state: RunState) -> None:
+        """Save the state after the last step, and wait for the outcome. Raises if it could not be saved.
+
+        A stop that was asked for remains one: nothing must start the run again.
+        """
+        try:
+            self._save_last(state)
+        except TransientError as error:
+            if self._stop is None or not self._stop.ends_run:
+                raise
+            raise Interrupted(f"stopped {self._stop.words} after step {state.step}, but {error}") from error
+
+    def _save_last(self, state: RunState) -> None:
+        self._finish()
+        # It was due there anyway. A run that has come to its end leaves more than a recovery point.
+        if self.committed == state.step and (self._stop is not None or self.recovery != state.step):
+            return
+        self._lasting, self._ends_run = True, self._stop is None
+        outcome = self._tried(state)
+        left = ""
+        if self._room_made:  # as much as a checkpoint has taken, so one more try is enough
+            self._ends_run = False  # what is left now stays
+            outcome, left = self._tried(state), ", if there is one besides those that were removed to make room"
+        if outcome is None or outcome.saved is None:
+            raise TransientError(
+                f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; free space "
+                f"or repair the storage, then run the same command to continue from the previous checkpoint{left}"
+            )
+
+    def _tried(self, state: RunState) -> Outcome | None:
+        self._wait_until_free()
+        self._room_made = False
+        self._start(state)
+        return self._finish()
+
+    def leave(self) -> None:
+        """Wait for the writer of this rank, before its process ends."""
+        self.saver.leave()
+
+    def _start(self, state: RunState) -> None:
+        if dist.get_rank() == 0:
+            self.requests.take()
+        if self.clock is not None:
+            self.clock.begins()
+        # On resume the lines of metrics.jsonl past the checkpoint are cut; all others must be on the disk before it is.
+        self.saver.begin(state, before=self.tracker.sync, lasting=self._lasting)
+
+    def _finish(self) -> Outcome | None:
+        with waiting(self.saver.seconds):
+            outcome = self.saver.finish()
+        if outcome is not None:
+            self._record(outcome)
+        return outcome
+
+    def _wait_until_free(self) -> None:
+        """Wait for a writer that was given up: it may still read the memory that the next save needs. Collective."""
+        deadline = time.monotonic() + self.saver.seconds
+        while True:
+            beat()
+            busy = torch.tensor([int(self.saver.status()[1]), int(time.monotonic() > deadline)])
+            dist.all_reduce(busy)
+            if not busy[0]:
+                return
+            if busy[1]:
+                raise TransientError(
+                    f"a rank is still waiting for {self.saver.storage.location}, so nothing more can be saved there; "
+                    "when the storage answers, the same command continues from the last checkpoint"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def _record(self, outcome: Outcome) -> None:
+        """Answer requests for it, write the event, call `saved`; raise if the state is not worth saving."""
+        if dist.get_rank() == 0:
+            self.requests.answer(outcome.step, outcome.saved.path if outcome.saved else None, outcome.problem)
+        if outcome.saved is not None:
+            saved = outcome.saved
+            self.committed = saved.step
+            self.recovery = 0 if saved.lasting else saved.step
+            if self.clock is not None:
+                self.clock.committed(saved.seconds)
+            kind = {} if saved.lasting else {"recovery": True}
+            self.tracker.event(
+                names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes, **kind
+            )
+            self._compare(saved)
+            self.saved(saved)
+        elif outcome.ending == "not_finite":
+            raise TrainingError(
+                f"step {outcome.step}: a weight or moment is not finite ({outcome.problem}), so it was not saved; "
+                f"{way_out(self.saver.storage.location, outcome.step - 1)}"
+            )
+        else:
+            self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)
+            if outcome.ending == "no_room":
+                with waiting(self.saver.seconds):
+                    self._room_made = on_rank0(self._make_room, what="make room for a checkpoint")
+                if self._room_made and self.clock is not None:
+                    self.clock.room_made()
+
+    def _compare(self, saved: Saved) -> None:
+        """Say so, once, if a save takes longer than it would be given at the end."""
+        short = {what: seconds for what, seconds in self.notices.items() if seconds < saved.seconds}
+        if short:
+            self.notices = {}
+            self.tracker.event(
+                names.NOTICE_SHORT, step=saved.step, seconds=saved.seconds, bytes=saved.bytes, notices=short
+            )
+
+
+class NothingSaved(Saves):
+    """Those of a dry run: it ends, or is stopped, and there is nothing to go on from."""
+
+    def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
+        return False
+
+    def last(self, state: RunState) -> None:
+        pass

@@ -1,0 +1,8 @@
+"""What is tried small before a run relies on it.
+
+needs.py         what a network needs of its attention and its loss
+kernels.py       what a run computes with
+probe.py         one step of a small part of the network
+cut.py           ranks that compute layers together compute what one alone does
+export_proof.py  an adapter changes its base's class as it changes the network of the run
+"""

@@ -1,0 +1,73 @@
+"""What a run computes with: its attention, its loss, and whether its blocks are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.collectives import why_on_any_rank
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.adapters.attach import why_not_compiled
+from raytune_fsdp.model.attention.choose import Choice, choose, use
+from raytune_fsdp.model.attention.trial import why_kernel_fails
+from raytune_fsdp.model.compile_layers import EAGER, choose_blocks, why_it_fails
+from raytune_fsdp.model.objective.chunked_head import choose_loss, install
+from raytune_fsdp.model.objective.routers import why_routers_forbid
+from raytune_fsdp.model.split.sequence import check_attention_in_parts
+from raytune_fsdp.run.beginning import gradients_of
+from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.step.accumulation import FP32
+from raytune_fsdp.step.precision import computes_in
+
+
+def _why_parts_forbid(config: FinetuneConfig) -> str | None:
+    """Graphs with what ranks tell each other inside of a block were never tried on a GPU."""
+    axis = next((axis for axis in ("sequence", "tensor") if getattr(config.parallel.mesh, axis) > 1), None)
+    return axis and f"parallel.mesh.{axis}: blocks that ranks share are not compiled"
+
+
+def kernels_of(
+    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
+) -> Mapping[str, Choice]:
+    """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
+    # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
+    # compiled nothing that they were not told to compile.
+    before = {
+        "attention": model.config._attn_implementation,
+        "loss": "plain",
+        "blocks": EAGER,
+        "gradients": gradients_of(standing.state),
+        **standing.state.kernels,
+    }
+    kept = before if standing.checkpoint is not None else standing.state.kernels
+    chosen, dtype = config.model, computes_in(config.parallel.precision)
+    attention = choose(
+        chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
+        fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
+    )  # fmt: skip
+    loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
+    if loss.name == "chunked":
+        install(model)
+    elif standing.plan.layout.tensor > 1:
+        raise ConfigError(
+            f"parallel.mesh.tensor={standing.plan.layout.tensor}: nobody would have the logits that the plain loss "
+            f"needs ({loss.why}); set model.loss=chunked, or parallel.mesh.tensor=1"
+        )
+    blocks = choose_blocks(
+        config.parallel.compile, kept=kept.get("blocks"), device=device,
+        fails=lambda: why_not_compiled(model)
+        or _why_parts_forbid(config)
+        or why_routers_forbid(config.train)
+        or why_on_any_rank(lambda: why_it_fails(device)),
+    )  # fmt: skip
+    attention = use(model, attention)
+    if standing.plan.layout.sequence > 1:
+        check_attention_in_parts(standing.plan.layout.sequence, attention)
+    found = {"attention": attention, "loss": loss, "blocks": blocks}
+    if config.parallel.precision == "bf16_pure":
+        why = "as the run began" if kept else "the same sum at every number of ranks"
+        found["gradients"] = Choice(name=kept.get("gradients", FP32), why=why)
+    return found

@@ -1,0 +1,313 @@
+"""What a network needs of its attention and its loss: tried before a rank is started.
+
+Architectures differ in what reaches their attention. Most pass the borders on, some do not, some never call the
+registered attention and say nothing, and state spaces run on whatever they are told. So a small network of the same
+config computes packed documents with borders, and each document alone with transformers' eager attention. Where the two
+differ, something was not passed on: borders, or a window, a bias, a chunk that only its mask knew.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.config import FinetuneConfig, FullMethod
+from raytune_fsdp.model.attention.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
+from raytune_fsdp.model.attention.choose import Heads, Needs, choose, logits_of, takes_position_ids, use
+from raytune_fsdp.model.attention.trial import why_kernel_fails
+from raytune_fsdp.model.layers import ends_of
+from raytune_fsdp.model.network import class_name
+from raytune_fsdp.model.objective.chunked_head import has_plain_head, install
+from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
+from raytune_fsdp.model.split.draws import draws_of, rates_of
+from raytune_fsdp.run.trials.probe import small_network
+
+logger = logging.getLogger(__name__)
+
+_BOUND = 5e-5
+"""The largest difference, relative to the largest logit, that is rounding in fp32. Twelve blocks have 3e-6."""
+
+_LOSS_BOUND = 1e-5
+"""The same for losses."""
+
+_CPU = torch.device("cpu")
+
+_UNTRIED = "it could not be tried"
+
+_TRIED = f"{PREFIX}tried"
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention_window")
+
+
+def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> Needs:
+    """What this network needs of its attention and its loss. `network` is it, on the meta device."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = small_network(config, _with_short_windows(hf_config), network)
+            _stir(model)
+    except Exception as error:  # sizes that cannot be divided, the code of any model
+        logger.debug("no small network could be built: %s", in_one_line(error))
+        return Needs(refused=_UNTRIED, plain_loss=_UNTRIED)
+    eager = _eager(model)
+    plain_loss = _plain_loss(config, model)
+    ends = _has_ends(model)
+    refused, heads, unshared = _borders(config, network, model)
+    # Those of the small network are narrower.
+    narrow = () if refused else heads
+    heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
+    return Needs(
+        refused=refused,
+        unshared=unshared or _turns_by_length(config, hf_config),
+        softcap=any(each.softcap is not None for each in heads),
+        sinks=any(each.sinks for each in heads),
+        heads=heads,
+        eager=eager,
+        width=max((each.width for each in heads), default=_width(hf_config)),
+        plain_loss=plain_loss,
+        ends=ends,
+    )
+
+
+def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> Needs:
+    """Give a loaded model the attention that a run would choose, and say what it needs of one: transformers' own lets
+    packed documents of some networks (gpt-oss) see each other."""
+    needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
+    dtype = network.dtype
+    use(network, choose(
+        "auto", needs, kept=None, device=device, dtype=dtype,
+        fails=lambda name: why_kernel_fails(name, needs, device, dtype),
+    ))  # fmt: skip
+    return needs
+
+
+@torch.no_grad()
+def _eager(model: PreTrainedModel) -> str | None:
+    """Why transformers' sdpa, which most networks have by default, is not to be trusted with this one."""
+    # Another path leaves out a cap, a sink or a bias without a word, and no document leaks by it.
+    own = model.config._attn_implementation
+    if own != "sdpa":
+        return None
+    block = documents(model.eval(), _CPU)
+    try:
+        found = {}
+        for name in ("eager", "sdpa"):
+            model.set_attn_implementation(name)
+            found[name] = logits_of(model, block.input_ids, block.position_ids, block.borders)
+    except Exception as error:  # the code of any model
+        logger.debug("sdpa was not compared with eager attention: %s", in_one_line(error))
+        return None
+    finally:
+        model.set_attn_implementation(own)
+    difference = float((found["sdpa"] - found["eager"]).abs().max() / found["eager"].abs().max())
+    return None if difference < _BOUND else "transformers' sdpa computes something else for it than eager attention"
+
+
+def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
+    """Why losses have to be computed from logits."""
+    if config.model.loss == "plain":
+        return "model.loss says so"
+    if not has_plain_head(model):
+        return "its head is not one linear layer"
+    try:
+        install(model)
+        with torch.no_grad():
+            error = error_of_loss(model.eval(), _CPU)
+    except Exception as failed:  # the code of any model
+        logger.debug("the loss without logits was tried and failed: %s", in_one_line(failed))
+        return _UNTRIED
+    return None if error < _LOSS_BOUND else "it does more to its logits than scale and cap them"
+
+
+@torch.no_grad()
+def _has_ends(model: PreTrainedModel) -> bool:
+    """Whether embedding, last norm and head can be gathered on their own: they share no weights, and those are used
+    once in a pass and only in their own forward passes."""
+    calls: Counter[nn.Module] = Counter()
+    real: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def gather(module: nn.Module, _: object) -> None:
+        calls[module] += 1
+        module._parameters.update(real[module])
+
+    def free(module: nn.Module, *_: object) -> None:
+        module._parameters.update({name: p if p is None else _on_meta(p) for name, p in real[module].items()})
+
+    block = documents(model.eval(), _CPU)
+    hooks = []
+    try:
+        first, last = ends_of(model)
+        ends = [*first, *last]
+        weights = [id(p) for module in ends for p in module.parameters()]
+        rest = [id(p) for module in model.modules() if module not in ends for p in module.parameters(recurse=False)]
+        if len({*weights}) < len(weights) or {*weights} & {*rest}:
+            return False
+        for module in ends:
+            real[module] = dict(module._parameters)
+            hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(free)]
+            free(module)
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
+        return all(calls[module] == 1 for module in ends)
+    except Exception as error:  # weights that are not there, and the code of any model
+        logger.debug("ends were tried on their own and failed: %s", in_one_line(error))
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, parameters in real.items():
+            module._parameters.update(parameters)
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _borders(
+    config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel
+) -> tuple[str | None, tuple[Heads, ...], str | None]:
+    """Why it cannot be told where documents begin, what the small network asks of a kernel, and why ranks cannot share
+    samples even if it can."""
+    if config.model.attention in ("eager", "sdpa", "flex_attention"):
+        return "model.attention says otherwise", (), None
+    if not takes_position_ids(network):
+        return "it takes no position_ids", (), None
+    seen: Counter[Heads] = Counter()
+    AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
+    try:
+        difference, drawn = _packed_and_alone(model)
+    except AttentionDropout as unfit:
+        return str(unfit), (), _drops_attention(network)
+    except Unfit as unfit:
+        return str(unfit), (), None
+    except Exception as error:  # the code of any model
+        logger.debug("a network with borders was tried and failed: %s", in_one_line(error))
+        return _UNTRIED, (), None
+    if not seen:
+        return "its attention is its own", (), None
+    refused = None if difference < _BOUND else "it needs more than borders to compute the same"
+    return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
+
+
+def _turns_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str | None:
+    """Rotary embeddings that ask for the longest document of a block: each rank would know that of its own part."""
+    values: Mapping[str, Any] = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    for each in (values, *(own for own in values.values() if isinstance(own, Mapping))):  # some have one for each sort
+        shorter = each.get("original_max_position_embeddings") or 0
+        if each.get("rope_type") == "longrope" and config.data.seq_len > shorter:
+            return (
+                f"its rotary embedding (longrope) is another one where a document is longer than {shorter} tokens, and "
+                f"ranks that share samples see parts of documents; set data.seq_len={shorter}"
+            )
+    return None
+
+
+def _drops_attention(network: PreTrainedModel) -> str:
+    """A kernel that drops draws a mask as large as the square of a sample inside of itself, where none can cut it."""
+    rates = rates_of(network.config, attention=True)
+    return (
+        f"attention dropout {_listed(rates)}draws a mask over all pairs of tokens of all heads, and ranks that share "
+        f"samples have some heads each; set {_to_zero(rates)}"
+    )
+
+
+def _draws_alone(network: PreTrainedModel, drawn: Sequence[str]) -> str:
+    rates = rates_of(network.config, attention=False)
+    return (
+        f"the code of a {class_name(network)} draws random numbers for each token outside of nn.Dropout "
+        f"{_listed(rates)}({', '.join(dict.fromkeys(drawn))}), so that a run would depend on how many ranks share a "
+        f"sample; set {_to_zero(rates)}"
+    )
+
+
+def _listed(rates: Mapping[str, float]) -> str:
+    return f"({', '.join(f'{name}={value:g}' for name, value in rates.items())}) " if rates else ""
+
+
+def _to_zero(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"model.overrides.{name}=0.0" for name in rates) or "its rate to 0 with model.overrides"
+
+
+def _recorded(
+    seen: Counter[Heads], kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+) -> torch.Tensor:
+    many, keys, width = q.shape[1], k.shape[1], q.shape[2]
+    sinks = call.sinks is not None
+    seen[Heads(many=many, keys=keys, width=width, window=call.window, softcap=call.softcap, sinks=sinks)] += 1
+    return kernel(q, k, v, call)
+
+
+def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
+    return tuple(sorted(seen, key=repr))
+
+
+@torch.no_grad()
+def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
+    """What a network on the meta device asks of a kernel; empty if that is not found out."""
+    seen: Counter[Heads] = Counter()
+    AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
+    meta = torch.device("meta")
+    try:
+        model = copy.deepcopy(network).eval()
+        model.set_attn_implementation(_TRIED)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # others ask how many tokens an expert gets
+        block = documents(model, meta)
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
+    except Exception as error:  # what has no rule for shapes, and the code of any model
+        logger.debug("the heads of the network in full were not found out: %s", in_one_line(error))
+        return ()
+    return _in_order(replace(each, layers=layers) for each, layers in seen.items())
+
+
+def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The same network, in which documents of a few tokens are longer than windows and chunks."""
+    short = copy.deepcopy(hf_config)
+    values = vars(short.get_text_config())
+    for name in _WINDOWS:
+        if isinstance(values.get(name), int) and values[name] > WINDOW:
+            values[name] = WINDOW
+    return short
+
+
+@torch.no_grad()
+def _packed_and_alone(model: PreTrainedModel) -> tuple[float, list[str]]:
+    """The largest difference between logits of packed documents and of the same ones alone, to the largest logit; and
+    what is drawn at random for tokens in training, and cannot be cut."""
+    block = documents(model, _CPU)
+    model.set_attn_implementation(_TRIED)
+    model.train()  # dropout is only asked for here
+    with draws_of(model, block.input_ids.numel()) as drawn:
+        logits_of(model, block.input_ids, block.position_ids, block.borders)
+    model.eval()
+    packed = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
+    model.set_attn_implementation("eager")
+    each = torch.split(block.input_ids.flatten(), [length for row in LENGTHS for length in row])
+    alone = torch.cat([logits_of(model, ids[None], torch.arange(len(ids))[None])[0] for ids in each])
+    return float((packed - alone).abs().max() / alone.abs().max()), drawn
+
+
+@torch.no_grad()
+def _stir(model: PreTrainedModel) -> None:
+    """Weights that are zero at first, as some biases and projections are, would hide what they multiply."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(0.0, 0.1)
+
+
+def _width(hf_config: PretrainedConfig) -> int:
+    """Of the widest head, by the names that configs have for it."""
+    text = hf_config.get_text_config()
+    each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+    names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+    widths = [width for layer in each for name in names if isinstance(width := getattr(layer, name, None), int)]
+    return max(widths) if widths else int(text.hidden_size // (getattr(text, "num_attention_heads", None) or 1))

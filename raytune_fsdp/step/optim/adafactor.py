@@ -1,0 +1,157 @@
+"""Adafactor: of the squares of a matrix's gradients, only the means of rows and of columns are kept.
+
+torch's crashes on sharded tensors. Here a rank has the rows' means of its rows, and all have the columns' of all rows:
+these are summed over the ranks in fp64, one vector for all matrices of the model, and so are the sizes of the updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from raytune_fsdp.config.sections.optimizers import AdafactorOptimizer
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, split_like
+from raytune_fsdp.step.optim.update import Trained, computes_in, decayed, replace
+
+_LEAST = 1e-30
+"""Added to squares: a row whose gradients are all 0 is not divided by 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a weight, and what its factors say of them."""
+
+    rows: Rows
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    root: torch.Tensor
+    """By what the gradient is divided."""
+
+
+class Adafactor:
+    """Without relative steps, first moments and scaling by the weight's size: the learning rate is the schedule's."""
+
+    def __init__(self, weights: Trained, chosen: AdafactorOptimizer) -> None:
+        self._trained = weights
+        self._chosen = chosen
+        self.groups = weights.groups
+
+    def init_state(self) -> None:
+        for name, parameter in self._trained.named.items():
+            if name in self._trained.state:
+                continue
+            local = local_piece(parameter)
+            dtype = computes_in(local)
+            state = self._trained.start(name)
+            if parameter.ndim < 2:
+                state["square"] = torch.zeros_like(parameter, dtype=dtype)
+            elif parameter.ndim == 2:
+                state["row"] = split_like(parameter, dtype=dtype)
+                state["column"] = torch.zeros(parameter.shape[1], dtype=dtype, device=local.device)
+            else:  # matrices in a row: experts, of which a rank has whole ones
+                state["row"] = split_like(parameter, *parameter.shape[1:-1], dtype=dtype)
+                state["column"] = split_like(parameter, *parameter.shape[1:-2], parameter.shape[-1], dtype=dtype)
+            self._trained.state[name] = state
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return self._trained.state_tensors()
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        self.init_state()
+        skip = self._trained.skipped(found_inf)
+        taken = self._trained.taken()
+        names = [name for name, _ in taken]
+        self._factors(names, skip)
+        sizes = self._sizes(names)
+        for (name, group), size in zip(taken, sizes, strict=True):
+            lr, step = self._trained.rate(group, lr_factor), self._trained.state[name]["step"]
+            for part in self._parts(name):
+                update = part.gradient / part.root / (size / self._chosen.clip).clamp(min=1.0).to(part.root.dtype)
+                value = decayed(part.weight, lr, group.weight_decay) - update * lr
+                self._trained.write(name, part.weight, value, step, part.rows, skip)
+        self._trained.drop_gradients()
+
+    def _factors(self, names: Sequence[str], skip: torch.Tensor) -> None:
+        """Move the factors on by the gradients of this step."""
+        matrices = [name for name in names if self._trained.named[name].ndim == 2]
+        sums = self._summed([self._column_sums(name) for name in matrices])
+        columns = dict(zip(matrices, sums, strict=True))
+        for name in names:
+            parameter, state = self._trained.named[name], self._trained.state[name]
+            assert parameter.grad is not None
+            # In its first update the old factors, which are 0, have no share.
+            share = self._trained.count(name, skip).double() ** -self._chosen.decay_power
+            if parameter.ndim == 2:
+                _move(state["column"], columns[name] / parameter.shape[0] + _LEAST, share, skip)
+            for rows in in_parts(parameter, whole_rows=True):
+                if parameter.ndim < 2:
+                    _move(rows.of(state["square"]), _squares(rows.of(parameter.grad)), share, skip)
+                    continue
+                squares = _squares(local_piece(parameter.grad)[rows.start : rows.stop])
+                _move(local_piece(state["row"])[rows.start : rows.stop], squares.mean(-1), share, skip)
+                if parameter.ndim > 2:
+                    _move(local_piece(state["column"])[rows.start : rows.stop], squares.mean(-2), share, skip)
+
+    def _column_sums(self, name: str) -> torch.Tensor:
+        parameter = self._trained.named[name]
+        assert parameter.grad is not None
+        total = torch.zeros(parameter.shape[1], dtype=torch.float64, device=parameter.device)
+        for rows in in_parts(parameter, whole_rows=True):
+            total += rows.of(parameter.grad).double().square().sum(0)
+        return total
+
+    def _sizes(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The root mean square of every update, before it is clipped."""
+        squares = []
+        for name in names:
+            total = torch.zeros((), dtype=torch.float64, device=self._trained.named[name].device)
+            for part in self._parts(name):
+                total += (part.gradient / part.root).double().square().sum()
+            squares.append(total)
+        many = [self._trained.named[name].numel() for name in names]
+        return [(total / count).sqrt() for total, count in zip(self._summed(squares), many, strict=True)]
+
+    def _parts(self, name: str) -> Iterator[_Part]:
+        parameter, state = self._trained.named[name], self._trained.state[name]
+        assert parameter.grad is not None
+        for rows in in_parts(parameter, whole_rows=True):
+            place = slice(rows.start, rows.stop)
+            weight = rows.of(parameter)
+            gradient = rows.of(parameter.grad).to(computes_in(weight))
+            if parameter.ndim < 2:
+                root = rows.of(state["square"]).sqrt()
+            else:
+                # The mean of all rows' means is that of the columns', which every rank has.
+                column = local_piece(state["column"])
+                column = column if parameter.ndim == 2 else column[place]
+                rest = column / column.mean(-1, keepdim=True)
+                root = local_piece(state["row"])[place].unsqueeze(-1).sqrt() * rest.unsqueeze(-2).sqrt()
+            yield _Part(rows, weight, gradient, root.reshape(gradient.shape))
+
+    def _summed(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sums over the ranks that share the weights' rows, by one collective."""
+        if not values:
+            return []
+        split = Split.of(next(iter(self._trained.named.values())))
+        flat = torch.cat([value.reshape(-1) for value in values])
+        if split.over_shards is not None:
+            assert split.mesh is not None
+            there = flat.to(split.mesh.device_type)
+            dist.all_reduce(there, group=split.over_shards)
+            flat = at(flat.device, there)
+        found = torch.split(flat, [value.numel() for value in values])
+        return [each.view(value.shape) for each, value in zip(found, values, strict=True)]
+
+
+def _squares(gradient: torch.Tensor) -> torch.Tensor:
+    wide = gradient.to(computes_in(gradient))
+    return wide * wide + _LEAST
+
+
+def _move(factor: torch.Tensor, now: torch.Tensor, share: torch.Tensor, skip: torch.Tensor) -> None:
+    replace(factor, factor * (1 - share).to(factor.dtype) + now.to(factor.dtype) * share.to(factor.dtype), skip)

@@ -1,0 +1,104 @@
+"""Which weights are updated alike: with decay or without, adapters' second matrices, and the user's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.config.sections.method import Method
+from raytune_fsdp.model.added_rows import ROWS
+
+_SECOND = re.compile(r"\.lora_(B|embedding_B)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Trained that are updated alike, by name."""
+
+    names: tuple[str, ...]
+    weight_decay: float
+    lr_ratio: float = 1.0
+    """Their learning rate, as a multiple of the others'."""
+
+    def only(self, names: Iterable[str], lr_ratio: float = 1.0) -> Group:
+        """Those of its weights that are among `names`, at a multiple of its rate."""
+        kept = set(names)
+        return Group(
+            names=tuple(name for name in self.names if name in kept),
+            weight_decay=self.weight_decay,
+            lr_ratio=self.lr_ratio * lr_ratio,
+        )
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What an optimizer updates, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def groups_of(model: nn.Module, config: OptimConfig, method: Method | None = None) -> tuple[Group, ...]:
+    """All trained weights. A rate by pattern and that of LoRA+ multiply; a decay by pattern comes before all others."""
+    plain, ratio, names = undecayed_names(model), getattr(method, "lr_ratio", None), _all_names(model)
+    found: dict[tuple[float, float], list[str]] = {}
+    for name in trained(model):
+        lr_ratio = ratio if ratio is not None and _SECOND.search(name) else 1.0
+        decay = 0.0 if name in plain else config.weight_decay
+        mine = next((g for g in config.groups if any(re.search(g.match, each) for each in names[name])), None)
+        if mine is not None:
+            lr_ratio *= mine.lr_ratio
+            decay = decay if mine.weight_decay is None else mine.weight_decay
+        found.setdefault((lr_ratio, decay), []).append(name)
+    ordered = sorted(found.items(), key=lambda each: (each[0][0], -each[0][1]))
+    return tuple(Group(names=tuple(each), weight_decay=decay, lr_ratio=rate) for (rate, decay), each in ordered)
+
+
+def check_groups(network: nn.Module, config: OptimConfig) -> None:
+    """Refuse a pattern that no trained weight is updated by. The network may be on the meta device."""
+    if not config.groups:
+        return
+    names, own = _all_names(network), trained(network)
+    left = {name: names[name] for name in own}
+    for index, group in enumerate(config.groups):
+        hit = {name for name, each in left.items() if any(re.search(group.match, one) for one in each)}
+        if hit:
+            left = {name: each for name, each in left.items() if name not in hit}
+            continue
+        where = f"optim.groups.{index}.match: {group.match!r}"
+        if any(re.search(group.match, one) for name in own for one in names[name]):
+            raise ConfigError(f"{where} finds only weights that a group before it has; move it before that one")
+        # One name of each kind: a network has hundreds that differ in a number.
+        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in own)
+        raise ConfigError(
+            f"{where} is found in the name of no weight that is trained; in this {type(network).__name__} they are "
+            f"called {', '.join(list(kinds)[:12])}"
+        )
+
+
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Parameters without weight decay: everything with fewer than two dimensions, factors, and the embeddings.
+
+    An output embedding that is tied to the input embedding is the same parameter; an untied one is a matrix like any
+    other and decays. Rows of new tokens do not, in the head either: they are few, and start as means of others.
+    """
+    embeddings = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    embeddings |= {name for name, _ in model.named_parameters() if name.endswith(f".{ROWS}")}
+    # IA3's factors are vectors in the form of a matrix, and around one.
+    return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2 or ".ia3_l." in name}
+
+
+def _all_names(model: nn.Module) -> dict[str, list[str]]:
+    """The names of every weight, by its first one: a tied weight has several."""
+    first: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first[id(parameter)], []).append(name)
+    return names

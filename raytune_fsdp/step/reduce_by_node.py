@@ -1,0 +1,84 @@
+"""Gradients that are summed inside of each node first, then between the nodes: `parallel.reduce: hierarchical`.
+
+Of G nodes with L ranks each, a rank receives (L-1)/L of a unit's gradients inside of its node, and each node then
+(G-1)/G of them from the others. Sent straight to its owner, each rank's part would cross between nodes on its own: L
+times as much. NCCL's ring enters each node once, with (N-1)/N of N ranks: 0.97 instead of 0.75 for four nodes of eight,
+in N-1 steps instead of L+G-2.
+
+What travels between nodes may have fewer bits than what is summed inside of them: with `parallel.reduce_dtype: bf16` a
+sum is then rounded 2G-1 times on its way instead of N-1 times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from raytune_fsdp.base.collectives import make_device_mesh, on_all_ranks
+from raytune_fsdp.base.machine import this_node
+
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Its name since torch 2.13, and before."""
+
+
+def ranks_together(shard_size: int) -> int | None:
+    """`ranks_of_a_node`, as the ranks find themselves. Collective."""
+    return ranks_of_a_node(on_all_ranks(this_node), shard_size)
+
+
+def ranks_of_a_node(nodes: Sequence[Hashable], shard_size: int) -> int | None:
+    """How many ranks that share a copy of the model are together on each node; None if there are no two levels to sum
+    in. `nodes`: that of each rank."""
+    runs = [len([*same]) for _, same in groupby(nodes)]
+    size = runs[0]
+    even = len({*runs}) == 1 and len({*nodes}) == len(runs)  # as many ranks on each, one after the other
+    return size if even and 1 < size < shard_size and shard_size % size == 0 else None
+
+
+def reduce_by_node(model: nn.Module, mesh: DeviceMesh, per_node: int, between: torch.dtype | None) -> None:
+    """Have the gradients of a sharded network summed in two levels. `between`: the type that travels between nodes;
+    None: that of the sums. Collective."""
+    shards = mesh["shard"].size()
+    axes = {"replicate": mesh.size() // shards, "between": shards // per_node, "inside": per_node}
+    levels = make_device_mesh(mesh.device_type, axes)
+    comm = _ReduceByNode(levels.get_group("inside"), levels.get_group("between"), between)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            cast(FSDPModule, module).set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+
+
+class _ReduceByNode:
+    def __init__(self, inside: dist.ProcessGroup, between: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        self._inside, self._between, self._dtype = inside, between, dtype
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType | dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        ranks, nodes = self._inside.size(), self._between.size()
+        # Part n * ranks + r belongs to rank r of node n. Inside of a node, rank r sums the parts of all ranks r.
+        parts = input_tensor.view(nodes, ranks, -1).transpose(0, 1).contiguous()
+        ours = input_tensor.new_empty(input_tensor.numel() // ranks)
+        _reduce_scatter(ours, parts.view(-1), op=op, group=self._inside)
+        if self._dtype is None or self._dtype == ours.dtype:
+            _reduce_scatter(output_tensor, ours, op=op, group=self._between)
+            return None
+        rounded = ours.to(self._dtype)
+        mine = rounded.new_empty(output_tensor.numel())
+        _reduce_scatter(mine, rounded, op=op, group=self._between)
+        output_tensor.copy_(mine)
+        return None

@@ -1,0 +1,189 @@
+"""One optimizer step: tensors in, tensors out. No clock, no files, no logging.
+
+Nothing here waits for the device. Whether an update is skipped is decided there too, and alike on every rank, because
+the loss and the gradient norm it depends on are already summed over all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import Batch, StepBatches
+from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.random import derive_key
+from raytune_fsdp.config import OptimConfig, ParallelConfig
+from raytune_fsdp.model.objective.chunked_head import Losses
+from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.pieces.pieces import is_cut
+from raytune_fsdp.model.pieces.sums import first_ones
+from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.step.optim import Optimizer, at, local_gradients
+from raytune_fsdp.step.parallel import set_gradient_sync
+
+FIRST_SCALE = 2.0**15
+"""fp16: the loss scale of the first step."""
+
+SCALE_GROWTH_STEPS = 2000
+"""fp16: the loss scale doubles after this many good steps in a row, and halves after a bad one."""
+
+
+@dataclass(slots=True)
+class LossScale:
+    """In fp16 small gradients must be scaled up. Other precisions keep the scale at 1."""
+
+    value: torch.Tensor
+    good_steps: torch.Tensor
+    enabled: bool
+
+    @classmethod
+    def start(
+        cls, *, enabled: bool, device: torch.device, value: float = FIRST_SCALE, good_steps: int = 0
+    ) -> LossScale:
+        return cls(
+            value=torch.tensor(value if enabled else 1.0, dtype=torch.float64, device=device),
+            good_steps=torch.tensor(good_steps, dtype=torch.int64, device=device),
+            enabled=enabled,
+        )
+
+    def update(self, finite: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        good = torch.where(finite, self.good_steps + 1, 0)
+        grow = good >= SCALE_GROWTH_STEPS
+        self.value = torch.where(finite, torch.where(grow, self.value * 2, self.value), self.value / 2)
+        self.good_steps = torch.where(grow, 0, good)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """The result of a step, summed over all ranks and left on the device."""
+
+    counts: torch.Tensor
+    """int64: `StepCounts`, packed."""
+    values: torch.Tensor
+    """float64: loss, gradient norm, 1 if the update was skipped; then the sum of losses of each dataset, and how many
+    targets of each were the model's first choice; then the tokens of each expert that is watched."""
+
+
+def train_step(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    scale: LossScale,
+    batches: StepBatches,
+    *,
+    plan: Plan,
+    parallel: ParallelConfig,
+    optim: OptimConfig,
+    lr_factor: float,
+    seed: int,
+    objective: Objective = CROSS_ENTROPY,
+) -> StepTensors:
+    """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
+    device = scale.value.device
+    counts = batches.counts.clone()
+    dist.all_reduce(counts)
+    # A step without a single target has loss 0, not 0/0.
+    targets = counts[0].clamp(min=1)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    layers, experts = objective.experts
+    beside = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
+    for k, block in enumerate(batches.blocks):
+        beat()
+        set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
+        _seed_block(seed, batches.step, block)
+        losses = block_loss(model, block, objective)
+        loss = losses.total
+        loss_sum += loss.detach()
+        beside += torch.cat(
+            [_by_dataset(losses, block, plan.datasets).flatten(), *(each.double() for each in losses.load)]
+        )
+        # Divided by the targets of the global batch before backward; gradients are then only summed, over blocks and
+        # ranks. An average over ranks would weight a token by how many others its rank happens to have.
+        (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    grads = _gradients(model, trained, plan.layout)
+    squares = _squares(grads, [is_cut(parameter) for parameter in trained], plan.layout)
+    loss_value, norm = _sum_over_ranks(loss_sum, beside, squares, targets, scale, replicas=plan.layout.replicas)
+    finite = torch.isfinite(loss_value) & torch.isfinite(norm)
+    _clip(grads, norm, optim.max_grad_norm, scale)
+    optimizer.step(lr_factor, (~finite).float())
+    scale.update(finite)
+    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), beside])
+    return StepTensors(counts=counts, values=values)
+
+
+@torch.no_grad()
+def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
+    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this.
+
+    The cross-entropy alone, whatever the run adds to it, so that runs can be compared.
+    """
+    losses = block_loss(model, block)
+    targets = torch.full((), float(block.target_tokens * block.counts), dtype=torch.float64, device=losses.total.device)
+    return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
+
+
+def _seed_block(seed: int, step: int, block: Batch) -> None:
+    """Seed dropout by the block and its place in the run, not by the rank that happens to compute it."""
+    key = derive_key("block", seed, step, block.index) & (2**63 - 1)
+    # Not torch.manual_seed: it formats the call stack for every kind of device that is not in use, 0.8 ms per call.
+    torch.default_generator.manual_seed(key)
+    if block.input_ids.is_cuda:
+        torch.cuda.manual_seed(key)
+
+
+def _by_dataset(losses: Losses, block: Batch, datasets: int) -> torch.Tensor:
+    """The sums of losses and of right choices of each dataset."""
+    # A product, because index_add on a GPU adds in any order.
+    member = (block.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
+    return torch.stack([losses.each.double(), losses.right.double()]) @ member
+
+
+def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:
+    """This rank's part of them."""
+    found = local_gradients(trained)
+    if layout.tensor > 1:
+        first_ones(model, trained, found)
+    return found
+
+
+def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torch.Tensor:
+    """The sum of the squares of this rank's gradients, so that over the ranks of a replica each is counted once."""
+    # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
+    wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    each = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square()
+    if layout.tensor > 1:
+        # What is not cut they all have. Numbers, not a tensor: the host would wait for the device to copy it.
+        torch._foreach_mul_(list(each.unbind()), [1.0 if part else 1 / layout.tensor for part in cut])
+    return each.sum()
+
+
+def _sum_over_ranks(
+    loss_sum: torch.Tensor,
+    beside: torch.Tensor,
+    squares: torch.Tensor,
+    targets: torch.Tensor,
+    scale: LossScale,
+    *,
+    replicas: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss per target token and norm of the whole gradient, the same bits on every rank. `beside` in place."""
+    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), beside])
+    dist.all_reduce(sums)
+    beside.copy_(sums[2:])
+    norm = (sums[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
+    return sums[0] / targets, norm
+
+
+def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:
+    """Scale the gradient down to `max_norm` and undo the loss scale, in one pass that leaves the norm on the device."""
+    if max_norm is None and not scale.enabled:
+        return
+    factor = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's
+    torch._foreach_mul_(grads, at(grads[0].device, (factor / scale.value).to(grads[0].dtype)))

@@ -1,0 +1,190 @@
+"""What a segment's repetition has in common with the record of the run, and with its checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytune_fsdp.base.untrusted import is_count
+from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.checkpoint.contents import MODEL
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import each_event
+from raytune_fsdp.record.names import ATTEMPT_STARTED, KERNELS, SETTINGS_CHANGED
+from raytune_fsdp.step.accumulation import AS_WEIGHTS
+from raytune_fsdp.tools.audit.compare import TensorDifference, compare_tensors
+from raytune_fsdp.tools.audit.segment import Segment, steps_of
+
+EXACT = ("samples", "tokens", "target_tokens", "lr")
+"""What of a step is the same at any world size, to the bit."""
+
+BOUNDS = {"fp64": {"loss": 1e-8, "grad_norm": 1e-6}, "fp32": {"loss": 1e-5, "grad_norm": 1e-4}}
+"""Worlds add in another order; these are what tests/distributed/test_exact.py holds them to."""
+_OTHER_BOUNDS = {"loss": 1e-2, "grad_norm": 1e-1}
+"""In 16 bits, where the number of ranks decides what is rounded when, there is no bound that always holds."""
+WEIGHTS = {"fp64": 1e-4, "fp32": 5e-2}
+"""The largest difference of a weight, in parts of the largest way that a number of its tensor has gone."""
+_OTHER_WEIGHTS = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """What came out."""
+
+    segment: Segment
+    use_cache: bool = False
+    """Whether tokenized rows were taken from the run's own cache."""
+    why_not_exact: str = ""
+    """Why not everything had to be the same to the bit; empty if it had to be."""
+    here: Mapping[str, Any] = field(default_factory=dict)
+    """Where it was trained again: number of ranks, device, threads, versions."""
+    there: Sequence[Mapping[str, Any]] = ()
+    """And where the run was, attempt by attempt."""
+    largest: dict[str, float] = field(default_factory=dict)
+    """The largest relative difference of each number, over all steps."""
+    steps: int = 0
+    """Steps that were compared."""
+    tensors: int = 0
+    unequal: int = 0
+    """Tensors that were compared, and those of them that are not the same to the bit."""
+    weights: float = 0.0
+    """The largest difference of a weight, in parts of the largest way that a number of its tensor has gone."""
+    difference: str | None = None
+    """The first thing that differs; None: the run has passed."""
+
+
+def compare(
+    found: Audit, config: FinetuneConfig, place: RunDir, again: RunDir, record: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Fill in what the repetition has in common with the record. Both have all of the segment's steps."""
+    repeated = steps_of(again.metrics, found.segment)
+    found.there = _attempts(place, {_attempt_of(line) for line in record.values()})
+    found.here = _attempts(again, {_attempt_of(line) for line in repeated.values()})[0]
+    found.why_not_exact = _why_not_exact(found, config, place)
+    precision = config.parallel.precision
+    bounds = BOUNDS.get(precision, _OTHER_BOUNDS)
+    for step in sorted(record):
+        there, here = record[step]["trajectory"], repeated[step]["trajectory"]
+        for key in (*EXACT, *bounds):
+            off = 0.0 if there[key] == here[key] else _relative(there[key], here[key])
+            if key in bounds:
+                found.largest[key] = max(found.largest.get(key, 0.0), off)
+            if off > (bounds.get(key, 0.0) if found.why_not_exact else 0.0):
+                found.difference = (
+                    f"step {step}: {key} is {there[key]} on record, and {here[key]} when it is trained again"
+                )
+                return
+        found.steps += 1
+    found.difference = _difference_of_ends(found, precision, again)
+
+
+def _attempt_of(line: Mapping[str, Any]) -> int:
+    """The attempt that a step was trained in; 0 where the line does not say."""
+    number = line.get("attempt")
+    return number if is_count(number) else 0
+
+
+def _difference_of_ends(found: Audit, precision: str, again: RunDir) -> str | None:
+    """What differs between the segment's last checkpoint and that of its repetition."""
+    theirs = found.segment.after
+    if theirs is None:
+        return None
+    mine = next(each for each in committed(again.checkpoints) if each.step == theirs.step)
+    before, after = _decisive(read_state(theirs)), _decisive(read_state(mine))
+    for key, there in before.items():
+        # Whether a gradient is too large for fp16 may hang on the last bit.
+        if there != after[key] and not (found.why_not_exact and key in ("loss_scale", "good_steps")):
+            return f"the state of step {theirs.step}: {key} is {there}, and {after[key]} when it is trained again"
+    problems = []
+    for each in compare_tensors(mine, theirs, found.segment.before):
+        found.tensors += 1
+        if isinstance(each, str):
+            return each
+        found.unequal += not each.equal
+        if each.name.startswith(MODEL) and each.moved:
+            off = each.most / each.moved
+            found.weights = math.nan if math.isnan(off + found.weights) else max(found.weights, off)
+        if problem := _problem(each, not found.why_not_exact, WEIGHTS.get(precision, _OTHER_WEIGHTS)):
+            problems.append((each, problem))
+    if not problems:
+        return None
+    worst, problem = max(problems, key=lambda pair: math.inf if math.isnan(pair[0].most) else pair[0].most)
+    more = f" ({len(problems)} tensors differ)" if len(problems) > 1 else ""
+    return f"the checkpoint of step {theirs.step}: {problem}{more}"
+
+
+def _decisive(state: RunState) -> dict[str, Any]:
+    """What of a state decides how the run goes on; its identity has been compared before it was trained again."""
+    keys = ("samples", "cursor", "skipped_in_row", "schedule_steps", "loss_scale", "good_steps")
+    base = None if state.base is None else {key: state.base.get(key) for key in ("files", "added")}
+    return {**{key: getattr(state, key) for key in keys}, "base": base}
+
+
+def _problem(each: TensorDifference, exact: bool, bound: float) -> str | None:
+    """Why a tensor is not what the repetition has made of it."""
+    if each.equal:
+        return None
+    # Moments are sums of what weights are made from, and say nothing of their own.
+    if not exact and (not each.name.startswith(MODEL) or each.most <= bound * each.moved):
+        return None
+    here, there = each.values
+    return f"{each.name}{list(each.place)} is {there!r}, and {here!r} when it is trained again"
+
+
+def _relative(left: Any, right: Any) -> float:
+    """The difference of two numbers, infinite for what is not a number."""
+    if not all(isinstance(each, int | float) and math.isfinite(each) for each in (left, right)):
+        return 0.0 if str(left) == str(right) else math.inf
+    return float(abs(left - right) / max(abs(left), abs(right)))
+
+
+MACHINE = ("world_size", "device", "threads", "versions")
+"""What is on record of where an attempt was."""
+_SPREAD = ("replicas", "shard_size", "sequence", "tensor")
+_KERNELS = ("attention", "loss", "blocks")
+_GRADIENTS = "gradients"
+"""On record of runs in bf16_pure; those of older versions added them in the type of the weights and did not say so."""
+_DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss")
+"""Settings that may change within a run, and change the order of additions."""
+
+
+def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
+    """What is on record of these attempts."""
+    known: dict[int, dict[str, Any]] = {number: {"attempt": number} for number in sorted(numbers)}
+    for line in each_event(place.events):
+        keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: (*_KERNELS, _GRADIENTS)}.get(line["event"], ())
+        if keys and line["attempt"] in known:
+            alone: dict[str, int] = {
+                key: 1 for key in ("sequence", "tensor") if key in keys
+            }  # on record where it is more
+            known[line["attempt"]].update({key: line["fields"].get(key, alone.get(key)) for key in keys})
+    return list(known.values())
+
+
+def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
+    """Why the two need not be the same to the bit; empty if they must be."""
+    here = found.here
+    for attempt in found.there:
+        for key in (*MACHINE, *_SPREAD, *_KERNELS):
+            words, number = key.replace("_", " "), attempt["attempt"]
+            if attempt.get(key) is None:
+                return f"the record does not say the {words} of attempt {number}"
+            if attempt[key] != here.get(key):
+                return f"the {words} of attempt {number}: {attempt[key]}; here: {here.get(key)}"
+        added = attempt.get(_GRADIENTS) or (here.get(_GRADIENTS) and AS_WEIGHTS)
+        if added != here.get(_GRADIENTS):
+            return f"the type in which attempt {number} added gradients: {added}; here: {here.get(_GRADIENTS)}"
+    first = min(attempt["attempt"] for attempt in found.there)
+    for line in each_event(place.events):
+        # The config of a run is that of its newest attempt.
+        changed = line["fields"] if line["event"] == SETTINGS_CHANGED and line["attempt"] > first else {}
+        decisive = sorted(key for key in changed if key.startswith(_DECIDE_BITS))
+        if decisive:
+            return f"{decisive[0]} was changed in attempt {line['attempt']}"
+    if not str(here["device"]).startswith("cpu") and not config.run.deterministic:
+        return "on a GPU the order of additions is only fixed with run.deterministic=true"
+    return ""

@@ -1,0 +1,60 @@
+"""What came out, as a page that a third party can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.tools.audit.comparison import MACHINE, Audit
+
+
+def report(found: Audit, name: str) -> Iterator[str]:
+    """The outcome, for a person who has seen nothing of it, as Markdown."""
+    segment = found.segment
+    yield f"# Audit of {name}, steps {segment.first + 1} to {segment.last}"
+    yield ""
+    if found.difference is None:
+        measure = "to the bit" if not found.why_not_exact else "within the bounds of another order of additions"
+        yield f"**Passed**: trained again, it is the same {measure}."
+    else:
+        yield f"**Not the same.** First difference: {found.difference}"
+    yield ""
+    begin = "the beginning" if segment.before is None else f"the checkpoint of step {segment.first}"
+    data = "rows as its cache has them (--use-cache)" if found.use_cache else "data"
+    yield f"The segment was trained again from {begin}, under the run's own config and on its {data}, and compared:"
+    yield ""
+    yield f"- {found.steps} steps: samples, tokens, targets and learning rates, which any number of ranks has alike"
+    for key, off in found.largest.items():
+        yield f"- {key}: largest relative difference {off:.2e}"
+    if found.tensors:
+        unequal = f"{found.unequal} of them differ in a bit or more" if found.unequal else "all of them the same bits"
+        yield f"- {found.tensors} tensors of the checkpoint of step {segment.last}: {unequal}"
+        if found.unequal:
+            way = "largest number of their tensor" if segment.before is None else "way that their tensor has gone"
+            yield f"- weights: off by {found.weights:.2e} of the {way}, at most"
+            if segment.before is None:
+                yield "- how far weights have gone since the beginning is not kept: begin with a checkpoint to see"
+    elif segment.after is None:
+        yield f"- the checkpoint of step {segment.last} has not been kept: weights are not compared"
+    if found.why_not_exact:
+        yield f"- not to the bit, because {found.why_not_exact}"
+    if found.here:
+        yield ""
+        yield "| | ranks | device | threads | versions |"
+        yield "|---|---|---|---|---|"
+        for attempt in found.there:
+            yield _machine_row(f"the run, attempt {attempt['attempt']}", attempt)
+        yield _machine_row("the audit", found.here)
+
+
+def _machine_row(what: str, machine: Mapping[str, Any]) -> str:
+    versions = found if isinstance(found := machine.get("versions"), dict) else {}
+    named = ", ".join(f"{package} {version}" for package, version in versions.items()) or "not on record"
+    shown = [machine[key] if machine.get(key) is not None else "not on record" for key in MACHINE[:3]]
+    return f"| {what} | {_cell(shown[0])} | {_cell(shown[1])} | {_cell(shown[2])} | {_cell(named)} |"
+
+
+def _cell(value: object) -> str:
+    """A stranger's value in a table: a line or a column of its own would be a forged one."""
+    return printable(str(value)[:200]).replace("|", "\\|")

@@ -1,0 +1,208 @@
+"""A step of a run, looked at afterwards: which rows it trained on.
+
+Nothing is recorded for this: the order is a pure function of data, tokenizer and seed, so it is looked up again. The
+hash of the samples in `metrics.jsonl` proves that they are the ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, PackedSample, Progress
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError
+from raytune_fsdp.base.untrusted import reason
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
+from raytune_fsdp.config.sections.formats import PythonFormat
+from raytune_fsdp.data.open import open_data
+from raytune_fsdp.data.origins import RowOrigin
+from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
+from raytune_fsdp.model.network import load_architecture
+from raytune_fsdp.plan.division import Division
+from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of
+from raytune_fsdp.plan.step_counts import digest_of
+from raytune_fsdp.record.jsonl import read_step
+from raytune_fsdp.record.report.data import documents_of
+from raytune_fsdp.run.beginning import orders_of
+from raytune_fsdp.run.length import PlanOnRecord, plan_on_record
+from raytune_fsdp.run.measure.documents import read_sums
+from raytune_fsdp.run.prepare import load_tokenizer
+from raytune_fsdp.run.resume import data_identity_of, files_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastSample:
+    """A packed sample of a step, and where it is from."""
+
+    sample: PackedSample
+    at: Cursor
+    origins: Sequence[RowOrigin]
+    """Of its documents, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastStep:
+    """What a step has trained on."""
+
+    step: int
+    line: Mapping[str, Any] | None
+    """The step in `metrics.jsonl`; None: it has not been trained yet, so nothing proves that these are its samples."""
+    samples: Sequence[PastSample]
+    names: Sequence[str]
+    """Of the datasets."""
+    tokenizer: PreTrainedTokenizerBase
+
+
+def past_place(run: Path) -> RunDir:
+    """The places of an existing run, wherever its directory is now."""
+    path = run.absolute()
+    return RunDir(path, checkpoints_of(path))
+
+
+def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
+    """A run's config, with the run where it is now: its directory may have been moved, or be named from elsewhere."""
+    run = config.run.model_copy(update={"storage": str(place.path.parent), "name": place.path.name})
+    return config.model_copy(update={"run": run})
+
+
+def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) -> None:
+    """Refuse to run code that a run's config names, unless its reader has said that it may. `ranks`: those are started,
+    too."""
+    held_out = isinstance(config.data.eval, HeldOutConfig)
+    datasets = [*config.data.train, *([] if held_out else config.data.eval)]
+    named = [each.format.function for each in datasets if isinstance(each.format, PythonFormat)]
+    if config.model.trust_remote_code:
+        named.append("model.trust_remote_code=true")
+    if ranks:  # PYTHONPATH and LD_PRELOAD bring code, and others may
+        named += [f"cluster.env.{name}" for name in sorted(config.cluster.env)]
+    if named and not trusted:
+        raise ConfigError(
+            f"this run's config names code, or what may bring some ({', '.join(named)}): look at it, then add "
+            "--trust-remote-code"
+        )
+
+
+def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progress | None = None) -> PastStep:
+    """The samples of a step. ResumeError if the data is not what the run was trained on."""
+    plan = plan_on_record(place)
+    division = _division(config, plan)
+    line = read_step(place.metrics, step)
+    if step > plan.steps:
+        raise ResumeError(f"{place.plan}: the run has {plan.steps} steps, so there is no step {step}")
+    newest, before = _states(place, step)
+    tokenizer, windows = _own_data(config, place, newest, progress)
+    stream = Stream(windows, seed=config.run.seed)
+    first = stream.seek(before.cursor, division.samples_before(step) - before.samples)
+    places = [stream.seek(first, number) for number in range(division.samples_of(step))]
+    samples = [next(stream.section(at, 0)).sample for at in places]
+    if line is not None and digest_of([sample.id for sample in samples]) != line["trajectory"]["samples"]:
+        raise ResumeError(
+            f"{place.metrics}: step {step} was trained on other samples than these; {_why(newest, windows)}"
+        )
+    origins: dict[tuple[int, int], list[list[RowOrigin]]] = {}
+    windows_of_step = list(dict.fromkeys((at.epoch, at.window) for at in places))
+    for epoch, window in windows_of_step:
+        if progress is not None:
+            progress("reading the rows again", len(origins), len(windows_of_step))
+        origins[epoch, window] = stream.origins(epoch, window)
+    return PastStep(
+        step=step,
+        line=line,
+        samples=[
+            PastSample(sample=sample, at=at, origins=origins[at.epoch, at.window][at.index])
+            for sample, at in zip(samples, places, strict=True)
+        ],
+        names=windows.names,
+        tokenizer=tokenizer,
+    )
+
+
+def recorded_losses(place: RunDir, past: PastStep) -> list[list[tuple[float, int]]] | None:
+    """Of each document of each sample, the sum of the losses of its target tokens, and how many those are, if the run
+    has recorded that (`tracking.documents`)."""
+    try:
+        sums = read_sums(place.documents, past.step)
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{place.documents} is damaged where step {past.step} is ({reason(error)}): move it away, and the "
+            "losses are measured with the weights of a checkpoint"
+        ) from error
+    if sums is None:
+        return None
+    begins = [np.flatnonzero(each.sample.position_ids == 0) for each in past.samples]
+    if len(sums) != sum(map(len, begins)):
+        raise ResumeError(
+            f"{place.documents} has {len(sums)} losses for step {past.step}, of another packing: move it away"
+        )
+    left, found = iter(sums), []
+    for each, first in zip(past.samples, begins, strict=True):
+        sample = each.sample
+        real = sample.source_ids[first] != PADDING  # the last one may be the sample's padding
+        totals = [total for total, is_real in zip(islice(left, len(first)), real, strict=True) if is_real]
+        targets = [int((sample.labels[document] != IGNORE).sum()) for document in documents_of(sample)]
+        found.append(list(zip(totals, targets, strict=True)))
+    return found
+
+
+def checkpoint_before(place: RunDir, step: int) -> CommittedCheckpoint | None:
+    """The newest kept checkpoint that was there when this step began; None: there is none any more."""
+    return max((each for each in committed(place.checkpoints) if each.step < step), default=None)
+
+
+def _states(place: RunDir, step: int) -> tuple[RunState | None, RunState]:
+    """The state of the newest checkpoint, which says what run it is; and the nearest one before the step."""
+    there = committed(place.checkpoints)
+    nearest = checkpoint_before(place, step)
+    return (read_state(there[-1]) if there else None), RunState() if nearest is None else read_state(nearest)
+
+
+def _own_data(
+    config: FinetuneConfig, place: RunDir, newest: RunState | None, progress: Progress | None
+) -> tuple[PreTrainedTokenizerBase, Windows]:
+    """The tokenizer that the run has kept, and the data that its config names, in its order."""
+    own = place.model_files
+    if not (own / CONFIG_FILE).is_file():
+        raise ResumeError(f"{own} has no {CONFIG_FILE}: it holds the run's tokenizer, so the data cannot be read again")
+    travelling(own, code=True)  # none of them is a link
+    model = config.model.model_copy(
+        update={"path": str(own), "tokenizer": None, "architecture": None, "overrides": {}, "init": "random"}
+    )
+    tokenizer = load_tokenizer(config.model_copy(update={"model": model}), own)
+    vocab_size = load_architecture(model, own).get_text_config().vocab_size
+    if not config.data.eval_decides_training:  # its files need not be there
+        config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
+    windows, _ = open_data(config, tokenizer, vocab_size, progress, **orders_of(newest or RunState()))
+    return tokenizer, windows
+
+
+def _division(config: FinetuneConfig, plan: PlanOnRecord) -> Division:
+    """How the run is divided into steps, whatever the number of ranks."""
+    train = config.train
+    return Division(
+        global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=plan.total_samples, data_ranks=1
+    )
+
+
+def _why(newest: RunState | None, windows: Windows) -> str:
+    """What differs between the data as it was and as it is."""
+    if newest is not None:
+        before = {key: value for key, value in newest.identity.items() if key.startswith("data.")}
+        try:
+            check_identity(
+                before, data_identity_of(windows), "its newest checkpoint",
+                files_before=newest.files, files_now=files_of(windows),
+            )  # fmt: skip
+        except RaytuneError as error:
+            return str(error)
+    return "its data, tokenizer and seed are those of its newest checkpoint, so this step was not trained as recorded"

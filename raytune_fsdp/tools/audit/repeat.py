@@ -1,0 +1,59 @@
+"""The run that trains a segment again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.config import EvalConfig, FinetuneConfig, ProfileConfig, TrackingConfig
+from raytune_fsdp.config.sections.tracking import MlflowConfig
+from raytune_fsdp.plan.run_dir import RunDir, cache_of
+from raytune_fsdp.run.length import plan_on_record
+from raytune_fsdp.tools.audit.segment import Segment
+
+
+def repeat_of(
+    config: FinetuneConfig, place: RunDir, segment: Segment, directory: Path, *, use_cache: bool
+) -> FinetuneConfig:
+    """The config of the run that trains the segment again: the same trajectory, without all that only looks at it."""
+    plan = plan_on_record(place)
+    sections: dict[str, Any] = {
+        "run": {"storage": str(directory), "resume": "auto"},
+        "data": {
+            # The run's own has what the run was trained on, whatever the rows of its data are.
+            "cache": config.data.cache.model_copy(
+                update={"path": str(cache_of(config) if use_cache else directory / "cache")}
+            ),
+            **({} if config.data.eval_decides_training else {"eval": []}),
+        },
+        "checkpoint": {
+            "storage": None,
+            "every": "auto",
+            "keep_last": None,
+            "keep_every": None,
+            "keep_best": 0,
+            "best": None,
+        },
+        "export": {"at_end": False, "every": None, "push": None},
+        "optim": {"schedule_steps": _schedule_of(config, segment) or plan.schedule_steps},
+        # A stranger's config may say that it is tried again for ever.
+        "cluster": {"max_failures": config.cluster.max_failures if config.cluster.max_failures >= 0 else 3},
+    }
+    if segment.last < plan.steps or config.train.epochs is None:
+        sections["train"] = {"max_steps": segment.last, "epochs": None}
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    tracking = TrackingConfig(console=config.tracking.console, mlflow=MlflowConfig(enabled=False))
+    return config.model_copy(update={**changed, "eval": EvalConfig(), "tracking": tracking, "profile": ProfileConfig()})
+
+
+def _schedule_of(config: FinetuneConfig, segment: Segment) -> int | None:
+    """The length of the schedule in the segment, which later attempts may have changed. None: only the plan says it."""
+    lengths = [read_state(each).schedule_steps for each in (segment.before, segment.after) if each is not None]
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"optim.schedule_steps was {lengths[0]} at step {segment.first} and {lengths[1]} at step {segment.last}: "
+            "audit the steps before and after that change apart"
+        )
+    return lengths[0] if lengths else config.optim.schedule_steps

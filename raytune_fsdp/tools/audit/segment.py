@@ -1,0 +1,87 @@
+"""The steps that are trained again, and what is on record of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.base.errors import ConfigError, ResumeError
+from raytune_fsdp.base.untrusted import open_regular, reason
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import read_manifest
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import each_line
+from raytune_fsdp.record.lines import step_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The steps that are trained again."""
+
+    first: int
+    """0: from the beginning."""
+    last: int
+    before: CommittedCheckpoint | None
+    """The checkpoint of `first`; None: the beginning."""
+    after: CommittedCheckpoint | None
+    """That of `last`; None: it has not been kept, so only the record is compared."""
+
+
+def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segment:
+    """The segment between two kept checkpoints; by default the two newest ones."""
+    if is_url(place.checkpoints):
+        raise ConfigError(
+            f"{place.checkpoints} is in an object store, and an audit reads checkpoints from a file system: copy those "
+            f"of the segment to {place.path}/checkpoints, and remove {place.checkpoints_at.name} there"
+        )
+    kept = {each.step: each for each in committed(place.checkpoints)}
+    there = ", ".join(map(str, sorted(kept))) or "none"
+    lasting = [step for step, found in kept.items() if found.lasting]  # else the clock would choose what is audited
+    last = max(lasting, default=0) if last is None else last
+    first = max((step for step in lasting if step < last), default=0) if first is None else first
+    if first and first not in kept:
+        raise ConfigError(f"--from {first}: {place.checkpoints} has no checkpoint of that step; it has {there}, or 0")
+    if not first < last:
+        raise ConfigError(f"--from {first} --to {last}: a segment has at least one step; kept checkpoints: {there}")
+    reached = max((step_of(line) for line in each_line(place.metrics) if line and line["kind"] == "step"), default=0)
+    if last > reached:
+        raise ConfigError(f"--to {last}: the run has come to step {reached}")
+    return Segment(first=first, last=last, before=kept.get(first), after=kept.get(last))
+
+
+def taken(checkpoint: CommittedCheckpoint, root: Path) -> CommittedCheckpoint:
+    """A committed checkpoint in another directory, where a run that goes on does not prune it."""
+    target = root / checkpoint.name
+    target.mkdir(parents=True)
+    try:
+        # Nothing that the manifest does not name: a stranger's directory may have a link to all of a disk.
+        listed = read_manifest(storage_at(checkpoint.root), checkpoint.name)
+        for name in (*listed, MANIFEST_FILE):
+            _take(Path(checkpoint.path) / name, target / name)
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{checkpoint.path} cannot be read: {reason(error)}; name another segment") from error
+    return replace(checkpoint, root=str(root))
+
+
+def _take(source: Path, target: Path) -> None:
+    """A file in another directory: linked, where the file system can, because they are large."""
+    handle = open_regular(source)
+    with open(handle, "rb") as file:
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:
+            with open(target, "xb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+
+
+def steps_of(metrics: Path, segment: Segment) -> dict[int, Mapping[str, Any]]:
+    """The lines of the segment's steps."""
+    lines = ((step_of(line), line) for line in each_line(metrics) if line and line["kind"] == "step")
+    return {step: line for step, line in lines if segment.first < step <= segment.last}

@@ -1,0 +1,171 @@
+"""What a machine says about itself. Imports the standard library only, in every function that needs it.
+
+This file goes to the nodes of a cluster by value: a node may have another version of this package, or none.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "ray", "numpy", "pyarrow", "datasets", "safetensors", "pydantic",
+    "peft", "mlflow", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4",
+)  # fmt: skip
+_SECONDS = 12.0
+_SMI_SECONDS, _LEAST_SECONDS = 8.0, 2.0
+_STORAGE_SECONDS = 6.0
+"""After imports, more than storage is waited for that shows files late."""
+_TICK = 0.1
+NO_ANSWER = "run.storage does not answer there"
+NOT_CHECKED = "not checked within"
+_SEEN_BY_TORCH = """
+import json, torch
+found = {"count": torch.cuda.device_count(), "cuda": torch.version.cuda, "nccl": None}
+if found["count"]:
+    torch.zeros(1, device="cuda")
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print(json.dumps(found))
+"""
+
+
+def look(try_torch: bool = True, token: tuple[str, ...] | None = None, seconds: float = _SECONDS) -> dict[str, Any]:
+    """The facts about this machine, as plain data: classes of this file would be others where it was sent.
+
+    `try_torch`: also whether torch can use the GPUs, which takes seconds. `token`: what to look for in the run's
+    storage (writing.py). `seconds`: what takes longer is said to be NOT_CHECKED.
+    """
+    began, end = time.time(), time.monotonic() + seconds
+    stored = _begin_storage(token, seconds) if token is not None else None
+    gpus, why_none = _gpus(min(_SMI_SECONDS, seconds))
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "own": _own(),
+        "gpus": gpus,
+        "smi": why_none,
+        "torch": _seen_by_torch(max(_LEAST_SECONDS, end - time.monotonic())) if gpus and try_torch else None,
+        "shm": shm.f_frsize * shm.f_blocks if shm else None,
+        "shm_free": shm.f_frsize * shm.f_bavail if shm else None,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "storage": _end_storage(*stored) if stored is not None else None,
+        "clock": (began, time.time()),
+    }
+
+
+def _begin_storage(token: tuple[str, ...], seconds: float) -> tuple[Thread, list[tuple[str | None, float]]]:
+    found: list[tuple[str | None, float]] = []
+    stages: list[str] = []
+
+    def work() -> None:
+        try:
+            from raytune_fsdp.tools.doctor.writing import from_node
+
+            stages.append("asked")
+            found.append(from_node(*token, seen=lambda: stages.append("seen")))
+        except Exception as error:  # another version of this package, or none
+            found.append((f"it could not be tried there ({type(error).__name__}: {error})", 0.0))
+
+    def watch() -> None:
+        thread = Thread(target=work, daemon=True)  # a dead mount would keep it for ever
+        thread.start()
+        end, asked = time.monotonic() + seconds, 0.0
+        while thread.is_alive() and time.monotonic() < end and asked < _STORAGE_SECONDS:
+            thread.join(_TICK)
+            asked += _TICK if stages == ["asked"] else 0.0  # not the clock: this process may not run all the time
+        if found:
+            return
+        if asked >= _STORAGE_SECONDS:
+            found.append((f"{NO_ANSWER} within {_STORAGE_SECONDS:g} s", 0.0))
+        else:
+            slow = (
+                "it answers, and a write of some MB takes longer" if stages[1:] else "that node or its imports are slow"
+            )
+            found.append((f"{NOT_CHECKED} {seconds:.0f} s ({slow})", 0.0))
+
+    watching = Thread(target=watch, daemon=True)
+    watching.start()
+    return watching, found
+
+
+def _end_storage(watching: Thread, found: list[tuple[str | None, float]]) -> tuple[str | None, float]:
+    watching.join()
+    return found[0]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _own() -> tuple[str, str] | None:
+    """The version of this package here, and a hash of its code: of two checkouts the version may be the same."""
+    spec = find_spec("raytune_fsdp")
+    if spec is None or spec.origin is None:
+        return None
+    top = Path(spec.origin).parent
+    said = re.search(r'__version__ = "([^"]*)"', (top / "__init__.py").read_text())
+    code = hashlib.sha256()
+    for file in sorted(top.rglob("*.py")):
+        code.update(f"{file.relative_to(top)}\n".encode() + file.read_bytes())
+    return (said[1] if said else "?", code.hexdigest()[:10])
+
+
+def _gpus(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
+    """The GPUs that the driver has, and why there are none where it could not be asked."""
+    fields = "name,memory.total,driver_version,compute_cap"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except FileNotFoundError:
+        return [], None
+    except subprocess.TimeoutExpired:
+        return [], f"{NOT_CHECKED} {seconds:.0f} s (nvidia-smi has not ended)"
+    except OSError as error:
+        return [], f"nvidia-smi: {type(error).__name__}"
+    if done.returncode:
+        return [], f"nvidia-smi fails: {(done.stdout + done.stderr).strip()[:200]}"
+    found = []
+    for row in csv.reader(io.StringIO(done.stdout), skipinitialspace=True):
+        if len(row) == 4:
+            name, memory, driver, capability = row
+            found.append({"name": name, "mib": memory, "driver": driver, "capability": capability})
+    return found, None
+
+
+def _seen_by_torch(seconds: float) -> dict[str, Any]:
+    """What torch sees of the GPUs, in a process of its own: Ray hides them from a task that has reserved none."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SEEN_BY_TORCH], capture_output=True, text=True, timeout=seconds,
+            env=environment,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"count": 0, "error": f"{NOT_CHECKED} {seconds:.0f} s"}
+    except OSError as error:
+        return {"count": 0, "error": type(error).__name__}
+    if done.returncode:
+        return {"count": 0, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
+    seen: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return seen

@@ -1,0 +1,51 @@
+"""The run of two steps that a dry run trains: as the real one computes it, without all that is not a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from raytune_fsdp.config import CheckpointConfig, EvalConfig, FinetuneConfig, ProfileConfig, TrackingConfig
+from raytune_fsdp.config.sections.export import ExportConfig
+from raytune_fsdp.config.sections.tracking import MlflowConfig
+
+STEPS = 2
+"""The first one compiles, fills caches and lets the allocator grow; the second is what all others are like."""
+
+
+def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
+    """The config of the run that is trained in `directory`: same data, model, batches and ranks."""
+    sections: dict[str, Any] = {
+        "run": {"storage": str(directory), "resume": "auto"},
+        "data": {
+            "cache": config.data.cache.model_copy(update={"path": str(directory / "cache")}),
+            **({} if config.data.eval_decides_training else {"eval": []}),
+        },
+        "train": {"max_steps": STEPS, "epochs": None, "log_every": 1},
+        "optim": {"schedule_steps": _schedule_of(config)},
+        # What does not fit once does not fit again.
+        "cluster": {"max_failures": 0},
+    }
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(
+        update={
+            **changed,
+            # After every step, although nothing is evaluated: then each step's metrics are waited for, and have its own
+            # time. Else a GPU's are fetched a step later, and both steps would have the mean of the two.
+            "eval": EvalConfig(every=1),
+            "checkpoint": CheckpointConfig(every=None, asynchronous=config.checkpoint.asynchronous),
+            "export": ExportConfig(at_end=False),
+            "tracking": TrackingConfig(
+                console=config.tracking.console,
+                documents=config.tracking.documents,  # what it records is computed in the step
+                mlflow=MlflowConfig(enabled=False),
+            ),
+            "profile": ProfileConfig(),
+        }
+    )
+
+
+def _schedule_of(config: FinetuneConfig) -> int:
+    """A length for the schedule that its warmup fits into; how large the updates are makes no difference."""
+    asked = config.optim.schedule_steps or config.train.max_steps or STEPS
+    return max(asked, config.optim.warmup_steps or 0, STEPS)
