@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.checkpoint.posix import PosixDraft
+from raytune_fsdp.checkpoint.storage import PosixDraft
 
 
 def with_quota(room: Callable[[], float]) -> Callable[[PosixDraft, str], AbstractContextManager[Any]]:

@@ -1,6 +1,6 @@
 """Randomness that is looked up, never drawn: a key for a tuple of numbers and names, the same in every process.
 
-The keys must never change unless ORDER_VERSION (data/order.py) is raised: the order of every run follows from them.
+The keys must never change unless ORDER_VERSION (data/mixture.py) is raised: the order of every run follows from them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,6 @@ from raytune_fsdp.checkpoint.storage import Storage
 def storage_at(location: str) -> Storage:
     """The storage of a directory or URL. Touches neither."""
     from raytune_fsdp.checkpoint.objects import ObjectStorage
-    from raytune_fsdp.checkpoint.posix import PosixStorage
+    from raytune_fsdp.checkpoint.storage import PosixStorage
 
     return ObjectStorage(location) if is_url(location) else PosixStorage(location)

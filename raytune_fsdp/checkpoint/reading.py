@@ -8,18 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from transformers import PreTrainedModel
 
 from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.base.untrusted import UnsoundError, reason
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
+from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.checkpoint.index import Index, Place, parse_index
-from raytune_fsdp.checkpoint.layout import chunk_of
+from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import index_limit, read_manifest
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
-from raytune_fsdp.step.optim import local_piece
+from raytune_fsdp.checkpoint.writing import chunk_of
+from raytune_fsdp.step.optim import Optimizer, local_piece
 
 
 def read_index(storage: Storage, name: str) -> Index:
@@ -147,3 +153,24 @@ def _read(source: StoredFile, place: Place, index: Index, item: ReadItem, tensor
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+# Load a committed checkpoint into model and optimizer, verified and read by all ranks together.
+
+
+def load(model: PreTrainedModel, optimizer: Optimizer, checkpoint: CommittedCheckpoint) -> None:
+    """Read the tensors of a committed checkpoint into model and optimizer. Collective."""
+    optimizer.init_state()
+    storage = storage_at(checkpoint.root)
+    tensors = tensors_of(model, optimizer)
+    on_all_ranks(lambda: read_tensors(tensors, storage, checkpoint.name, index=read_index(storage, checkpoint.name)))
+
+
+def verify_together(checkpoint: CommittedCheckpoint, *, hashes: bool, only_rank0: bool = False) -> str | None:
+    """The problem with a committed checkpoint, the same on all ranks; each hashes a part of the files. Collective."""
+    share = (0, 1) if only_rank0 else (dist.get_rank(), dist.get_world_size())
+
+    def look() -> str | None:
+        return verify(checkpoint, hashes=hashes, share=share) if dist.get_rank() == 0 or not only_rank0 else None
+
+    return next(filter(None, on_all_ranks(look)), None)

@@ -15,15 +15,14 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
 from raytune_fsdp.checkpoint.contents import tensors_of
-from raytune_fsdp.checkpoint.layout import PieceLayout, make_layout
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.room import storage_without_room
-from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
-from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
+from raytune_fsdp.checkpoint.save_in_flight import Ending, Messages, Outcome, SaveInFlight, SaveJob, open_messages
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
-from raytune_fsdp.step.optim import Optimizer, local_piece
+from raytune_fsdp.checkpoint.writing import PieceLayout, Staging, UpdatesAfterCopies, make_layout
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from raytune_fsdp.base.untrusted import MAX_VALUES, UnsoundError, check_format, 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.storage import STATE_BYTES, STATE_FILE
-from raytune_fsdp.data.order import is_known
+from raytune_fsdp.data.mixture import is_known
 
 FORMAT = 1
 _MARGIN_BYTES, _MARGIN_VALUES = 1 << 20, 10_000
@@ -44,7 +44,7 @@ class RunState:
     kernels: Mapping[str, str] = field(default_factory=dict)
     """What the run computes with, where there is a choice: attention and loss. Older states lack it."""
     newest_order: int | None = None
-    """The newest version of the order (data/order.py) that there was when the run was begun. Older states lack it."""
+    """The newest version of the order (data/mixture.py) that there was when the run was begun. Older states lack it."""
     base: Mapping[str, Any] | None = None
     """Of a run that trains adapters: where the frozen weights are (`path`, `revision`), size and hash of their `files`,
     and the rows of tokens that were `added` to them. They are in no checkpoint."""

@@ -2,18 +2,246 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.checkpoint.layout import Span
 from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
+from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.model.weights.source import all_finite
+from raytune_fsdp.step.optim import Optimizer
+
+# Which rank writes which piece of which tensor, and the index that says where each piece is. index.py reads that.
+#
+# Both follow from how the tensors are sharded, which does not change during an attempt, so they are worked out once,
+# with the planner of torch.distributed.checkpoint. Two indexes are written. `tensors.json` is the one that is read
+# here: JSON, which cannot execute anything. `.metadata` says the same as a pickle, for
+# `torch.distributed.checkpoint.load`.
+
+METADATA_FILE = ".metadata"
+
+Span = tuple[int, int, int, int]
+"""A piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceLayout:
+    mine: tuple[str, ...]
+    """The tensors whose piece this rank writes, in the order of its file. Replicated ones are shared out."""
+    everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
+    """On rank 0: the pieces of every rank, in the same order."""
+    metadata: Metadata | None = None
+    """On rank 0: shapes, types and pieces of all tensors."""
+
+    def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
+        """`tensors.json` of a checkpoint whose ranks have written these files, the pieces in order. Rank 0."""
+        assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
+        where = {
+            (index.fqn, index.offset): (file, start, size)
+            for file, pieces, places in zip(files, self.everyone, spans, strict=True)
+            for index, (_, _, start, size) in zip(pieces, places, strict=True)
+        }
+        tensors = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
+            places = {chunk.offsets: (chunk.sizes, where[name, chunk.offsets]) for chunk in entry.chunks}
+            tensors[name] = {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "shape": list(entry.size),
+                "pieces": [
+                    {"offset": list(offset), "shape": list(shape), "file": file, "start": start, "bytes": size}
+                    for offset, (shape, (file, start, size)) in places.items()
+                ],
+            }
+        return json.dumps({"format": 1, "tensors": tensors}).encode()
+
+    def metadata_file(self, files: Sequence[str], spans: Sequence[Sequence[Span]], checkpoint: str) -> bytes:
+        """`.metadata` of the same checkpoint."""
+        assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
+        entries = {
+            index: _StorageInfo(file, offset, length)
+            for file, pieces, places in zip(files, self.everyone, spans, strict=True)
+            for index, (offset, length, _, _) in zip(pieces, places, strict=True)
+        }
+        whole = replace(
+            self.metadata, storage_data=entries, storage_meta=StorageMeta(checkpoint_id=checkpoint), version="1.0.0"
+        )
+        return pickle.dumps(whole)
+
+
+def chunk_of(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    """Where this rank's piece is in the whole tensor.
+
+    Not as torch.distributed.checkpoint asks a DTensor: of rows that ranks which share a layer have cut unevenly, and
+    that are sharded then, it says other offsets than the shards have (torch 2.13)."""
+    piece, size = piece_of(tensor), local_piece(tensor).size()
+    # One without numbers is behind all others: where it begins another one may, too.
+    first = piece.rows[0] if size.numel() or not tensor.ndim else tensor.shape[0]
+    offsets = [first, piece.first_column, *[0] * tensor.ndim][: tensor.ndim]
+    return ChunkStorageMetadata(torch.Size(offsets), size)
+
+
+def _placed(item: WriteItem, tensor: torch.Tensor) -> WriteItem:
+    if item.tensor_data is None or not isinstance(tensor, DTensor):
+        return item
+    chunk = chunk_of(tensor)
+    return replace(
+        item,
+        index=MetadataIndex(item.index.fqn, chunk.offsets),
+        tensor_data=replace(item.tensor_data, chunk=chunk),
+    )
+
+
+def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
+    """The layout of tensors sharded like these. Collective."""
+    planner = DefaultSavePlanner()  # it also decides which rank writes a tensor that several ranks hold
+    planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
+    local = planner.create_local_plan()
+    local = replace(local, items=[_placed(item, tensors[item.index.fqn]) for item in local.items])
+    world = dist.get_world_size()
+    plans: list[Any] = [None] * world
+    dist.gather_object(local, plans if dist.get_rank() == 0 else None)
+    names: list[Any] = [None] * world
+    everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
+    metadata = None
+    if dist.get_rank() == 0:
+        plans, metadata = planner.create_global_plan(plans)
+        everyone = tuple(tuple(item.index for item in plan.items) for plan in plans)
+        names = [tuple(index.fqn for index in pieces) for pieces in everyone]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, names if dist.get_rank() == 0 else None)
+    return PieceLayout(mine=mine[0], everyone=everyone, metadata=metadata)
+
+
+# A copy of this rank's part of the state in host memory, so that training goes on while it is written.
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes: a multiple of the size of every dtype, and a cache line
+
+
+class Staging:
+    """Memory for the pieces that this rank writes, allocated as one block at the first copy.
+
+    A GPU copies on a stream of its own while the next step computes: whoever reads the pieces waits until they are
+    `here`, and the optimizer changes nothing before that (`UpdatesAfterCopies`).
+    """
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, torch.Tensor] = {}
+        """The copies, by name. They do not change until the next `copy`."""
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken."""
+        return self._block.nbytes
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, torch.Tensor], mine: Sequence[str]) -> None:
+        """Copy the values of `mine` as they are now. On a CPU the caller waits."""
+        now = {name: local_piece(tensors[name]) for name in mine}
+        if not self.pieces:
+            self._allocate(now)
+        if self._stream is None:
+            for name, piece in self.pieces.items():
+                piece.copy_(now[name])
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, piece in self.pieces.items():
+                piece.copy_(now[name], non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def here(self) -> None:
+        """Wait, on the host, for the copies. From any thread."""
+        if self._stream is not None and self._copied is not None:
+            # A new thread is on the first GPU: the CUDA runtime may make a context there, of some 500 MB for each rank.
+            with torch.cuda.device(self._stream.device):
+                self._copied.synchronize()
+
+    def hold_updates(self) -> None:
+        """Have what the device computes from here on wait for the copies."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def _allocate(self, now: Mapping[str, torch.Tensor]) -> None:
+        places, size = {}, 0
+        for name, piece in now.items():
+            places[name] = size
+            size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._block = torch.empty(size, dtype=torch.uint8)
+        device = next((piece.device for piece in now.values() if piece.is_cuda), None)
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            _pin(self, self._block, device)
+        self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
+
+    def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        """A part of the block as a tensor with its own storage: torch.save would write all of a view's storage."""
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype)
+        memory = memoryview(self._block.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]
+        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+def _pin(owner: Staging, block: torch.Tensor, device: torch.device) -> None:
+    """Let a GPU copy into this memory while the host does something else, as long as its owner lives."""
+    if not block.nbytes:
+        return
+    # Not torch's pinned memory, whose sizes are powers of two: 96 GiB, which an 8B has on one rank, would take 128.
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if int(error) == 0:
+        weakref.finalize(owner, lambda: runtime.cudaHostUnregister(block.data_ptr()))
+        return
+    # Copies are then slower, and the host waits for them. The error stays with CUDA until a kernel has reported it.
+    logger.warning("%d bytes of host memory could not be pinned (CUDA error %d)", block.nbytes, int(error))
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
+
+
+class UpdatesAfterCopies:
+    """An optimizer that changes nothing that is still being copied."""
+
+    def __init__(self, optimizer: Optimizer, staging: Staging) -> None:
+        self._optimizer = optimizer
+        self._staging = staging
+
+    def init_state(self) -> None:
+        self._optimizer.init_state()
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return self._optimizer.state_tensors()
+
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        self._staging.hold_updates()
+        self._optimizer.step(lr_factor, found_inf)
+
 
 T = TypeVar("T")
 _CHUNK_BYTES = 8 << 20  # hashed and written in turn; hashing takes 0.045 s of a save of 1.1 s (491 MB)

@@ -204,8 +204,8 @@ class ConfigParser(Parser):
         return found, load_config(found.config or self.default_config, overrides)
 
     def format_help(self) -> str:
-        from raytune_fsdp.config.describe import help_text
         from raytune_fsdp.config.load import ROOT
+        from raytune_fsdp.config.schema import help_text
 
         # Two less than the terminal: argparse does the same, and its part of the help is above ours.
         width = max(40, min(shutil.get_terminal_size().columns, 120) - 2)

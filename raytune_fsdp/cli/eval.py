@@ -122,8 +122,8 @@ def _measure(
 
     quiet()
     from raytune_fsdp.checkpoint.model_files import load_for_inference
+    from raytune_fsdp.data.mixture import Order
     from raytune_fsdp.data.open import open_evals
-    from raytune_fsdp.data.order import Order
     from raytune_fsdp.data.questions import check_names, open_tasks
     from raytune_fsdp.launch.alone import examine
     from raytune_fsdp.launch.local import check_gpus

@@ -23,8 +23,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.recorded import check_no_marks
+from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
@@ -43,8 +43,7 @@ from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, Ia3Met
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.optim import GroupConfig, OptimConfig
 from raytune_fsdp.config.sections.parallel import ParallelConfig
-from raytune_fsdp.config.sections.profile import ProfileConfig
-from raytune_fsdp.config.sections.run import RunConfig
+from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from raytune_fsdp.config.describe import DescribedField, describe
 from raytune_fsdp.config.load import ROOT
+from raytune_fsdp.config.schema import DescribedField, describe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

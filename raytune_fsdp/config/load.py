@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.overrides import apply_overrides, read_overrides
 from raytune_fsdp.config.problems import explain
 from raytune_fsdp.config.recorded import recorded
-from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, tags
-from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, parse, problem_line, spelled
+from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, find, tags
+from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, listed, parse, problem_line, scalar, spelled
 
 ROOT = Place((Option(FinetuneConfig),))
 _PACKAGE = Path(__file__).parents[1]
@@ -152,3 +154,189 @@ def _scalar(scalar: Plain, place: Place) -> Any:
     words = place.allows(str) or any(get_origin(option.type) is Literal for option in place.options)
     # As text it is refused where a number belongs; pydantic would read `true` as the number 1.
     return scalar.text if words or kind is bool else scalar.value
+
+
+# `--section.field value` arguments, merged into the tree of a YAML file before anything is validated.
+#
+# An unknown name is put into the tree as it is: validation refuses it there, like a mistyped key of the file. Only what
+# cannot be put anywhere (a list index past the end, a missing value) is found here.
+
+
+class Problem(Exception):
+    """One line for the user: an argument that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    flag: str
+    path: Loc
+    value: Any
+
+    def order(self) -> list[tuple[int, int, str]]:
+        # Parents before children and items of a list in order, so that the command line may name them in any order and
+        # a flag for a whole section never wipes out a flag for one of its fields.
+        return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in self.path]
+
+
+def read_overrides(arguments: Sequence[str], root: Place) -> tuple[list[Override], list[str]]:
+    """The overrides in the arguments, and a line for every argument that is not one."""
+    found: list[Override] = []
+    problems: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            hint = f"--{word}" if "=" in word and "." in word else "--section.field value"
+            problems.append(redact_text(f"{word}: not an override; overrides look like {hint}"))
+            continue
+        try:
+            found.append(_read_one(word, rest, root))
+        except Problem as problem:
+            problems.append(str(problem))
+    return found, problems
+
+
+def _read_one(word: str, rest: list[str], root: Place) -> Override:
+    name, equals, text = word.removeprefix("--").partition("=")
+    path = tuple(name.split("."))
+    place = find(root, path)
+    flag = f"--{name}"
+    # A field of a free-form map may itself be called no-something: it exists, so it is not a switch that is turned off.
+    if place is None and name.startswith("no-"):
+        negated = tuple(name.removeprefix("no-").split("."))
+        target = find(root, negated)
+        if target is not None and target.allows(bool):
+            if equals:
+                raise Problem(f"{word}: {flag} takes no value; write {flag} or --{'.'.join(negated)} {text}")
+            return Override(flag, negated, Plain(False, "false"))
+    if not equals:
+        # A single dash begins a value: `--optim.lr -1` must reach validation, which says why it is wrong.
+        if rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif place is not None and place.allows(bool):
+            return Override(flag, path, Plain(True, "true"))
+        elif place is None:
+            text = ""  # reported as an unknown name, which is the real problem
+        else:
+            raise Problem(f"{flag}: needs a value ({flag} VALUE or {flag}=VALUE)")
+    return Override(flag, path, _value(flag, text, place or ANYTHING))
+
+
+def _value(flag: str, text: str, place: Place) -> Any:
+    """What a value on the command line means: in a text field its text, elsewhere a scalar, a map or a list. Where a text
+    or a list may stand, `[a, b]` is the list."""
+    if text[:1] in ('"', "'"):
+        try:
+            quoted, _ = parse(text)
+        except yaml.YAMLError:
+            return text
+        return quoted if isinstance(quoted, str) else text
+    if place.item is not None and place.allows(str) and (items := listed(text)) is not None:
+        return items
+    if text[:1] in ("{", "[") and not place.allows(str):
+        try:
+            return parse(text)[0]
+        except yaml.YAMLError as error:
+            shown = redact_text(f"{flag}={text}")
+            raise Problem(f"{shown}: neither JSON nor YAML ({getattr(error, 'problem', error)})") from None
+    return scalar(text)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place, sources: dict[Loc, str]) -> list[str]:
+    """Put the overrides into the tree, and where they came from into `sources`. Returns a line for each that does not fit
+    anywhere."""
+    problems: list[str] = []
+    for override in {o.path: o for o in overrides}.values():  # if a flag is given twice, the last one
+        _replace_union(tree, override, root, sources)
+    for override in sorted(overrides, key=Override.order):
+        try:
+            _put(tree, override, root)
+        except Problem as problem:
+            problems.append(str(problem))
+            continue
+        _forget(sources, override.path)
+        sources[override.path] = f"flag {override.flag}"
+    return problems
+
+
+def _forget(sources: dict[Loc, str], path: Loc) -> None:
+    """Forget where this value, and everything inside it, came from: it is replaced."""
+    for known in [known for known in sources if known[: len(path)] == path]:
+        del sources[known]
+
+
+def _replace_union(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
+    """If the override gives a union another `type`, drop what the file says there: it describes the old type."""
+    *parents, last = override.path
+    place = find(root, tuple(parents))
+    if last != TAG or place is None or not any(tags(section) for section in place.sections):
+        return
+    node: Any = tree
+    for part in parents:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict) and _word(node.get(TAG, place.default_tag)) != _word(override.value):
+        node.clear()
+        _forget(sources, tuple(parents))
+
+
+def _word(value: Any) -> Any:
+    return value.text if isinstance(value, Plain) else value
+
+
+def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
+    *parents, last = override.path
+    node: Any = tree
+    place: Place | None = root
+    for depth, part in enumerate(parents):
+        key = _key(node, part, override, depth)
+        place = place.child(part) if place is not None else ANYTHING
+        below = _get(node, key)
+        if below is None or (isinstance(below, Plain) and below.value is None):
+            below = _start(place, override.path[depth + 1])
+            _set(node, key, below)
+        elif not isinstance(below, (dict, list)) and place is not None and place.sections:
+            below = {}  # the field may also be a single value, which this replaces
+            _set(node, key, below)
+        if not isinstance(below, (dict, list)):
+            where = ".".join(override.path[: depth + 1])
+            raise Problem(f"{override.flag}: {where} is {spelled(below)!r}, which has no fields")
+        node = below
+    _set(node, _key(node, last, override, len(parents)), override.value)
+
+
+def _start(place: Place | None, key: str) -> dict[str, Any] | list[Any]:
+    """What a place that the file leaves out holds before a flag sets its first item or key: its default."""
+    if place is None or (place.sections and not (place.item is not None and key.isdecimal())):
+        return {}
+    if place.item is not None:
+        items = place.default if isinstance(place.default, list) else []
+        return [item.model_dump(mode="json") if isinstance(item, BaseModel) else deepcopy(item) for item in items]
+    return deepcopy(place.default) if isinstance(place.default, dict) else {}
+
+
+def _key(node: dict[str, Any] | list[Any], part: str, override: Override, depth: int) -> str | int:
+    if isinstance(node, dict):
+        return part
+    where = ".".join(override.path[:depth])
+    if not part.isdecimal():
+        raise Problem(f"{override.flag}: {where} is a list; name an item by its index, as in --{where}.0")
+    if int(part) > len(node):
+        items = "1 item" if len(node) == 1 else f"{len(node)} items"
+        raise Problem(f"{override.flag}: {where} has {items}; --{where}.{len(node)} appends the next one")
+    return int(part)
+
+
+def _get(node: Any, key: Any) -> Any:
+    if isinstance(node, dict):
+        return node.get(key)
+    return node[key] if key < len(node) else None
+
+
+def _set(node: Any, key: Any, value: Any) -> None:
+    if isinstance(node, list) and key == len(node):
+        node.append(value)
+    else:
+        node[key] = value

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from raytune_fsdp.base.redaction import redact
-from raytune_fsdp.config.describe import describe, type_in_words
 from raytune_fsdp.config.rules import CredentialsError
-from raytune_fsdp.config.schema import TAG, Place, find, tags
+from raytune_fsdp.config.schema import TAG, Place, describe, find, tags, type_in_words
 from raytune_fsdp.config.text import Loc
 
 _MOST_LINES = 100

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from raytune_fsdp.base.redaction import find_secrets
 from raytune_fsdp.base.urls import holds_credentials, is_url
 
@@ -82,3 +84,14 @@ def check_expression(field: str, value: Any) -> None:
         re.compile(value)
     except re.error as error:
         raise ValueError(f"{field}: {value!r} is not a regular expression ({error}): correct it") from error
+
+
+# The one base of every config section.
+
+
+class Section(BaseModel):
+    """A section of the config: frozen, strict about names, documented by the docstrings under its fields."""
+
+    # Without allow_inf_nan=False, `lr: .inf` would pass every bound below.
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

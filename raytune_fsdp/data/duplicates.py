@@ -24,7 +24,7 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RaytuneError
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
 from raytune_fsdp.data.rows.templates import load_template

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.packed_window import FORMAT
+from raytune_fsdp.data.cache import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources import Source

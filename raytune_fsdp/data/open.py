@@ -14,7 +14,7 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.data.duplicates import RowReader, groups_of, is_read_cheaply
 from raytune_fsdp.data.left_out import warn_of_measured, without_equal
-from raytune_fsdp.data.order import FOURTH_ORDER, Order, order_of
+from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
 from raytune_fsdp.data.sources import Selected, Source, dataset_name, dataset_names, hold_out, open_sources
 from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.unread import tell

@@ -18,7 +18,7 @@ from raytune_fsdp.base.batch import IGNORE, Progress
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ChoicesTask, ExactTask
-from raytune_fsdp.data.order import order_of
+from raytune_fsdp.data.mixture import order_of
 from raytune_fsdp.data.packing import PackedSamples, Packing, pack
 from raytune_fsdp.data.rows.encoding import SpanEncoder
 from raytune_fsdp.data.rows.formats import Document

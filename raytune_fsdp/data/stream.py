@@ -13,9 +13,9 @@ from itertools import count
 from raytune_fsdp.base.batch import Cursor, PackedSample
 from raytune_fsdp.base.errors import DataError, ResumeError
 from raytune_fsdp.base.random import derive_key
-from raytune_fsdp.data.order import Permutation
-from raytune_fsdp.data.origins import RowOrigin
-from raytune_fsdp.data.packed_window import Window
+from raytune_fsdp.data.cache import Window
+from raytune_fsdp.data.mixture import Permutation
+from raytune_fsdp.data.packing import RowOrigin
 from raytune_fsdp.data.windows import Windows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raytune_fsdp.base.errors import RowError
-from raytune_fsdp.data.order import FOURTH_ORDER
+from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.user_functions import call_elsewhere
 from raytune_fsdp.data.sources import Source

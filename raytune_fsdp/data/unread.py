@@ -11,7 +11,7 @@ from typing import Any
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import FUNCTIONS, PythonFormat, TokensFormat
-from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.work import size_of
 from raytune_fsdp.data.sources import Source, columns_of, dataset_names
 from raytune_fsdp.data.sources.source import Columns, Row

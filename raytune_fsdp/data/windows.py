@@ -24,13 +24,10 @@ from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.cache import WindowCache
+from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
-from raytune_fsdp.data.mixture import Mixture, weights_of
-from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Order, Permutation
-from raytune_fsdp.data.origins import Gathered, RowOrigin, origins
-from raytune_fsdp.data.packed_window import Window, finish_counts
-from raytune_fsdp.data.packing import Arrangement, arrange, fill_samples
+from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
+from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources import Source, dataset_names, open_sources

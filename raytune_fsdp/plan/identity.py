@@ -7,7 +7,7 @@ the field is added, and a value equal to it is left out. That meaning never chan
 default does.
 
 A change of code that alters the order of samples or their packing is not a field: it raises ORDER_VERSION
-(data/order.py) or DOCUMENT_VERSION (data/rows/formats.py), and a run begun under another version is refused by name.
+(data/mixture.py) or DOCUMENT_VERSION (data/rows/formats.py), and a run begun under another version is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.base.errors import OtherRunError, ResumeError
-from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import Section
 
 ABSENT: dict[str, Any] = {
     # A dataset of which all rows are used.

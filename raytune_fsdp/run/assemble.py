@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.batch import Saved, StepBatches
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.predicted import NotPredicted, Predicted
-from raytune_fsdp.checkpoint.loading import load
+from raytune_fsdp.checkpoint.reading import load
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
@@ -25,8 +25,8 @@ from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.config.sections.optimizers import state_bytes
 from raytune_fsdp.data.batches import rank_batches
+from raytune_fsdp.data.census import SkippedRows
 from raytune_fsdp.data.shared_batches import from_first, own_parts
-from raytune_fsdp.data.skipped import SkippedRows
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.adapters.attach import is_adapted, keep_beginning

@@ -10,7 +10,7 @@ from raytune_fsdp.base.durable import replace_durably
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, reason, shown
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.data.order import is_known, order_of
+from raytune_fsdp.data.mixture import is_known, order_of
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event

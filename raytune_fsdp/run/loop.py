@@ -13,7 +13,7 @@ from raytune_fsdp.base.batch import StepBatches, Stop
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
-from raytune_fsdp.data.skipped import SkippedRows
+from raytune_fsdp.data.census import SkippedRows
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.plan.plan import Plan

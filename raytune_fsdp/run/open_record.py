@@ -27,14 +27,13 @@ from raytune_fsdp.checkpoint.form import began_with
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
-from raytune_fsdp.config.differing import differing
 from raytune_fsdp.config.load import recorded_text
-from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.recorded import differing, recorded
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.config.text import dump
+from raytune_fsdp.data.census import events_of_rows
 from raytune_fsdp.data.left_out import left_out_of
 from raytune_fsdp.data.open import HELD_OUT
-from raytune_fsdp.data.skipped import events_of_rows
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.attention.choose import Choice
 from raytune_fsdp.model.directory.files import WeightFiles, commit_of

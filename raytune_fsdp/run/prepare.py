@@ -24,8 +24,8 @@ from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
+from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.order import Order
 from raytune_fsdp.data.questions import Questions, check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream

@@ -19,7 +19,7 @@ from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
-from raytune_fsdp.checkpoint.loading import verify_together
+from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.questions import Questions

@@ -23,10 +23,10 @@ from raytune_fsdp.checkpoint.catalogue import (
     verify,
 )
 from raytune_fsdp.checkpoint.contents import INITIAL
-from raytune_fsdp.checkpoint.loading import verify_together
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.merged import check_digests, located_base, whole_weights
 from raytune_fsdp.checkpoint.model_files import model_files
+from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig

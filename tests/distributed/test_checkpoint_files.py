@@ -125,7 +125,7 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
     from raytune_fsdp.checkpoint.contents import tensors_of
-    from raytune_fsdp.checkpoint.loading import load
+    from raytune_fsdp.checkpoint.reading import load
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig, ParallelConfig

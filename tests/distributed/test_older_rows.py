@@ -61,7 +61,7 @@ def test_a_run_begun_before_weights_were_read_goes_on_without_them(tmp_path: Pat
 
 def train_as_before(values: Any, stop_after: int | None = None) -> bool:
     """A rank of a tree that knows no order after version 3."""
-    from raytune_fsdp.data import order
+    from raytune_fsdp.data import mixture as order
 
     order.ORDER_VERSION = order.THIRD_ORDER
     return train_rank(values, stop_after)

@@ -32,7 +32,8 @@ _NEWNS, _PRIVATE = 0x20000, 0x4000 | 0x40000
 
 def rank(values: Mapping[str, Any]) -> None:
     """A rank of a run in which half an hour passes in two of the steps, and a recovery point takes long to write."""
-    from raytune_fsdp.checkpoint import by_clock, posix
+    from raytune_fsdp.checkpoint import by_clock
+    from raytune_fsdp.checkpoint import storage as posix
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from tests.clock import Clock
@@ -118,7 +119,8 @@ def test_the_last_save_takes_the_room_of_the_only_recovery_point_on_a_full_disk(
 
 def within_quota(values: Mapping[str, Any]) -> None:
     """A rank of a run with a quota for one checkpoint, in which the clock asks for two."""
-    from raytune_fsdp.checkpoint import by_clock, posix
+    from raytune_fsdp.checkpoint import by_clock
+    from raytune_fsdp.checkpoint import storage as posix
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from tests.clock import Clock

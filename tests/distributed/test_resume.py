@@ -229,7 +229,7 @@ def test_a_run_in_steps_leaves_equal_rows_out_and_goes_on_without_them(
 
 def train_without_splits(values: Any, stop_after: int | None = None) -> bool:
     """A rank of a tree that knows no order after version 3."""
-    from raytune_fsdp.data import order
+    from raytune_fsdp.data import mixture as order
 
     order.ORDER_VERSION = order.THIRD_ORDER
     return train_rank(values, stop_after)
@@ -259,7 +259,7 @@ def order_version(run: Path) -> set[int]:
 def train_in_the_older_order(values: Any, stop_after: int | None = None) -> bool:
     """A rank of a tree that knows no order after version 2."""
     from raytune_fsdp.data import windows
-    from raytune_fsdp.data.order import OLDEST_ORDER
+    from raytune_fsdp.data.mixture import OLDEST_ORDER
 
     windows.THIRD_ORDER = OLDEST_ORDER
     return train_rank(values, stop_after)

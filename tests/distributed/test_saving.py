@@ -53,7 +53,7 @@ def break_storage(kind: str, rank: int, serial: int, seconds: float = 0.0) -> No
     """This rank's file of one save cannot be written."""
     import torch.distributed as dist
 
-    from raytune_fsdp.checkpoint.posix import PosixDraft
+    from raytune_fsdp.checkpoint.storage import PosixDraft
 
     if dist.get_rank() != rank:
         return
@@ -119,10 +119,10 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
     import torch.distributed as dist
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
-    from raytune_fsdp.checkpoint.posix import PosixDraft
     from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
+    from raytune_fsdp.checkpoint.storage import PosixDraft
     from raytune_fsdp.config import OptimConfig
     from raytune_fsdp.step.optim import build_optimizer, local_piece
     from tests.checkpoints import tensors_in

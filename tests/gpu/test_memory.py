@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.checkpoint.staging import Staging, UpdatesAfterCopies
+from raytune_fsdp.checkpoint.writing import Staging, UpdatesAfterCopies
 from raytune_fsdp.model.layers import run_blocks
 from raytune_fsdp.model.offload_activations import Offload
 from raytune_fsdp.record.jsonl import read_events

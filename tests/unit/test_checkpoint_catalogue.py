@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.checkpoint import posix
+from raytune_fsdp.checkpoint import storage as posix
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
 from raytune_fsdp.checkpoint.manifest import check, make_manifest, share_of
-from raytune_fsdp.checkpoint.posix import PosixStorage
+from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raytune_fsdp.config.describe import DescribedField, describe, help_text
 from raytune_fsdp.config.docs import PAGE, page
 from raytune_fsdp.config.load import ROOT
+from raytune_fsdp.config.schema import DescribedField, describe, help_text
 
 FIELDS = {field.path: field for field in describe(ROOT)}
 

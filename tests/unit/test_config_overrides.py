@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ChatFormat, FinetuneConfig
-from raytune_fsdp.config.describe import describe
 from raytune_fsdp.config.load import ROOT, load_config
+from raytune_fsdp.config.schema import describe
 from raytune_fsdp.config.sections.method import LoraMethod
 
 YAML = """

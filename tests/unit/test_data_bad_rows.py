@@ -11,8 +11,7 @@ import pytest
 from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import DatasetConfig
-from raytune_fsdp.data.census import census
-from raytune_fsdp.data.skipped import SkippedRows
+from raytune_fsdp.data.census import SkippedRows, census
 from raytune_fsdp.data.stream import Stream
 from tests.rows import make_windows
 

@@ -17,8 +17,7 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data import cache as cache_module
-from raytune_fsdp.data.cache import WindowCache, entries, remove
-from raytune_fsdp.data.packed_window import Window
+from raytune_fsdp.data.cache import Window, WindowCache, entries, remove
 from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 

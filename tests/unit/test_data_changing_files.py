@@ -16,7 +16,7 @@ import pytest
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.data.sources import Source, arrow, open_source, opening
-from raytune_fsdp.data.sources.blocks import BLOCK_BYTES
+from raytune_fsdp.data.sources.handles import BLOCK_BYTES
 from tests.rows import make_windows, token_rows
 
 ROWS = 4000

@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.config import ChatFormat
 from raytune_fsdp.data.rows import encoding
-from raytune_fsdp.data.rows.byte_tokens import ByteTokens, is_byte_level
-from raytune_fsdp.data.rows.encoding import SpanEncoder
+from raytune_fsdp.data.rows.encoding import ByteTokens, SpanEncoder, is_byte_level
 from raytune_fsdp.data.rows.templates import load_template
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, metaspace, pieces, refusal, spelled, without_tags
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytune_fsdp.base.random import derive_key, mix64
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER, Order, Permutation, order_of
+from raytune_fsdp.data.mixture import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER, Order, Permutation, order_of
 
 
 @given(n=st.integers(0, 700), key=st.integers(0, 2**64 - 1))

@@ -19,7 +19,7 @@ import datasets
 from datasets.packaged_modules.json.json import Json
 
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import COLUMNS, ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
 from raytune_fsdp.data.sources import Source, handles, open_source

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 
 from raytune_fsdp.base.errors import TransientError
 from raytune_fsdp.base.lease import Lease, TakenOverError
-from raytune_fsdp.checkpoint import posix
+from raytune_fsdp.checkpoint import storage as posix
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.objects import ObjectStorage
-from raytune_fsdp.checkpoint.posix import PosixStorage
 from raytune_fsdp.checkpoint.saver import open_saver
 from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.checkpoint.writing import write_small
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.launch import worker

@@ -16,7 +16,7 @@ from raytune_fsdp.base.errors import ModelError, ResumeError
 from raytune_fsdp.checkpoint.catalogue import committed, looks_like_checkpoint, newest
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.on_demand import Requests
-from raytune_fsdp.checkpoint.posix import PosixStorage
+from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.model.adapters.config_file import read_adapter_config
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE
 from raytune_fsdp.model.export.mark import new_export

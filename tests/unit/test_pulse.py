@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from raytune_fsdp.base.beat import pulse
 from raytune_fsdp.checkpoint import manifest
-from raytune_fsdp.checkpoint.posix import PosixStorage
+from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.compile_layers import Compiler, settings_restored
 from raytune_fsdp.model.fill import fill

@@ -22,8 +22,7 @@ from ray.train.v2.api.validation_config import ValidationTaskConfig
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import committed, directory_name
-from raytune_fsdp.checkpoint.posix import PosixStorage
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PosixStorage
 from raytune_fsdp.launch.ray import train_registry
 from raytune_fsdp.launch.ray.train_registry import SNAPSHOT_FILE, repair_registry
 

@@ -17,8 +17,8 @@ from raytune_fsdp.base.errors import Interrupted, ResumeError, TransientError
 from raytune_fsdp.checkpoint import by_clock, room
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, to_remove
-from raytune_fsdp.checkpoint.posix import PosixDraft
 from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.storage import PosixDraft
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.launch.worker import alone, work
 from raytune_fsdp.plan.run_dir import RunDir

@@ -20,7 +20,7 @@ from raytune_fsdp.base.redaction import (
     redact_yaml,
 )
 from raytune_fsdp.base.urls import holds_credentials
-from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import Section
 from tests.planted import FILL, SHAPES
 
 

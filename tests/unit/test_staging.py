@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raytune_fsdp.checkpoint.staging import Staging
+from raytune_fsdp.checkpoint.writing import Staging
 
 
 def test_it_takes_what_it_copies_and_nothing_before() -> None:

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.every import SaveEvery
-from raytune_fsdp.config.rules import checkpoint_place
+from raytune_fsdp.config.rules import Section, checkpoint_place
 
 
 class CheckpointConfig(Section):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.recorded import filled_from_environment
+from raytune_fsdp.config.rules import Section
 
 SPOT_NOTICE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """How long before it takes a machine away a cloud says so."""

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import local_path, safe_name, without_credentials
+from raytune_fsdp.config.rules import Section, local_path, safe_name, without_credentials
 from raytune_fsdp.config.sections.formats import ChatFormat, Format
 
 EVERY_SPLIT = "all"

@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.every import PerEpoch
-from raytune_fsdp.config.rules import check_expression
+from raytune_fsdp.config.rules import Section, check_expression
 from raytune_fsdp.config.sections.data import SourceConfig
 
 

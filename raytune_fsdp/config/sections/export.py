@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.base import Section
 from raytune_fsdp.config.every import PerEpoch
+from raytune_fsdp.config.rules import Section
 
 
 class ExportConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import Section
 
 SYSTEM, FUNCTIONS = "system", "functions"
 """Columns beside a conversation: its system message, and tools under the name that OpenAI gave them first."""

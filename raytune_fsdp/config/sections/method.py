@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import check_expression, model_place
+from raytune_fsdp.config.rules import Section, check_expression, model_place
 from raytune_fsdp.config.text import Plain, listed
 
 ALL_LINEAR = "all-linear"

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import model_place, without_secret_values
+from raytune_fsdp.config.rules import Section, model_place, without_secret_values
 
 
 class NewToken(Section):

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import local_path, run_name
+from raytune_fsdp.config.rules import Section, local_path, run_name
 
 
 class RunConfig(Section):
@@ -29,3 +28,12 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint or starts anew, `never` refuses a directory that has a
     checkpoint, `always` refuses one that has none."""
+
+
+# `profile`: steps to look at closely.
+
+
+class ProfileConfig(Section):
+    steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list, max_length=20)
+    """Steps to record with torch's profiler. Each rank writes a trace and a table of what took longest to `profile/` in
+    the run directory. A recorded step is slower; what it learns is the same."""

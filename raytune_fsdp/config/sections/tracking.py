@@ -7,8 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.base import Section
-from raytune_fsdp.config.rules import safe_name
+from raytune_fsdp.config.rules import Section, safe_name
 
 with warnings.catch_warnings():
     # Every class of pydantic has a method of this name, from ABCMeta, for classes; a section has no use for it.

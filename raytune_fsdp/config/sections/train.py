@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.base import Section
+from raytune_fsdp.config.rules import Section
 
 
 class TrainConfig(Section):

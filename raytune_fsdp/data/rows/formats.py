@@ -20,14 +20,11 @@ from raytune_fsdp.config.sections.formats import (
     TemplateFormat,
     TokensFormat,
 )
-from raytune_fsdp.data.order import ORDER_VERSION
+from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.conversation import Conversation, check_text, read_column, read_conversation
-from raytune_fsdp.data.rows.encoding import SpanEncoder, Tokens
-from raytune_fsdp.data.rows.instruction import read_instruction, read_template
+from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
 from raytune_fsdp.data.rows.sandbox import Span
-from raytune_fsdp.data.rows.special_tokens import Policy, SpecialTokens
 from raytune_fsdp.data.rows.templates import chat_template
-from raytune_fsdp.data.rows.token_rows import read_tokens
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources import shorten
@@ -35,6 +32,15 @@ from raytune_fsdp.data.sources import shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from raytune_fsdp.base.batch import Int32Array
+
+
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.config.sections.formats import parts_of
+from raytune_fsdp.data.rows.conversation import check_unicode
+
+if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -307,3 +313,149 @@ _NO_TARGET = {
     "completion": "a text needs at least two tokens: remove the row",
     "tokens": "labels must repeat the input id (or mask must be 1) at some place after the first",
 }
+
+
+# Rows with a question and its answer in columns of their own.
+
+# Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
+_ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+_ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A question and its answer."""
+
+    prompt: str
+    input: str | None
+    completion: str
+    system: str | None
+    column: str
+
+    def alpaca(self) -> str:
+        """The text before the answer; a system message replaces Alpaca's introduction."""
+        introduction = self.system or (_ALPACA if self.input is None else _ALPACA_INPUT)
+        context = "" if self.input is None else f"### Input:\n{self.input}\n\n"
+        return f"{introduction}\n\n### Instruction:\n{self.prompt}\n\n{context}### Response:\n"
+
+    def plain(self) -> str:
+        """The text before the answer: system message, question and input, separated by empty lines."""
+        return "\n\n".join(text for text in (self.system, self.prompt, self.input) if text is not None)
+
+    def conversation(self, where: str) -> Conversation:
+        """The same as a conversation of one turn."""
+        question = self.prompt if self.input is None else f"{self.prompt}\n\n{self.input}"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": self.completion}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return Conversation(messages, [True] * len(messages), None, where, self.column)
+
+
+def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str) -> Instruction:
+    """Question and answer of a row. Raises RowError."""
+
+    def required(column: str, field: str) -> str:
+        return check_text(read_column(row, column, field, where), f"{where}: {column}")
+
+    def optional(column: str | None) -> str | None:
+        if column is None or row.get(column) in (None, "") or str(row[column]).isspace():
+            return None
+        return check_text(row[column], f"{where}: {column}")
+
+    return Instruction(
+        prompt=required(format.prompt, "prompt"),
+        input=optional(format.input),
+        completion=required(format.completion, "completion"),
+        system=optional(format.system),
+        column=format.prompt,
+    )
+
+
+def read_template(row: dict[str, Any], format: TemplateFormat, where: str) -> Instruction:
+    """Question and answer made of a row's columns. Raises RowError."""
+    completion = check_text(_filled(format.completion, row, "completion", where), f"{where}: the completion")
+    return Instruction(_filled(format.prompt, row, "prompt", where), None, completion, None, "prompt")
+
+
+def _filled(template: str, row: dict[str, Any], field: str, where: str) -> str:
+    text = ""
+    for before, column in parts_of(template):
+        text += before
+        if column is not None:
+            value = read_column(row, column, field, where)
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                raise RowError(
+                    f"{where}: {column}={shorten(value)} is not text or a number but {type(value).__name__}; correct "
+                    "or remove the row",
+                    "wrong_type",
+                )
+            text += str(value)
+    check_unicode(text, f"{where}: the {field}")
+    return text
+
+
+# Rows that are already tokens.
+
+
+def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[Int32Array, Int32Array]:
+    """Input ids and labels of a row. Raises RowError."""
+    ids = _integers(read_column(row, format.input_ids, "input_ids", where), format.input_ids, where)
+    column = format.labels if format.mask is None else format.mask
+    if column is None:
+        return ids, ids
+    if column not in row:
+        field = "labels" if format.mask is None else "mask"
+        raise RowError(
+            f"{where}: the row has no column {column!r}; name the right one in the dataset's format.{field}, "
+            "or set it to null to train on every token",
+            "missing_column",
+        )
+    values = read_column(row, column, "labels", where)
+    if format.mask is not None and isinstance(values, list):
+        values = [int(value) if isinstance(value, bool) else value for value in values]  # JSON's true and false
+    given = _integers(values, column, where)
+    if len(given) != len(ids):
+        raise RowError(
+            f"{where}: {column} has {len(given)} entries, {format.input_ids} has {len(ids)}; each token needs one",
+            "wrong_type",
+        )
+    if format.mask is not None:
+        wrong = (given != 0) & (given != 1)
+        rule = "must be 1 where the token is trained on, and 0 elsewhere"
+    else:
+        wrong = (given != IGNORE) & (given != ids)
+        rule = f"must be {IGNORE} or equal to the input id at the same place: do not shift labels, the model does"
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        raise RowError(
+            f"{where}: {column}[{index}]={given[index]}, {format.input_ids}[{index}]={ids[index]}; it {rule}",
+            "wrong_type",
+        )
+    return ids, given if format.mask is None else np.where(given == 1, ids, np.int32(IGNORE))
+
+
+def _integers(values: Any, column: str, where: str) -> Int32Array:
+    if isinstance(values, list) and not values:
+        raise RowError(f"{where}: {column}=[] has no tokens; correct or remove the row", "empty")
+    if not isinstance(values, list):
+        raise RowError(
+            f"{where}: {column}={shorten(values)} is not a list of integers; correct or remove the row", "wrong_type"
+        )
+    # Not isinstance: True is an int to Python. And not numpy's own check: it would cut 1.5 off to 1.
+    if set(map(type, values)) != {int}:
+        index = next(index for index, value in enumerate(values) if type(value) is not int)
+        raise RowError(
+            f"{where}: {column}[{index}]={shorten(values[index])} is not an integer; correct or remove the row",
+            "wrong_type",
+        )
+    try:
+        return np.array(values, dtype=np.int32)
+    except OverflowError:
+        index = next(index for index, value in enumerate(values) if not -(2**31) <= value < 2**31)
+        raise RowError(
+            f"{where}: {column}[{index}]={values[index]} is larger than any vocabulary; correct or remove the row",
+            "outside_vocabulary",
+        ) from None

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.conversation import Conversation, check_unicode
-from raytune_fsdp.data.rows.lost_content import has_all_contents_in_order, lost_content
-from raytune_fsdp.data.rows.marks import Mark, after_last_mark, has_marks, messages_between, take_marks, with_marks
 from raytune_fsdp.data.rows.sandbox import Span
-from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
+from raytune_fsdp.data.rows.templates import REASONING_KEYS, ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
+from raytune_fsdp.data.sources import shorten
 
 _WAY_OUT = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "
@@ -276,3 +276,150 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         elif start < end:
             joined.append((start, end))
     return joined
+
+
+# Private-use characters put around the texts of messages: they show where a template puts each message.
+#
+# One character for each message and kind of text, from U+F0000 to U+FFFFD: enough for 21,844 messages.
+
+_FIRST = 0xF0000
+_MARK = re.compile("[\U000f0000-\U000ffffd]")
+_KINDS = ("content", "tool_calls", "reasoning_content")
+
+
+class Mark(NamedTuple):
+    """A mark before character `at` of the text: the start or the end of a part of a message."""
+
+    at: int
+    message: int
+    kind: str
+
+
+def has_marks(text: str) -> bool:
+    """Whether the text has such characters already."""
+    return _MARK.search(text) is not None
+
+
+def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The message with marks around its content, its reasoning and the names of the functions it calls."""
+    content, calls, reasoning = (chr(_FIRST + index * len(_KINDS) + kind) for kind in range(len(_KINDS)))
+    marked = {**message, "content": _between(message["content"], content)}
+    for key in REASONING_KEYS:
+        if key in message:
+            marked[key] = _between(message[key], reasoning)
+    if "tool_calls" in message:
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": _between(call["function"]["name"], calls)}}
+            for call in message["tool_calls"]
+        ]
+    return marked
+
+
+def take_marks(marked: str) -> tuple[str, list[Mark]]:
+    """The text without marks, and the marks in order."""
+    pieces = _MARK.split(marked)
+    marks, at = [], 0
+    for count, piece in enumerate(pieces[:-1]):
+        at += len(piece)
+        marks.append(Mark(at, *_meaning(marked[at + count])))
+    return "".join(pieces), marks
+
+
+def after_last_mark(marked: str) -> tuple[str, tuple[int, str] | None]:
+    """The text after the last mark, and that mark's message and kind: None if there are no marks."""
+    # From the end: this text is short, and there is a rendering for each turn of the assistant.
+    for at in range(len(marked) - 1, -1, -1):
+        if "\U000f0000" <= marked[at] <= "\U000ffffd":
+            return marked[at + 1 :], _meaning(marked[at])
+    return marked, None
+
+
+def messages_between(marked: str, start: int, end: int) -> set[int]:
+    """The messages that have a mark in this part of the text."""
+    return {(ord(mark) - _FIRST) // len(_KINDS) for mark in _MARK.findall(marked, start, end)}
+
+
+def _meaning(mark: str) -> tuple[int, str]:
+    message, kind = divmod(ord(mark) - _FIRST, len(_KINDS))
+    return message, _KINDS[kind]
+
+
+def _between(text: str, mark: str) -> str:
+    """Mark the text inside its surrounding white space, which templates may strip."""
+    inner = text.strip()
+    # Not at the ends of the text: a template that strips it would find no white space there, and render another text.
+    return text.replace(inner, f"{mark}{inner}{mark}", 1) if inner else text
+
+
+# Content of a row that is missing from its rendered text: without this check it would be lost silently.
+
+# Templates that cut the reasoning out of a message's content look for tags like <think>, and some write other tags in
+# their place: so only the parts between tags can be expected in the text.
+_TAG = re.compile(r"<[^<>\s]+>")
+
+
+def has_all_contents_in_order(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """A quick check that passes most rows: no calls, no reasoning, every content found after the one before it."""
+    # 3 us, against 80 to 150 us for rendering the row a second time with marks. A short content may be in the text by
+    # chance, so none is trusted in the roles that some templates leave out (system, developer, tool).
+    place = 0
+    for message in messages:
+        content = message["content"].strip()
+        place = text.find(content, place) + len(content)
+        doubtful = 0 < len(content) < 16 and message["role"] not in ("user", "assistant")
+        if doubtful or place < len(content) or "tool_calls" in message or not message.keys().isdisjoint(REASONING_KEYS):
+            return False
+    return True
+
+
+def lost_content(conversation: Conversation, marked: str, words: Collection[str]) -> str | None:
+    """The first part of the messages that is missing from their text, if any.
+
+    `marked`: the text rendered with marks. `words`: the names and literals in the template's code.
+    """
+    text, marks = take_marks(marked)
+    seen = Counter((mark.message, mark.kind) for mark in marks)
+    knows_reasoning = not set(REASONING_KEYS).isdisjoint(words)
+    last = _last_turn(conversation.messages)
+    for index, message in enumerate(conversation.messages):
+        name = conversation.place(index)
+        if message["content"].strip() and (index, "content") not in seen:
+            return f"the content of {name} (role {message['role']})"
+        # Each call's name has a mark at both ends.
+        if "tool_calls" in message and seen[index, "tool_calls"] < 2 * len(message["tool_calls"]):
+            return f"tool_calls of {name}"
+        for key in REASONING_KEYS:
+            # A template that knows reasoning may drop it from earlier turns: it does the same at generation.
+            may_drop = knows_reasoning and index != last
+            if key in message and not may_drop and seen[index, "reasoning_content"] < 2:
+                return f"the {key} of {name}"
+        if index == last:
+            # Look after the last mark of an earlier message that stands in front of this one.
+            end = max((mark.at for mark in marks if mark.message == index), default=0)
+            begin = max((mark.at for mark in marks if mark.message < index and mark.at <= end), default=0)
+            part = _missing_part(message["content"], text[begin:])
+            if part is not None:
+                return f"{shorten(repr(part))} in the content of {name}"
+    return None
+
+
+def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Index of the assistant's message that ends the conversation; None if a user's message does."""
+    for index in reversed(range(len(messages))):
+        if messages[index]["role"] in ("assistant", "user"):
+            return index if messages[index]["role"] == "assistant" else None
+    return None
+
+
+def _missing_part(content: str, text: str) -> str | None:
+    """The first part of the content, between tags, that is not in the text. White space is ignored.
+
+    Marks cannot show this: a template may cut something out between them, or move the reasoning to the front.
+    """
+    place, text = 0, "".join(text.split())
+    for part in _TAG.split(content):
+        words = "".join(part.split())
+        place = text.find(words, place) + len(words)
+        if place < len(words):
+            return part.strip()
+    return None

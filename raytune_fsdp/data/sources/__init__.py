@@ -24,10 +24,9 @@ No file is ever held in memory as a whole, and a source is small to pickle: row 
 cache. So a source can be sent to other processes and nodes, which open what they need.
 """
 
-from raytune_fsdp.data.sources.file_names import dataset_name, dataset_names, shorten
 from raytune_fsdp.data.sources.opening import columns_of, open_source, open_sources
 from raytune_fsdp.data.sources.selection import Selected, hold_out
-from raytune_fsdp.data.sources.source import Source
+from raytune_fsdp.data.sources.source import Source, dataset_name, dataset_names, shorten
 
 __all__ = [
     "Selected",

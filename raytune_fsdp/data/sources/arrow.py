@@ -17,13 +17,12 @@ import pyarrow as pa
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
-from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.fetched import write_content
-from raytune_fsdp.data.sources.file_names import compression_of, shorten
 from raytune_fsdp.data.sources.handles import (
+    BLOCK_BYTES,
     DECODED,
     OPEN,
+    Blocks,
     Reader,
     Stored,
     TooLarge,
@@ -31,9 +30,10 @@ from raytune_fsdp.data.sources.handles import (
     content_hash,
     keep_hashes,
 )
+from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import Keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
-from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, reading, too_large
+from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, compression_of, reading, shorten, too_large
 
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])

@@ -24,9 +24,8 @@ from raytune_fsdp.data.sources.arrow import (
     prepared_rows,
     write_batches,
 )
-from raytune_fsdp.data.sources.file_names import shorten
 from raytune_fsdp.data.sources.prepared import key_of, prepare
-from raytune_fsdp.data.sources.source import Columns, File, reading
+from raytune_fsdp.data.sources.source import Columns, File, reading, shorten
 
 # A hub that does not answer must not hold up a run whose data is in the cache.
 _ASK_SECONDS = 10.0

@@ -20,7 +20,7 @@ import xxhash
 
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.config.sections.formats import FUNCTIONS, SYSTEM, ChatFormat, Format, PythonFormat
-from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.prepared import PreparedRows
 
 NAMES = ("weight", "training", SYSTEM, FUNCTIONS)

@@ -30,15 +30,13 @@ from raytune_fsdp.data.sources.arrow import (
     write_batches,
     write_groups,
 )
-from raytune_fsdp.data.sources.blocks import BLOCK_BYTES, Blocks
-from raytune_fsdp.data.sources.blocks import NAME as BLOCKS
 from raytune_fsdp.data.sources.fetched import write_content
-from raytune_fsdp.data.sources.file_names import compression_of
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, Stored, check_unchanged, keep_hashes
+from raytune_fsdp.data.sources.handles import BLOCK_BYTES, DECODED, OPEN, Blocks, Stored, check_unchanged, keep_hashes
+from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import Keys, keys_of_schema, noted
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
-from raytune_fsdp.data.sources.source import Columns, File, Row, reading
+from raytune_fsdp.data.sources.source import Columns, File, Row, compression_of, reading
 
 _BUFFER_BYTES = 1 << 20
 # Decoded rows in memory at once, while a file is written as Arrow.

@@ -21,17 +21,18 @@ from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import read_file
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config.sections.data import SourceConfig
-from raytune_fsdp.data.order import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
-from raytune_fsdp.data.sources.file_names import (
+from raytune_fsdp.data.mixture import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
+from raytune_fsdp.data.sources.remote import BESIDE_DATA_BYTES, remote_files
+from raytune_fsdp.data.sources.source import (
+    File,
     compression_of,
     expand_stars,
     has_wildcard,
     is_hidden,
     is_wanted,
     kind_of,
+    reading,
 )
-from raytune_fsdp.data.sources.remote import BESIDE_DATA_BYTES, remote_files
-from raytune_fsdp.data.sources.source import File, reading
 from raytune_fsdp.data.sources.splits import SplitFiles
 
 # Also the size of a request to a store.

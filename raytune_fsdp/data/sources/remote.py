@@ -15,8 +15,7 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import check_size
 from raytune_fsdp.base.urls import split_query, without_secrets
-from raytune_fsdp.data.sources.file_names import has_wildcard, is_wanted
-from raytune_fsdp.data.sources.source import File, reading
+from raytune_fsdp.data.sources.source import File, has_wildcard, is_wanted, reading
 
 # Names that file systems give to a value that changes with the content, best first.
 _VERSIONS = (

@@ -18,10 +18,9 @@ import numpy as np
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.blocks import BlockHashing
-from raytune_fsdp.data.sources.file_names import shorten
+from raytune_fsdp.data.sources.handles import BlockHashing
 from raytune_fsdp.data.sources.keys import KeySearch
-from raytune_fsdp.data.sources.source import reading, unreadable
+from raytune_fsdp.data.sources.source import reading, shorten, unreadable
 
 SPAN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("line", "<u8")])
 # The most bytes read at once, so that a huge file without a line break cannot fill the memory.

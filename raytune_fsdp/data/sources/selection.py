@@ -18,7 +18,7 @@ import xxhash
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.base.random import mix64
 from raytune_fsdp.config.sections.data import RowsConfig
-from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.source import Columns, Row, Source
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from fsspec.utils import glob_translate
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import EVERY_SPLIT, SourceConfig
 from raytune_fsdp.config.text import parse, problem_line, spelled
-from raytune_fsdp.data.order import FOURTH_ORDER, OLDEST_ORDER
-from raytune_fsdp.data.sources.file_names import data_files, expand_stars, shorten
-from raytune_fsdp.data.sources.source import reading
+from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.sources.source import data_files, expand_stars, reading, shorten
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from raytune_fsdp.base.redaction import REDACTED, redact_shapes
 from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.differing import differing
+from raytune_fsdp.config.recorded import differing
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import duration, short
 from raytune_fsdp.record.report.history import History

@@ -23,7 +23,7 @@ from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.sections.formats import PythonFormat
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.origins import RowOrigin
+from raytune_fsdp.data.packing import RowOrigin
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
