@@ -49,8 +49,8 @@ format: $(VENV)/.installed-dev  ## let ruff mend the style
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-dev  ## write the pages that are made from the code
-	$(BIN)/python -m raytune_fsdp.config.docs
-	$(BIN)/python -m raytune_fsdp.convert.docs
+	$(BIN)/python -m docs.make.configuration
+	$(BIN)/python -m docs.make.coming_from
 
 $(OLDEST)/bin/python $(COMPAT)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \

@@ -45,7 +45,8 @@ from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import OptimConfig, ParallelConfig
-from raytune_fsdp.step.optim import build_optimizer, local_piece
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.parallel import shard, units_of
 
 WORLD = 2

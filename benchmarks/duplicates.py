@@ -28,7 +28,7 @@ from benchmarks.record import write_result
 from raytune_fsdp.config import DataConfig
 from raytune_fsdp.data.census import census
 from raytune_fsdp.data.duplicates import RowReader, groups_of
-from raytune_fsdp.data.sources import open_source
+from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
 

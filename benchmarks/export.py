@@ -43,7 +43,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.run.publish import publish
-from raytune_fsdp.step.optim import build_optimizer
+from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.parallel import shard, units_of
 
 WORLD = 2

@@ -50,6 +50,7 @@ from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.model.precision.quantized import quantize_layers
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.plan.run_dir import RunDir
@@ -58,7 +59,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.trials.needs import network_needs
-from raytune_fsdp.step.optim import build_optimizer, local_piece
+from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.parallel import make_mesh, shard, units_of
 from raytune_fsdp.step.precision import store_frozen
 

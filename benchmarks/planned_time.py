@@ -32,8 +32,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.calibrate import calibrate
-from raytune_fsdp.predict.calibration import Calibration, read_calibration, write_calibration
-from raytune_fsdp.predict.devices import device_of
+from raytune_fsdp.predict.devices import Calibration, device_of, read_calibration, write_calibration
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import Subject
 from raytune_fsdp.predict.trace.trace import full_batches

@@ -15,7 +15,7 @@ from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.plan.counts import Census, DatasetCount
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.record.lines import to_bytes
-from raytune_fsdp.record.report.census import data_of
+from raytune_fsdp.record.report.history import data_of
 
 BEGAN = datetime(2026, 11, 1, 12, tzinfo=UTC)
 HOSTILE = "<script>alert(1)</script><img src=http://evil/x onerror=alert(2)>\"'&"

@@ -7,22 +7,19 @@ In the order of a save:
     saver.py           begins the saves of an attempt, one at a time
     contents.py        the tensors to save, by name
     state.py           everything else, as JSON
-    layout.py          which rank writes which piece; the index of all pieces
-    staging.py         a copy of this rank's pieces in host memory
     room.py            whether the nodes have memory for that, and storage room for a recovery point
     by_clock.py        when a recovery point is due
-    save_in_flight.py  the life of one save: begun, written, committed or failed, reported
-    messages.py        messages between the ranks' writers
-    writing.py         a rank's file, hashed as it is written
-    storage.py         the interface of a storage: posix.py and objects.py implement it, location.py chooses
+    save_in_flight.py  the life of one save: begun, written, committed or failed, reported; and the
+                       messages of the ranks about it
+    writing.py         which rank writes which piece, a copy of its pieces, and its file, hashed as it is written
+    storage.py         the interface of a storage, and a file system; objects.py: an object store; location.py chooses
     manifest.py        size and hash of every file, written last
 
 Afterwards:
 
     index.py           the index of all pieces, read and checked
     catalogue.py       which checkpoints a run has, can trust, and keeps
-    loading.py         a checkpoint verified and loaded by all ranks together
-    reading.py         the tensors of a committed checkpoint
+    reading.py         the tensors of a committed checkpoint, verified and loaded by all ranks together
     weights.py         a checkpoint as a source of weights: to generate, export, or begin another run
     merged.py          all weights of its network, whatever it holds of them
     model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.model.adapters.attach import adapter_tensors, began_as, is_adapted
 from raytune_fsdp.model.weights.keys import owned_tensors
-from raytune_fsdp.step.optim import Optimizer
+from raytune_fsdp.step.optim.update import Optimizer
 
 MODEL = "model."
 """Prefix of the model's own tensors."""

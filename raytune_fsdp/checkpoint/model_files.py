@@ -23,11 +23,10 @@ from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, weig
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.several_gpus import place
 from raytune_fsdp.model.attention.choose import forget_flash_attention
-from raytune_fsdp.model.directory.bounds import check_header
+from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, wants_code
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.directory.quantization import forget_quantization
-from raytune_fsdp.model.directory.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.model.network import choose_experts, stored_network
 from raytune_fsdp.model.weights.dequantize import check_packed

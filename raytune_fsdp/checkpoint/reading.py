@@ -25,7 +25,8 @@ from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import index_limit, read_manifest
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
 from raytune_fsdp.checkpoint.writing import chunk_of
-from raytune_fsdp.step.optim import Optimizer, local_piece
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.update import Optimizer
 
 
 def read_index(storage: Storage, name: str) -> Index:

@@ -22,7 +22,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
 from raytune_fsdp.checkpoint.writing import PieceLayout, Staging, UpdatesAfterCopies, make_layout
 from raytune_fsdp.model.pieces.pieces import local_piece
-from raytune_fsdp.step.optim import Optimizer
+from raytune_fsdp.step.optim.update import Optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.model.weights.source import all_finite
-from raytune_fsdp.step.optim import Optimizer
+from raytune_fsdp.step.optim.update import Optimizer
 
 # Which rank writes which piece of which tensor, and the index that says where each piece is. index.py reads that.
 #

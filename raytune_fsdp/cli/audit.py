@@ -57,8 +57,10 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         cluster = config.cluster.model_dump() | {"workers": found.workers}
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
     from raytune_fsdp.run.places import check_beginning, check_places
-    from raytune_fsdp.tools.audit import audit, choose_segment, report
+    from raytune_fsdp.tools.audit.audit import audit
+    from raytune_fsdp.tools.audit.page import report
     from raytune_fsdp.tools.audit.past import check_code, past_place, placed
+    from raytune_fsdp.tools.audit.segment import choose_segment
 
     check_code(config, trusted=found.trust_remote_code, ranks=True)
     check_places(found.run, trusted=found.trust_places, config=config if found.config is None else None)

@@ -94,8 +94,8 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     found, config = _parsed(parser, arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.data.left_out import left_out_of
+    from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
     from raytune_fsdp.record.report.data import plot_lengths, stats
-    from raytune_fsdp.record.report.figure import NOT_INSTALLED, can_draw
     from raytune_fsdp.run.prepare import prepare_data
 
     if found.png is not None and not can_draw():

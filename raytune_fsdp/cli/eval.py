@@ -125,8 +125,7 @@ def _measure(
     from raytune_fsdp.data.mixture import Order
     from raytune_fsdp.data.open import open_evals
     from raytune_fsdp.data.questions import check_names, open_tasks
-    from raytune_fsdp.launch.alone import examine
-    from raytune_fsdp.launch.local import check_gpus
+    from raytune_fsdp.launch.local import check_gpus, examine
     from raytune_fsdp.launch.worker import choose_device
     from raytune_fsdp.model.attention.choose import positions_of
     from raytune_fsdp.run.evaluation.answers import check_prompts

@@ -13,7 +13,7 @@ from raytune_fsdp.cli.plan_on_gpus import PER_NODE
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.plan.counts import Census
-    from raytune_fsdp.predict.page.server import PlanServer
+    from raytune_fsdp.predict.page.document import PlanServer
 
 
 def add_flags(parser: ConfigParser) -> None:
@@ -46,10 +46,8 @@ def server_of(
     # Before torch is imported: mistakes are answered at once.
     device = find_device(found.gpu)
     between = link_speed(found.network) if found.network else None
-    from raytune_fsdp.predict.page.choices import offered, start_of
-    from raytune_fsdp.predict.page.document import live_page
-    from raytune_fsdp.predict.page.points import Points
-    from raytune_fsdp.predict.page.server import PlanServer
+    from raytune_fsdp.predict.page.document import PlanServer, live_page
+    from raytune_fsdp.predict.page.points import Points, offered, start_of
 
     per_node = found.gpus_per_node or PER_NODE
     start = start_of(config, device.name, world)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.cli.common import ConfigParser
 
 if TYPE_CHECKING:
-    from raytune_fsdp.predict.calibration import Calibration
+    from raytune_fsdp.predict.devices import Calibration
 
 
 def add_flags(parser: ConfigParser) -> None:
@@ -27,7 +27,7 @@ def calibrate_here(parser: ConfigParser, found: Namespace, overrides: list[str])
     path: Path = found.calibrate
     if found.config or overrides or found.gpu or found.search:
         parser.error(f"--calibrate {path} measures this machine and plans nothing: plan after it, with --gpu {path}")
-    from raytune_fsdp.predict.calibration import check_writable, write_calibration
+    from raytune_fsdp.predict.devices import check_writable, write_calibration
 
     check_writable(path)
     from raytune_fsdp.launch.environment import environment

@@ -104,8 +104,7 @@ def _recorded(config: FinetuneConfig) -> Writing | None:
 
 def _device(name: str) -> Device:
     """One of the table, or of a machine that was measured."""
-    from raytune_fsdp.predict.calibration import read_calibration
-    from raytune_fsdp.predict.devices import device_of, find_device
+    from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
 
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
 

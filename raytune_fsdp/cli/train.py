@@ -87,7 +87,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.launch.finetune import finetune
     from raytune_fsdp.launch.torchrun import is_rank0
-    from raytune_fsdp.tools.doctor.at_start import look_around
+    from raytune_fsdp.tools.doctor.checkup import look_around
 
     if is_rank0():
         look_around()
@@ -134,7 +134,8 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
 def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places: bool) -> int:
     began = time.time()  # the imports are of the time to load
     from raytune_fsdp.launch.torchrun import is_rank0
-    from raytune_fsdp.tools.dry_run import dry_run, in_words, to_json
+    from raytune_fsdp.tools.dry_run.outcome import in_words, to_json
+    from raytune_fsdp.tools.dry_run.two_steps import dry_run
 
     if as_json:  # nothing else is to stand on stdout, also of what ranks print there
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})

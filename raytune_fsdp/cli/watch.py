@@ -16,11 +16,12 @@ from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, exit_code, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.cli.runs import check_run
-from raytune_fsdp.record import RunStart, names
+from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker
 from raytune_fsdp.record.lines import metrics_of, step_of
 from raytune_fsdp.record.screen_messages import tell
 from raytune_fsdp.record.tail import EventFollower, RecordFollower
+from raytune_fsdp.record.tracker import RunStart
 
 if TYPE_CHECKING:
     from raytune_fsdp.plan.run_dir import RunDir

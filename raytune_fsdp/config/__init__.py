@@ -1,18 +1,16 @@
 """What a user may write: `FinetuneConfig` and its sections, a file each.
 
-    base.py        what all sections have in common      rules.py      checks that several of them share
-    every.py       how often something is done           sections/     a section a file
-    recorded.py    what of a config others may read      differing.py  what it says that defaults do not
+    sections/      a section a file
+    rules.py       what all sections have in common, and checks that several of them share
+    every.py       how often something is done
+    recorded.py    what of a config others may read, and what it says that defaults do not
 
 How a YAML file and command-line flags become one, in the order of the data:
 
     text.py        YAML text -> a tree in which every scalar still has its spelling
-    schema.py      which values may stand where, read from the sections
-    overrides.py   `--section.field value` -> the tree
+    schema.py      which values may stand where, read from the sections; and every field in words
     load.py        file and flags -> tree -> `FinetuneConfig`, and back to YAML
     problems.py    mistakes in it, a line for each
-    describe.py    every field in words: for `--help`, messages and
-    docs.py        docs/configuration.md
 
 Imports no torch, ray, mlflow or transformers, which take seconds: a mistake in a config is reported before.
 """

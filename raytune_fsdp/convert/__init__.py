@@ -17,7 +17,6 @@
     llama_factory_rows.py
                        a function that a converted config may name for its rows
     file.py            a file in, a conversion out: reading, guessing the project, checking the result
-    docs.py            docs/start/coming-from.md
 
 What changes what is learned is carried, or refused by name; it is never lost in silence. Imports no torch.
 """

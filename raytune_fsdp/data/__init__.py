@@ -8,14 +8,12 @@ rows/              a row becomes a document: token ids, and which of them are tr
 unread.py          well-known columns that a format does not read
 trial.py           functions of users are tried: the same twice, and which modules they need
 duplicates.py      rows that become the same tokens; left_out.py: which of them are not trained on
-order.py           keyed permutations; mixture.py: which row of which dataset comes at each place of an epoch
-packing.py         documents become packed samples of one length; origins.py: which rows they are from
+mixture.py         keyed permutations, and which row of which dataset comes at each place of an epoch
+packing.py         documents become packed samples of one length
 windows.py         a fixed group of rows, packed together: the unit of work and of caching
-packed_window.py   one built window: its samples, its counts, its bytes on storage
-cache.py           built windows on shared storage
+cache.py           built windows, as bytes on shared storage
 identity.py        everything that decides the windows, and its fingerprint
-census.py          every window built once and counted, before training
-skipped.py         the rows left out because of `data.bad_rows=skip`, reported as training reaches them
+census.py          every window built once and counted, before training; bad rows reported as training reaches them
 stream.py          the endless sequence of packed samples, the same at every world size
 batches.py         the samples of one rank, as tensors; to_device.py: there before they are needed
 shared_batches.py  samples that several ranks share

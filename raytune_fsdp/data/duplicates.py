@@ -28,8 +28,8 @@ from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import Source
 from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.trial import try_functions
 
 if TYPE_CHECKING:

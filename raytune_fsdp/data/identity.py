@@ -13,7 +13,7 @@ from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.rows.user_functions import RowFunction
-from raytune_fsdp.data.sources import Source
+from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.plan.identity import ABSENT, named
 
 if TYPE_CHECKING:

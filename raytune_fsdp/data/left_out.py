@@ -10,8 +10,8 @@ import numpy as np
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DataConfig
-from raytune_fsdp.data.sources import Selected, Source
-from raytune_fsdp.data.sources.selection import digest_of
+from raytune_fsdp.data.sources.selection import Selected, digest_of
+from raytune_fsdp.data.sources.source import Source
 
 if TYPE_CHECKING:
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]

@@ -15,8 +15,10 @@ from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.data.duplicates import RowReader, groups_of, is_read_cheaply
 from raytune_fsdp.data.left_out import warn_of_measured, without_equal
 from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
-from raytune_fsdp.data.sources import Selected, Source, dataset_name, dataset_names, hold_out, open_sources
+from raytune_fsdp.data.sources.opening import open_sources
 from raytune_fsdp.data.sources.places import find_files
+from raytune_fsdp.data.sources.selection import Selected, hold_out
+from raytune_fsdp.data.sources.source import Source, dataset_name, dataset_names
 from raytune_fsdp.data.unread import tell
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.run_dir import cache_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -17,16 +17,13 @@ import xxhash
 
 from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
 from raytune_fsdp.data.rows.formats import Document
+from raytune_fsdp.plan.counts import DatasetCount, SkippedRow
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Int32Array
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]
-
-from dataclasses import field
-
-from raytune_fsdp.plan.counts import DatasetCount, SkippedRow
 
 # Samples laid out together: at 2048 tokens their int32 arrays take 1 MiB, which stays in the processor's cache. 16.6 ns
 # a token, against 73 with one sample at a time and 21 with all of a window.

@@ -23,8 +23,8 @@ from raytune_fsdp.data.packing import PackedSamples, Packing, pack
 from raytune_fsdp.data.rows.encoding import SpanEncoder
 from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see, chat_template
-from raytune_fsdp.data.sources import Source, dataset_name, open_source, shorten
-from raytune_fsdp.data.sources.source import Columns
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Columns, Source, dataset_name, shorten
 from raytune_fsdp.data.windows import pad_id_of
 from raytune_fsdp.plan.run_dir import cache_of
 

@@ -8,7 +8,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.user_functions import call_elsewhere
-from raytune_fsdp.data.sources import Source
+from raytune_fsdp.data.sources.source import Source
 
 _TRIED_ROWS = 20
 """Of each dataset, given to its function."""

@@ -13,8 +13,8 @@ from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import FUNCTIONS, PythonFormat, TokensFormat
 from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.work import size_of
-from raytune_fsdp.data.sources import Source, columns_of, dataset_names
-from raytune_fsdp.data.sources.source import Columns, Row
+from raytune_fsdp.data.sources.opening import columns_of
+from raytune_fsdp.data.sources.source import Columns, Row, Source, dataset_names
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, M
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import Source, dataset_names, open_sources
+from raytune_fsdp.data.sources.opening import open_sources
+from raytune_fsdp.data.sources.source import Source, dataset_names
 from raytune_fsdp.data.trial import try_functions
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts

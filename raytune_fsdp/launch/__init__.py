@@ -5,7 +5,6 @@ start.py           chooses the way: Ray, or processes on this machine
 run_lock.py        one command at a time works on a run
 shared_storage.py  is `run.storage` the same storage for every rank?
 local.py           one rank in this process, several processes, or those of torchrun; needs no Ray
-alone.py           a model measured by one process, without a run
 torchrun.py        what torchrun tells a process in its environment
 worker.py          what every rank does, whatever started it
 ray/               a run on a Ray cluster

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base import errors
 from raytune_fsdp.base.batch import Progress
@@ -30,11 +31,16 @@ from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
+from raytune_fsdp.model.attention.choose import generating
+from raytune_fsdp.plan.plan import ALONE
 from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
+from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.losses import check_network
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import Prepared, Standing, agree
+from raytune_fsdp.run.trials.needs import use_attention_for_packed
 from raytune_fsdp.step.parallel import memory_of
 
 T = TypeVar("T")
@@ -300,3 +306,26 @@ def _cause(failed: ChildFailedError) -> RaytuneError:
     if failure.exitcode < 0:
         return TrainingError(f"rank {rank} was killed by {failure.signal_name()}; the same command continues")
     return TrainingError(f"rank {rank} failed: {message}")
+
+
+# A model measured by one process, without a run.
+
+
+def examine(
+    config: FinetuneConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    exam: Exam,
+    device: torch.device,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The values of an evaluation, and what was asked and answered. Refuses a network that computes something else
+    than it should."""
+    needs = use_attention_for_packed(config, model, device)
+    with alone(device):
+        check_network(model, config.data.packing, device, model.dtype)
+        attention = generating(model, needs)
+        values = exam.values(
+            model, tokenizer,
+            micro_batch=config.train.micro_batch, layout=ALONE, device=device, attention=attention,
+        )  # fmt: skip
+        return values, exam.answers(model, tokenizer, device=device, attention=attention)

@@ -1,7 +1,7 @@
 """A model directory in, a sharded network out; trained tensors in, a model directory out.
 
 directory/              a model as it lies on disk or on the hub
-network.py              its config -> the network on the meta device; trained.py: which weights are trained
+network.py              its config -> the network on the meta device, and which weights are trained
 layers.py               its repeated layers, and how their forward pass runs in training
 adapters/               adapters and the frozen weights that they change
 added_rows.py           rows of new tokens that are trained alone; tables.py: tensors of constants

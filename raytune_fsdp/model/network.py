@@ -18,14 +18,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from raytune_fsdp.base.batch import ParameterCount
-from raytune_fsdp.base.errors import ModelError, first_line
+from raytune_fsdp.base.errors import ConfigError, ModelError, first_line
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
+from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, LoraMethod, Method
+from raytune_fsdp.model.adapters.attach import attach
+from raytune_fsdp.model.added_rows import train_rows
 from raytune_fsdp.model.attention.choose import forget_flash_attention
-from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.directory.bounds import (
+    NEEDS_CODE,
+    bounded_building,
+    check_buffers,
+    read_config,
+    unknown_word,
+    wants_code,
+)
 from raytune_fsdp.model.directory.named_class import built_on_meta
 from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
-from raytune_fsdp.model.directory.refusals import NEEDS_CODE, unknown_word, wants_code
-from raytune_fsdp.model.trained import choose_trained
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -314,3 +322,37 @@ def _with_owner(
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+# Which weights of a network are trained, by `method`.
+
+
+def choose_trained(network: PreTrainedModel, method: Method, added: Collection[int] = ()) -> None:
+    """Freeze what the method does not train, and add what it trains beside. The network is on the meta device.
+
+    `added`: the ids of new tokens.
+    """
+    if isinstance(method, FreezeMethod):
+        freeze(network, method.trained)
+    elif isinstance(method, AdapterMethod):
+        attach(network, method)
+        if added and isinstance(method, LoraMethod) and method.train_added_tokens:
+            train_rows(network, added)
+
+
+def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:
+    """Train only the weights in whose names one of these expressions is found. A tied weight has all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    every = [name for found in names.values() for name in found]
+    for expression in trained:
+        if not any(re.search(expression, name) for name in every):
+            # One name of each kind: a network has hundreds that differ in a number.
+            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in every)
+            raise ConfigError(
+                f"method.trained: {expression!r} is found in the name of no weight of a {type(network).__name__}; they "
+                f"are called {', '.join(list(kinds)[:12])}"
+            )
+    for parameter in network.parameters():
+        parameter.requires_grad_(any(re.search(each, name) for each in trained for name in names[id(parameter)]))

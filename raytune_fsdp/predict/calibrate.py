@@ -9,6 +9,7 @@ for each collective, with all that comes with a unit (hooks, DTensors, the clipp
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import tempfile
@@ -27,16 +28,22 @@ import torch.nn.functional as F
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.shared_batches import own_parts
+from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.attention.calls import PREFIX, Call
 from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.network import build_network
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.model.split.sequence import use_parts
 from raytune_fsdp.plan.plan import resolve
-from raytune_fsdp.predict.calibration import Calibration, Surface
-from raytune_fsdp.predict.devices import device_of
+from raytune_fsdp.predict.devices import Calibration, Surface, device_of
 from raytune_fsdp.predict.prediction import Cluster, predict
-from raytune_fsdp.predict.real_step import Trainer
 from raytune_fsdp.predict.speed import Seconds
 from raytune_fsdp.predict.subject import Subject
-from raytune_fsdp.step.parallel import memory_of
+from raytune_fsdp.predict.trace.trace import choose_kernels, full_batches, one_step, optimizer_of
+from raytune_fsdp.run.assemble import as_stored, spread
+from raytune_fsdp.step.parallel import make_groups, make_mesh, memory_of, units_of
 
 _SECONDS = 0.1
 """That each kernel is measured for, at least."""
@@ -341,3 +348,43 @@ def _real_steps(device: torch.device, ranks: int) -> dict[str, float]:
         trainer.step()
         found[key] = median(trainer.step() for _ in range(_STEPS if key != _LIGHT else _LIGHT_STEPS))
     return found
+
+
+# Steps of a model without a run: random weights, full batches, and nothing that is kept.
+
+
+class Trainer:
+    """On every rank of a process group: a network of random weights, spread as a run would spread it."""
+
+    def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
+        """`config`: of a random network, with a length in steps."""
+        subject, self._device = Subject.of(config), device
+        self._config, self._plan = config, resolve(config, dist.get_world_size())
+        model = build_network(copy.deepcopy(subject.hf_config), config)
+        choose_kernels(model, config, subject.needs, device.type)
+        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device), device.type)
+        units = units_of(model, self._parallel, ends=subject.needs.ends)
+        spread(model, units, self._parallel, make_mesh(self._plan.layout, device), None, device)
+        fill(model, None, "empty", device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_piece(parameter).normal_(std=0.02)
+        self._model = model.train()
+        passes = self._plan.division.full_rounds
+        self._optimizer = optimizer_of(config, self._plan, self._parallel, model, units, passes)
+        batches = full_batches(config, subject.hf_config, passes)
+        if (members := make_groups(self._plan.layout, device).sequence) is not None:
+            use_parts(model, members)
+        parts = own_parts([batches], self._plan.layout, dist.get_rank())
+        self._batches = next(to_device(parts, device))
+
+    def step(self) -> float:
+        """Train one step; returns the seconds that it took on the slowest rank."""
+        dist.barrier()
+        began = time.perf_counter()
+        one_step(self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return float(spent)

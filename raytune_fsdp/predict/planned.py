@@ -15,8 +15,10 @@ from raytune_fsdp.predict.advise.alternatives import (
     alternatives,
     in_order,
     micro_batches,
+    moving_less,
+    shared,
+    step_down,
 )
-from raytune_fsdp.predict.advise.nearby import moving_less, shared, step_down
 from raytune_fsdp.predict.host import Beside, beside
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.stopping import Stopping, Writing

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from raytune_fsdp.plan.plan import Plan
-from raytune_fsdp.predict.calibration import Calibration
-from raytune_fsdp.predict.devices import Device
+from raytune_fsdp.predict.devices import Calibration, Device
 from raytune_fsdp.predict.links import Network, add_up, exchange, move
 from raytune_fsdp.predict.memory import Memory, all_phases
 from raytune_fsdp.predict.trace.trace import Trace

@@ -13,7 +13,3 @@ report/             what a person reads afterwards: summary, page about a run, m
 In: `StepMetrics`, evaluation losses and events of rank 0. Out: lines, curves, an MLflow run. Knows nothing of torch or
 Ray, and never slows or stops training; only a failure to write the run directory's own files does.
 """
-
-from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Status, Tracker, flatten
-
-__all__ = ["Composite", "NullTracker", "RunStart", "Status", "Tracker", "flatten"]

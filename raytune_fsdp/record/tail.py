@@ -9,7 +9,7 @@ from typing import Any
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular
-from raytune_fsdp.record.copies.cursor import Position, RecordReader
+from raytune_fsdp.record.copies.following import Position, RecordReader
 from raytune_fsdp.record.jsonl import event_of
 from raytune_fsdp.record.lines import step_of
 

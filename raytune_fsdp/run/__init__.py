@@ -22,7 +22,7 @@ On every rank:
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
     evaluation/          what the model is worth
-    saving.py            when a save begins, and what is recorded of it; saves.py: what is kept
+    saving.py            when a save begins, and what is recorded of it and kept
     out_of_memory.py     a GPU ran out of memory: what took it, and what helps
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

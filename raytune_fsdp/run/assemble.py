@@ -59,7 +59,7 @@ from raytune_fsdp.run.measure.against_prediction import Forecast, bytes_kept
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
-from raytune_fsdp.run.saves import open_saves
+from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.standing import Prepared, Standing
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
 from raytune_fsdp.run.trials.cut import try_cut
@@ -67,7 +67,8 @@ from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.accumulation import add_gradients
 from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.operations import count_architecture
-from raytune_fsdp.step.optim import Optimizer, build_optimizer
+from raytune_fsdp.step.optim.build import build_optimizer
+from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.own_time import OwnTime
 from raytune_fsdp.step.parallel import (
     Sharers,

@@ -15,7 +15,7 @@ import xxhash
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
-from raytune_fsdp.data.sources import Source
+from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.record.tracker import UsedData
 

@@ -13,7 +13,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.step.optim import lr_factor, multiplier
+from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from raytune_fsdp.run.evaluation.exam import Exam
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.saving import Saves, stopped
-from raytune_fsdp.step.optim import Optimizer, lr_factor
+from raytune_fsdp.step.optim.schedule import lr_factor
+from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.profiling import StepProfiler
 from raytune_fsdp.step.train_step import LossScale, train_step
 

@@ -20,7 +20,8 @@ from raytune_fsdp.model.precision.fp8 import check_fp8, layers_in_fp8, left_in_b
 from raytune_fsdp.model.precision.quantized import check_torch
 from raytune_fsdp.run.checks import warn_of_method
 from raytune_fsdp.run.starting_weights import Origin
-from raytune_fsdp.step.optim import check_groups, check_matrices
+from raytune_fsdp.step.optim.groups import check_groups
+from raytune_fsdp.step.optim.matrices import check_matrices
 
 logger = logging.getLogger(__name__)
 

@@ -50,12 +50,12 @@ from raytune_fsdp.record.copies.wandb import WandbTracker
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, repair_event
 from raytune_fsdp.record.repair import cut, is_whole
 from raytune_fsdp.record.report.card import recipe_of
-from raytune_fsdp.record.report.census import data_of
+from raytune_fsdp.record.report.history import data_of
 from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.evaluation.owed import described, exam_of
 from raytune_fsdp.run.resume import changed_settings, last_config
-from raytune_fsdp.run.saves import LOST, lost_seconds
+from raytune_fsdp.run.saving import LOST, lost_seconds
 from raytune_fsdp.run.standing import Prepared, Standing
 
 logger = logging.getLogger(__name__)

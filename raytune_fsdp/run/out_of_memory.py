@@ -11,7 +11,8 @@ from torch import nn
 
 from raytune_fsdp.base.errors import TrainingError, first_line
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
-from raytune_fsdp.step.optim import Optimizer, local_piece
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.update import Optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.adapters.attach import is_adapted
 from raytune_fsdp.model.attention.choose import Needs, positions_of
+from raytune_fsdp.model.directory.bounds import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
-from raytune_fsdp.model.directory.refusals import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
 from raytune_fsdp.model.precision.quantized import quantize_layers

@@ -17,13 +17,14 @@ from raytune_fsdp.base.batch import Batch, StepBatches
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import OptimConfig, ParallelConfig
-from raytune_fsdp.model.objective.chunked_head import Losses
 from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.pieces import is_cut
 from raytune_fsdp.model.pieces.sums import first_ones
 from raytune_fsdp.plan.plan import Layout, Plan
-from raytune_fsdp.step.optim import Optimizer, at, local_gradients
+from raytune_fsdp.step.optim.pieces import at, local_gradients
+from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.parallel import set_gradient_sync
 
 FIRST_SCALE = 2.0**15

@@ -158,7 +158,7 @@ def plain_peft(values: dict[str, Any], steps: int) -> list[tuple[float, float]]:
     from raytune_fsdp.data.stream import Stream
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.run.prepare import prepare
-    from raytune_fsdp.step.optim import lr_factor
+    from raytune_fsdp.step.optim.schedule import lr_factor
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare(config, 1)

@@ -129,7 +129,7 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig, ParallelConfig
-    from raytune_fsdp.step.optim import build_optimizer
+    from raytune_fsdp.step.optim.build import build_optimizer
     from tests.loading import draw, whole
 
     parallel = ParallelConfig.model_validate(values)

@@ -36,7 +36,7 @@ def state_of(step: int) -> tuple[torch.nn.Module, AdamW]:
     from torch.distributed.fsdp import fully_shard
 
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.step.optim import build_optimizer
+    from raytune_fsdp.step.optim.build import build_optimizer
 
     model = torch.nn.Sequential(torch.nn.Linear(300, 1200), torch.nn.Linear(1200, 3))  # several writes a file
     fully_shard(model)

@@ -67,7 +67,7 @@ def stepped(case: str, parallel: Mapping[str, Any]) -> dict[str, np.ndarray[Any,
 
     from raytune_fsdp.config import ParallelConfig
     from raytune_fsdp.plan.plan import Layout
-    from raytune_fsdp.step.optim import build_optimizer
+    from raytune_fsdp.step.optim.build import build_optimizer
     from raytune_fsdp.step.parallel import make_mesh, shard, units_of
 
     name, precision, optim = CASES[case]

@@ -48,8 +48,8 @@ def gradients(parallel: dict[str, Any], per_node: int | None) -> tuple[dict[str,
     from raytune_fsdp.model.fill import fill
     from raytune_fsdp.model.network import MASTER_DTYPE
     from raytune_fsdp.model.objective.loss import block_loss
+    from raytune_fsdp.model.pieces.pieces import local_piece
     from raytune_fsdp.model.proof import documents
-    from raytune_fsdp.step.optim import local_piece
     from raytune_fsdp.step.parallel import make_mesh, shard, traffic_of, units_of
 
     world, config = dist.get_world_size(), ParallelConfig.model_validate(parallel)

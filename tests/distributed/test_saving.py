@@ -124,7 +124,8 @@ def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.checkpoint.storage import PosixDraft
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.step.optim import build_optimizer, local_piece
+    from raytune_fsdp.model.pieces.pieces import local_piece
+    from raytune_fsdp.step.optim.build import build_optimizer
     from tests.checkpoints import tensors_in
     from tests.loading import draw
 
@@ -271,7 +272,7 @@ def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig
-    from raytune_fsdp.step.optim import build_optimizer
+    from raytune_fsdp.step.optim.build import build_optimizer
     from tests.loading import draw
 
     model = draw(LLAMA, 5)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from raytune_fsdp.base.batch import StepMetrics
-from raytune_fsdp.record.copies.points import mlflow_name
+from raytune_fsdp.record.copies.mlflow_run import mlflow_name
 from raytune_fsdp.record.jsonl import read_metrics
 from raytune_fsdp.record.lines import is_number
 from raytune_fsdp.record.names import node_values, step_values, with_perplexity

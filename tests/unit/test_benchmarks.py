@@ -97,7 +97,7 @@ def command(name: str, directory: Path) -> None:
     os.chdir(ROOT)
     warnings.filterwarnings("ignore")
     if name == "planned_time":  # to measure this machine takes half a minute, and has a test of its own
-        from raytune_fsdp.predict.calibration import write_calibration
+        from raytune_fsdp.predict.devices import write_calibration
         from tests.unit.test_calibration import MADE
 
         write_calibration(replace(MADE, ranks=1), directory / "ranks-1.json")

@@ -67,8 +67,9 @@ def test_the_page_says_what_is_counted_with() -> None:
 def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]]:
     """Bytes of weight, gradient and state of each tensor, in the first step of a rank."""
     from raytune_fsdp.model.objective.loss import block_loss
+    from raytune_fsdp.model.pieces.pieces import local_piece
     from raytune_fsdp.model.proof import documents
-    from raytune_fsdp.step.optim import build_optimizer, local_piece
+    from raytune_fsdp.step.optim.build import build_optimizer
     from raytune_fsdp.step.parallel import make_mesh, shard, units_of
 
     found = []

@@ -14,8 +14,7 @@ import pytest
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.plan import main
 from raytune_fsdp.plan.plan import resolve
-from raytune_fsdp.predict.calibration import Calibration, Surface, read_calibration, write_calibration
-from raytune_fsdp.predict.devices import device_of
+from raytune_fsdp.predict.devices import Calibration, Surface, device_of, read_calibration, write_calibration
 from raytune_fsdp.predict.links import network_of
 from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict
 from raytune_fsdp.predict.speed import rates_of

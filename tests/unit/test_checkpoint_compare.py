@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from raytune_fsdp.tools.audit import compare
-from raytune_fsdp.tools.audit.compare import TensorDifference
+from raytune_fsdp.tools.audit import comparison as compare
+from raytune_fsdp.tools.audit.comparison import TensorDifference
 
 
 class Stored:

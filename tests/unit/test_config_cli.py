@@ -218,7 +218,7 @@ def test_public_names() -> None:
     [
         "import raytune_fsdp",
         "from raytune_fsdp.config import FinetuneConfig; from raytune_fsdp import RaytuneError",
-        "import raytune_fsdp.config.load, raytune_fsdp.config.docs",
+        "import raytune_fsdp.config.load, docs.make.configuration",
         "from raytune_fsdp.cli.main import main; assert main(['train', '--optim.lr', '0']) == 2",
         f"from raytune_fsdp.cli.main import main\nfor wrong in {ARITHMETIC!r}: assert main(['train', *wrong]) == 2",
     ],

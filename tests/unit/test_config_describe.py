@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytune_fsdp.config.docs import PAGE, page
+from docs.make.configuration import PAGE, page
 from raytune_fsdp.config.load import ROOT
 from raytune_fsdp.config.schema import DescribedField, describe, help_text
 
@@ -87,4 +87,4 @@ def test_help_names_every_field_and_fits_the_terminal(width: int) -> None:
 
 
 def test_the_docs_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m raytune_fsdp.config.docs"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m docs.make.configuration"

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.make.coming_from import PAGE, page
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.convert import _PROJECTS
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.convert.docs import PAGE, page
 from raytune_fsdp.convert.file import PROJECTS, Converted, convert
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import resolve
@@ -809,4 +809,4 @@ def test_it_is_light() -> None:
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m raytune_fsdp.convert.docs"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m docs.make.coming_from"

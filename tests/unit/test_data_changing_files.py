@@ -15,8 +15,10 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig
-from raytune_fsdp.data.sources import Source, arrow, open_source, opening
+from raytune_fsdp.data.sources import arrow, opening
 from raytune_fsdp.data.sources.handles import BLOCK_BYTES
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source
 from tests.rows import make_windows, token_rows
 
 ROWS = 4000

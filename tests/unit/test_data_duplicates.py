@@ -20,7 +20,7 @@ from raytune_fsdp.data import duplicates
 from raytune_fsdp.data.duplicates import RowReader, groups_of
 from raytune_fsdp.data.left_out import left_out_of
 from raytune_fsdp.data.open import open_data, open_evals
-from raytune_fsdp.data.sources import open_source
+from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.windows import Windows
 from tests.rows import VOCABULARY, all_samples, demo_tokenizer, documents_in
 from tests.runs import make_config

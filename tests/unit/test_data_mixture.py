@@ -18,7 +18,8 @@ from raytune_fsdp.base.batch import Cursor
 from raytune_fsdp.config.sections.data import DataConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.mixture import Interleaving, Mixture, Shuffle, weights_of
-from raytune_fsdp.data.sources import Selected, open_source
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.selection import Selected
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.division import Division

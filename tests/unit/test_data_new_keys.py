@@ -29,8 +29,8 @@ from raytune_fsdp.config import (
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.sources import open_source
 from raytune_fsdp.data.sources.keys import ANY, Keys, KeySearch
+from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.plan.identity import named
 from tests.rows import all_samples, make_windows
 from tests.runs import make_config

@@ -16,8 +16,9 @@ from raytune_fsdp.base.random import mix64
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.sources import Source, hold_out, open_source
-from raytune_fsdp.data.sources.source import spread_keys
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.selection import hold_out
+from raytune_fsdp.data.sources.source import Source, spread_keys
 from raytune_fsdp.data.windows import Windows
 from tests.rows import VOCABULARY, all_samples, demo_tokenizer, documents_in
 from tests.runs import make_config

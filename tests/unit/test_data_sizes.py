@@ -17,8 +17,10 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import DatasetConfig
-from raytune_fsdp.data.sources import Source, handles, open_source
+from raytune_fsdp.data.sources import handles
 from raytune_fsdp.data.sources import texts as small_texts
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source
 from tests.ranks import run_ranks
 from tests.rows import make_windows
 

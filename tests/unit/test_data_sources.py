@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, handles, open_source, scan
+from raytune_fsdp.data.sources import handles, scan
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source
 
 
 def opened(path: Path | str, cache: Path, **fields: Any) -> Source:

@@ -22,7 +22,9 @@ from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import COLUMNS, ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
-from raytune_fsdp.data.sources import Source, handles, open_source
+from raytune_fsdp.data.sources import handles
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source
 
 ROWS = [
     {

@@ -20,7 +20,8 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError, RaytuneError
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, open_source
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source
 from tests.runs import make_config
 
 pytest.importorskip("aiohttp")

@@ -16,7 +16,8 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.base.urls import without_secrets
 from raytune_fsdp.config.rules import safe_name
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, dataset_name, open_source
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source, dataset_name
 
 
 def opened(path: Path | str, cache: Path, **fields: Any) -> Source:

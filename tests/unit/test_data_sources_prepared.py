@@ -25,8 +25,10 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, handles, open_source, prepared
+from raytune_fsdp.data.sources import handles, prepared
+from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.source import Source
 
 ROWS = [{"id": index, "text": "x" * (index % 50)} for index in range(20_000)]
 

@@ -22,7 +22,9 @@ from moto.server import ThreadedMotoServer
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import Source, handles, open_source
+from raytune_fsdp.data.sources import handles
+from raytune_fsdp.data.sources.opening import open_source
+from raytune_fsdp.data.sources.source import Source
 
 ROWS = [{"id": index, "text": "é" * (index % 5)} for index in range(3000)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

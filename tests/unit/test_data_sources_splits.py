@@ -15,7 +15,7 @@ import pytest
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DatasetConfig, SourceConfig
 from raytune_fsdp.config.sections.eval import ExactTask
-from raytune_fsdp.data.sources import open_source
+from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.sources.source import Columns
 

@@ -28,19 +28,9 @@ from raytune_fsdp.launch.shared_storage import put_token
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.predict.host import kept_at_once
-from raytune_fsdp.tools.doctor import (
-    at_start,
-    checkup,
-    cluster,
-    deadline,
-    kernels,
-    machines,
-    network,
-    node,
-    services,
-    storage,
-    writing,
-)
+from raytune_fsdp.tools.doctor import checkup, cluster, deadline, machines, network, node, services, storage, writing
+from raytune_fsdp.tools.doctor import checkup as at_start
+from raytune_fsdp.tools.doctor import machines as kernels
 from raytune_fsdp.tools.doctor.finding import Finding, page, refused
 from tests.runs import LLAMA, make_config
 

@@ -19,7 +19,7 @@ from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config, recipes
 from raytune_fsdp.plan.plan import least_ranks, resolve
-from raytune_fsdp.tools.dry_run import DryRun, in_words, to_json
+from raytune_fsdp.tools.dry_run.outcome import DryRun, in_words, to_json
 from raytune_fsdp.tools.dry_run.scratch import scratch
 from raytune_fsdp.tools.dry_run.trial import trial_of
 

@@ -13,7 +13,7 @@ from raytune_fsdp.config.sections.eval import EarlyStopConfig
 from raytune_fsdp.record.names import higher_is_better, score
 from raytune_fsdp.run.checks import check_early_stop
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
-from raytune_fsdp.run.saves import keep_of
+from raytune_fsdp.run.saving import keep_of
 from tests.runs import make_config
 
 LOSS, RIGHT = "eval/a/loss", "eval/a/accuracy"

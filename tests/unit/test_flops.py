@@ -13,9 +13,8 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, LoraMethod, Method
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
+from raytune_fsdp.model.network import build_base, choose_trained, init_buffers, load_architecture
 from raytune_fsdp.model.objective.loss import block_loss
-from raytune_fsdp.model.trained import choose_trained
 from raytune_fsdp.step.flops import Architecture, Products, mfu, peak_flops, training_flops
 from raytune_fsdp.step.operations import count_architecture
 from raytune_fsdp.step.precision import check_precision

@@ -161,7 +161,7 @@ def read_events(place: Path, good: Path) -> None:
 def read_holes(place: Path, good: Path) -> None:
     """As whatever reads a record does: all of it, as it grows, and before an attempt adds to it."""
     from raytune_fsdp.record import repair
-    from raytune_fsdp.record.copies.cursor import Position, RecordReader
+    from raytune_fsdp.record.copies.following import Position, RecordReader
     from raytune_fsdp.record.jsonl import each_line
     from raytune_fsdp.record.report.history import read_history
     from raytune_fsdp.record.report.overview import overview

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +39,12 @@ def test_what_the_numbers_count(tmp_path: Path) -> None:
         "# alone\nclass Twice:\n    def _once(self):\n        return self._often() + self._often()  # after code\n\n"
         "    def _often(self):\n        return self._once()\n\n\ndef _never():\n    return '# no comment'\n"
     )
-    (tmp_path / "two.py").write_text("class Twice:\n    def long(self):\n" + "        self.x = 1\n" * 400)
+    (tmp_path / "two.py").write_text("class Twice:\n    def long(self):\n" + "        self.x = 1\n" * 600)
     found = look_at(tmp_path)
-    assert (found.files, found.lines, found.functions) == (2, 413, 4)
+    assert (found.files, found.lines, found.functions) == (2, 613, 4)
     assert found.used_once == ["one.py:3 _once"]
     assert (found.comment_lines, found.comments_after_code) == (1, 1)
-    assert (found.long_files, found.long_functions) == (["two.py (402)"], ["two.py:2 long (401)"])
+    assert (found.long_files, found.long_functions) == (["two.py (602)"], ["two.py:2 long (601)"])
     assert found.same_names == ["Twice in one.py, two.py"]
 
 
@@ -62,6 +64,34 @@ def test_a_rank_is_there_before_it_imports_transformers() -> None:
     carried = ["config", "prepared", "first", "board", "device", "token", "looks", "verbose", "in_ray_log"]
     carried += ["forced", "notices", "predicted"]
     assert done.stdout.split() == ["False", *carried]
+
+
+LISTS = {"cli", "convert", "config/sections"}
+"""Rooms of files that are alike: commands, converters, sections. They may be as many as there are."""
+
+
+def rooms() -> list[Path]:
+    return sorted(each.parent for each in (ROOT / "raytune_fsdp").rglob("__init__.py"))
+
+
+def test_a_room_can_be_looked_over() -> None:
+    sizes = {str(room.relative_to(ROOT / "raytune_fsdp")): len([*room.glob("[!_]*.py")]) for room in rooms()}
+    assert not {room: size for room, size in sizes.items() if size > 20 and room not in LISTS}
+    assert sizes["."] == 0, "the root has rooms and its __init__ only"
+
+
+@pytest.mark.parametrize("room", [pytest.param(each, id=each.name) for each in rooms()])
+def test_a_room_says_what_is_in_it(room: Path) -> None:
+    """All of it, nothing that is gone, and by no code."""
+    tree = ast.parse((room / "__init__.py").read_text())
+    said = ast.get_docstring(tree) or ""
+    there = {each.stem for each in room.glob("*.py")} | {each.parent.name for each in room.glob("*/__init__.py")}
+    missing = {name for name in there - {"__init__"} if not re.search(rf"\b{name}\b", said)}
+    assert not missing
+    gone = set(re.findall(r"(?<![\w/])(\w+)\.py\b", said)) - there
+    assert not {name for name in gone if not (room.parent / f"{name}.py").exists()}
+    if room.name not in ("raytune_fsdp", "config", "demo"):
+        assert len(tree.body) == 1
 
 
 def test_every_public_name_is_there() -> None:

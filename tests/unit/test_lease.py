@@ -23,10 +23,10 @@ from raytune_fsdp.checkpoint.writing import write_small
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.launch import worker
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record import RunStart
 from raytune_fsdp.record.jsonl import JsonlTracker, read_events
+from raytune_fsdp.record.tracker import RunStart
 from raytune_fsdp.run.open_record import open_run
-from raytune_fsdp.step.optim import build_optimizer
+from raytune_fsdp.step.optim.build import build_optimizer
 from tests.runs import make_config
 
 

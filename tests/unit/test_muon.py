@@ -11,8 +11,7 @@ import torch
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.step.optim import check_matrices
-from raytune_fsdp.step.optim.matrices import hidden_matrices
+from raytune_fsdp.step.optim.matrices import check_matrices, hidden_matrices
 from tests.models import build
 from tests.runs import LLAMA, make_config
 

@@ -24,8 +24,7 @@ from raytune_fsdp.model.adapters.attach import adapter_tensors, attach, stored_n
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.adapters.names import check_loads
 from raytune_fsdp.model.export.adapter import export_adapter
-from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.model.trained import choose_trained
+from raytune_fsdp.model.network import build_network, choose_trained, load_architecture
 from raytune_fsdp.run.starting_weights import find_adapter
 from raytune_fsdp.run.trials.export_proof import check_acts
 from tests.models import SEEING_CLASSES, save_checkpoint

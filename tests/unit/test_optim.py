@@ -18,7 +18,9 @@ from transformers import (
 
 from raytune_fsdp.config import LoraMethod, OptimConfig
 from raytune_fsdp.plan.plan import resolve
-from raytune_fsdp.step.optim import build_optimizer, lr_factor, multiplier, undecayed_names
+from raytune_fsdp.step.optim.build import build_optimizer
+from raytune_fsdp.step.optim.groups import undecayed_names
+from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
 from tests.models import build
 from tests.unit.test_plan import config
 

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from raytune_fsdp.config import OptimConfig
-from raytune_fsdp.step.optim import build_optimizer, local_piece, pieces
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim import pieces
+from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.moments import BLOCK
 from tests.models import build
 

@@ -17,11 +17,12 @@ from raytune_fsdp.config import FinetuneConfig, OptimConfig
 from raytune_fsdp.config.sections.optimizers import state_bytes
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume import identity_of
-from raytune_fsdp.step.optim import build_optimizer, check_groups
+from raytune_fsdp.step.optim.build import build_optimizer
+from raytune_fsdp.step.optim.groups import check_groups
 from raytune_fsdp.step.optim.matrices import hidden_matrices
 from raytune_fsdp.step.optim.moments import EightBit, is_quantized
 from raytune_fsdp.step.optim.muon import orthogonal
-from raytune_fsdp.step.optim.noise import LEVELS, Noise, to_bf16
+from raytune_fsdp.step.optim.update import LEVELS, Noise, to_bf16
 from tests.models import build
 from tests.runs import make_config
 from tests.unit.test_plan import config

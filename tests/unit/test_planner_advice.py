@@ -11,9 +11,15 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.advise.advice import Advice, advice
-from raytune_fsdp.predict.advise.alternatives import allowed_micro_batch, as_flags, in_words
+from raytune_fsdp.predict.advise.alternatives import (
+    allowed_micro_batch,
+    as_flags,
+    in_words,
+    moving_less,
+    shared,
+    step_down,
+)
 from raytune_fsdp.predict.advise.changes import with_changes
-from raytune_fsdp.predict.advise.nearby import moving_less, shared, step_down
 from raytune_fsdp.predict.devices import find_device, link_speed
 from raytune_fsdp.predict.page.text import as_page
 from raytune_fsdp.predict.planned import planned

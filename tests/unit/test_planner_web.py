@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from docs.make.planner_page import points_of
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config import FinetuneConfig
@@ -23,10 +24,8 @@ from raytune_fsdp.config.load import load_config
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.devices import DEVICES
 from raytune_fsdp.predict.page import document, grid
-from raytune_fsdp.predict.page.choices import changed, offered, read_choice, sizes, start_of
-from raytune_fsdp.predict.page.export import points_of
-from raytune_fsdp.predict.page.points import Points
-from raytune_fsdp.predict.page.server import PlanServer
+from raytune_fsdp.predict.page.document import PlanServer
+from raytune_fsdp.predict.page.points import Points, changed, offered, read_choice, sizes, start_of
 from raytune_fsdp.predict.page.text import as_data
 from raytune_fsdp.predict.planned import planned
 from raytune_fsdp.predict.prediction import Cluster, predict
@@ -161,7 +160,7 @@ def test_a_stranger_s_text_stays_text(server: PlanServer) -> None:
 
 def test_the_page_in_the_docs_is_the_current_one_and_asks_for_nothing() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == document.static_page(points_of(PAGE)), "python -m raytune_fsdp.predict.page.export --points-of"
+    assert text == document.static_page(points_of(PAGE)), "python -m docs.make.planner_page --points-of"
     assert len(text) < 1.5e6
     assert "default-src 'none'" in text and "connect-src" not in text
     outside = re.sub(r"http://www\.w3\.org/2000/svg", "", text)

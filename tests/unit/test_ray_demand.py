@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytune_fsdp.launch.ray.nodes import demand
-from raytune_fsdp.launch.ray.nodes.demand import Demand
+from raytune_fsdp.launch.ray.nodes import sizes as demand
+from raytune_fsdp.launch.ray.nodes.sizes import Demand
 from raytune_fsdp.launch.ray.resources import Request
 from tests.clock import Clock
 

@@ -23,10 +23,10 @@ from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record import RunStart
 from raytune_fsdp.record.console import ConsoleTracker
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.screen_messages import Looks, read_message
+from raytune_fsdp.record.tracker import RunStart
 from tests.recorded import step
 from tests.runs import make_config
 

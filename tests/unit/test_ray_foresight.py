@@ -17,8 +17,8 @@ pytest.importorskip("ray")
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.launch.ray import driver, rank
-from raytune_fsdp.launch.ray import foresight as module
-from raytune_fsdp.launch.ray.foresight import Foresight
+from raytune_fsdp.launch.ray import driver as module
+from raytune_fsdp.launch.ray.driver import Foresight
 from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.resources import Node, Request
 from raytune_fsdp.plan.plan import Plan

@@ -23,10 +23,9 @@ from raytune_fsdp.plan.counts import Census, DatasetCount, SkippedRow
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.lines import to_bytes
-from raytune_fsdp.record.report.census import census_of
-from raytune_fsdp.record.report.census import data_of as data_of_census
 from raytune_fsdp.record.report.facts import best, settings
-from raytune_fsdp.record.report.history import read_history
+from raytune_fsdp.record.report.history import census_of, read_history
+from raytune_fsdp.record.report.history import data_of as data_of_census
 from raytune_fsdp.record.report.page import make_report, page
 from raytune_fsdp.record.report.spikes import spikes
 from raytune_fsdp.record.report.thin import buckets, thinned

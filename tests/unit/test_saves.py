@@ -16,7 +16,7 @@ from raytune_fsdp.checkpoint.save_in_flight import Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.record import NullTracker
+from raytune_fsdp.record.tracker import NullTracker
 from raytune_fsdp.run.saving import Saves
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
-from raytune_fsdp.record import Composite, NullTracker, RunStart, Status, Tracker, flatten
+from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Status, Tracker, flatten
 
 
 class Spy:

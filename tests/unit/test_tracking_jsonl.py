@@ -14,8 +14,8 @@ import pytest
 
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import RaytuneError, TrainingError
-from raytune_fsdp.record import RunStart
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, read_metrics, read_trajectory
+from raytune_fsdp.record.tracker import RunStart
 
 
 def step(number: int, loss: float = 2.5, grad_norm: float = 1.0, skipped: bool = False) -> StepMetrics:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.record.copies.kept_id import kept_id
+from raytune_fsdp.record.copies.following import kept_id
 
 
 @pytest.mark.parametrize("damage", ["long", "bytes", "link", "directory"])

@@ -20,14 +20,13 @@ import pytest
 
 from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.plan.run_dir import mlflow_database
-from raytune_fsdp.record import Composite, RunStart
 from raytune_fsdp.record.copies import following
 from raytune_fsdp.record.copies import mlflow as tracking_mlflow
 from raytune_fsdp.record.copies.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
 from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT, connect
 from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation, read_events, read_trajectory
-from raytune_fsdp.record.tracker import UsedData
+from raytune_fsdp.record.tracker import Composite, RunStart, UsedData
 from tests.mlflow_server import whole
 from tests.unit.fake_mlflow import FakeServer, Fault, nodes_on_record, on_record, step
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.launch.quiet import quiet
-from raytune_fsdp.record import Composite, RunStart
 from raytune_fsdp.record.copies.mlflow import MlflowTracker, mlflow_installed
 from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT
 from raytune_fsdp.record.jsonl import JsonlTracker, read_trajectory
+from raytune_fsdp.record.tracker import Composite, RunStart
 from tests.mlflow_server import Proxy, Server, until, whole
 from tests.unit.fake_mlflow import nodes_on_record, on_record, step
 

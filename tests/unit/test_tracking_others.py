@@ -20,13 +20,13 @@ from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.launch.start import run
-from raytune_fsdp.record import Composite, RunStart, Tracker
 from raytune_fsdp.record.copies import following
 from raytune_fsdp.record.copies import tensorboard as tracking_tensorboard
 from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
 from raytune_fsdp.record.copies.wandb import WandbTracker
 from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation
 from raytune_fsdp.record.names import labelled
+from raytune_fsdp.record.tracker import Composite, RunStart, Tracker
 from raytune_fsdp.run.checks import check_trackers
 from tests.runs import make_config
 from tests.unit.fake_mlflow import nodes_on_record, on_record, step

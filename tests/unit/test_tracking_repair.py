@@ -13,11 +13,11 @@ import pytest
 
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import ResumeError, TrainingError
-from raytune_fsdp.record import Composite, NullTracker, RunStart
-from raytune_fsdp.record.copies.cursor import Position, RecordReader, Sent
+from raytune_fsdp.record.copies.following import Position, RecordReader, Sent
 from raytune_fsdp.record.jsonl import JsonlTracker, read_evaluations, read_metrics
 from raytune_fsdp.record.lines import WHOLE_STEP, read_line, step_of
 from raytune_fsdp.record.repair import is_whole
+from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart
 from raytune_fsdp.run.checks import check_first
 from tests.runs import make_config
 

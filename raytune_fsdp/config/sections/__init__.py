@@ -1,6 +1,6 @@
 """The sections of a config, a file each.
 
-run.py         what a run is called, where it lives; profile.py: steps to look at closely
+run.py         what a run is called, where it lives; steps to look at closely
 model.py       which network, which weights, which tokenizer
 data.py        which rows, in which mixture and order; formats.py: how a row becomes a document
 method.py      which weights are trained

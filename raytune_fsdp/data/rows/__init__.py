@@ -2,19 +2,14 @@
 
 In the order of the data:
 
-formats.py         from rows to documents, by the dataset's format; calls all the others
+formats.py         from rows to documents, by the dataset's format; calls all the others. Instructions and tokens, too
 row_keys.py        keys that tell which rows are equal
 conversation.py    a row's conversation, whatever names the file uses
-instruction.py     a question and its answer, in columns of their own
 user_functions.py  rows that a function of the user's turns into other rows
 elsewhere.py       that function in a process of its own, and the modules that it needs
-token_rows.py      rows that are already tokens
 templates.py       chat templates: which one applies, and the text it renders
 sandbox.py         where they run; compiler.py, filters.py: what Jinja makes of them, charging for their work
 work.py            how much work one may do for a row
-turns.py           which characters of that text are trained on
-marks.py           invisible characters that show where the template put each message
-lost_content.py    content of a row that the template left out
-special_tokens.py  the text of special tokens in contents
-encoding.py        text becomes token ids, and trained characters trained tokens; byte_tokens.py: of tokenizers of bytes
+turns.py           which characters of that text are trained on, by invisible marks around each message
+encoding.py        text becomes token ids, and trained characters trained tokens
 """

@@ -10,7 +10,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import FUNCTIONS, ChatFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
-from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.data.sources.source import shorten
 
 _SYSTEM = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")

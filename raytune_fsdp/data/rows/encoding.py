@@ -7,15 +7,17 @@ the text is cut at that border and the pieces are encoded apart. Generation sees
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.rows.sandbox import Span
 
 if TYPE_CHECKING:
@@ -24,21 +26,6 @@ if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Int32Array
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
-
-from collections.abc import Iterable
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from raytune_fsdp.base.batch import Int32Array
-
-import re
-from bisect import bisect_left
-from typing import Any, Literal
-
-from raytune_fsdp.base.errors import RowError
 
 # The most characters encoded at once. An Encoding takes 25 to 55 bytes a character, so this is about 100 MB.
 _CHARACTERS_AT_ONCE = 1 << 21

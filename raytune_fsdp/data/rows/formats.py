@@ -19,29 +19,22 @@ from raytune_fsdp.config.sections.formats import (
     PythonFormat,
     TemplateFormat,
     TokensFormat,
+    parts_of,
 )
 from raytune_fsdp.data.mixture import ORDER_VERSION
-from raytune_fsdp.data.rows.conversation import Conversation, check_text, read_column, read_conversation
+from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
 from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.data.rows.templates import chat_template
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
-from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.data.sources.source import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from raytune_fsdp.base.batch import Int32Array
 
-
-from typing import TYPE_CHECKING
-
-from raytune_fsdp.config.sections.formats import parts_of
-from raytune_fsdp.data.rows.conversation import check_unicode
-
-if TYPE_CHECKING:
-    from raytune_fsdp.base.batch import Int32Array
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from raytune_fsdp.base.errors import DataError, in_one_line
 from raytune_fsdp.data.rows.sandbox import Span, compiled
 from raytune_fsdp.data.rows.work import WorkExceeded
-from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.data.sources.source import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,7 +28,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.conversation import Conversation, check_unicode
 from raytune_fsdp.data.rows.sandbox import Span
 from raytune_fsdp.data.rows.templates import REASONING_KEYS, ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
-from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.data.sources.source import shorten
 
 _WAY_OUT = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "

@@ -17,7 +17,7 @@ import xxhash
 from raytune_fsdp.base.errors import DataError, RowError, in_one_line
 from raytune_fsdp.data.rows import elsewhere
 from raytune_fsdp.data.rows.elsewhere import attempt
-from raytune_fsdp.data.sources import shorten
+from raytune_fsdp.data.sources.source import shorten
 
 
 class RowFunction:

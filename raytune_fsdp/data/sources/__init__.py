@@ -7,35 +7,17 @@ places      the files behind a path, pattern, directory or URL, in a stable orde
 splits      which files of a directory belong to the split that is read
 remote      files in object stores and whatever else fsspec opens
 fetched     files of stores that name no version of them
-file_names  what a file's name says: its kind, its compression, the dataset's default name
 keys        which keys rows have, of those that only newer versions of the order read
 hub         datasets of the Hugging Face hub, written once as Arrow
 texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position
-small_texts many small text files, prepared together
 scan        one pass over a text file: where each row is, and the hash of the content
 parquet     rows of Parquet files: by row group in place, or written once as Arrow
 arrow       rows of Arrow files, mapped into memory
 prepared    directories of the cache: made once, renamed into place, used by all nodes
-handles     what a process holds open, within bounds; blocks: hashes of the parts of a file
-source      what a source is, and how the rows of several files are joined
+handles     what a process holds open, within bounds; and the hashes of the parts of a file
+source      what a source is, what a file's name says, and how the rows of several files are joined
 selection   some of a source's rows: the first, the last, a choice; what is held out for evaluation
 
 No file is ever held in memory as a whole, and a source is small to pickle: row offsets and the like are files in the
 cache. So a source can be sent to other processes and nodes, which open what they need.
 """
-
-from raytune_fsdp.data.sources.opening import columns_of, open_source, open_sources
-from raytune_fsdp.data.sources.selection import Selected, hold_out
-from raytune_fsdp.data.sources.source import Source, dataset_name, dataset_names, shorten
-
-__all__ = [
-    "Selected",
-    "Source",
-    "columns_of",
-    "dataset_name",
-    "dataset_names",
-    "hold_out",
-    "open_source",
-    "open_sources",
-    "shorten",
-]

@@ -31,9 +31,19 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.handles import NAME as BLOCKS
-from raytune_fsdp.data.sources.keys import Keys, keys_of_schema
+from raytune_fsdp.data.sources.keys import keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
-from raytune_fsdp.data.sources.source import CACHE_GONE, Columns, File, Row, compression_of, reading, shorten, too_large
+from raytune_fsdp.data.sources.source import (
+    CACHE_GONE,
+    Columns,
+    File,
+    Keys,
+    Row,
+    compression_of,
+    reading,
+    shorten,
+    too_large,
+)
 
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.config.sections.formats import FUNCTIONS, SYSTEM, ChatFormat, Format, PythonFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.prepared import PreparedRows
+from raytune_fsdp.data.sources.source import Keys
 
 NAMES = ("weight", "training", SYSTEM, FUNCTIONS)
 ANY = "*"
@@ -51,23 +51,6 @@ def lowest_order(format: Format, found: Iterable[Keys]) -> int:
     wanted |= {FUNCTIONS} if format.tools not in (None, FUNCTIONS) else set()
     texts = {format.messages, ANY}
     return FOURTH_ORDER if any(each.names & wanted or each.texts & texts for each in found) else OLDEST_ORDER
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """What the rows of a file may have."""
-
-    names: frozenset[str] = frozenset()
-    """Those of NAMES that are a key of something: of a row, a message, a tool."""
-    texts: frozenset[str] = frozenset()
-    """Keys whose value is a list of objects as JSON text; ANY: there are too many to tell."""
-
-    def to_json(self) -> dict[str, list[str]]:
-        return {"names": sorted(self.names), "texts": sorted(self.texts)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Sequence[str]]) -> Keys:
-        return cls(frozenset(values["names"]), frozenset(values["texts"]))
 
 
 class KeySearch:

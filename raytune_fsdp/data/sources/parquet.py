@@ -33,10 +33,10 @@ from raytune_fsdp.data.sources.arrow import (
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import BLOCK_BYTES, DECODED, OPEN, Blocks, Stored, check_unchanged, keep_hashes
 from raytune_fsdp.data.sources.handles import NAME as BLOCKS
-from raytune_fsdp.data.sources.keys import Keys, keys_of_schema, noted
+from raytune_fsdp.data.sources.keys import keys_of_schema, noted
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
-from raytune_fsdp.data.sources.source import Columns, File, Row, compression_of, reading
+from raytune_fsdp.data.sources.source import Columns, File, Keys, Row, compression_of, reading
 
 _BUFFER_BYTES = 1 << 20
 # Decoded rows in memory at once, while a file is written as Arrow.

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 from raytune_fsdp.base.errors import DataError, RaytuneError, RowError
 from raytune_fsdp.base.random import derive_key
-from raytune_fsdp.base.urls import is_url, without_secrets
-from raytune_fsdp.data.mixture import OLDEST_ORDER
-
-if TYPE_CHECKING:
-    from raytune_fsdp.data.sources.keys import Keys
-
-import os
-from collections import Counter
-from pathlib import PurePosixPath
-
-from raytune_fsdp.base.urls import split_query
+from raytune_fsdp.base.urls import is_url, split_query, without_secrets
 from raytune_fsdp.config.sections.data import DatasetConfig, SourceConfig
+from raytune_fsdp.data.mixture import OLDEST_ORDER
 
 Row = dict[str, Any]
 CACHE_GONE = "data.cache.path must be visible to all nodes, and not be cleaned during a run; start again"
 _URL = re.compile(r"\w+://[^\s'\"]+")
 _WHOLE = "check that it exists, is complete and may be read"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What the rows of a file may have."""
+
+    names: frozenset[str] = frozenset()
+    """Those of keys.py:NAMES that are a key of something: of a row, a message, a tool."""
+    texts: frozenset[str] = frozenset()
+    """Keys whose value is a list of objects as JSON text; ANY: there are too many to tell."""
+
+    def to_json(self) -> dict[str, list[str]]:
+        return {"names": sorted(self.names), "texts": sorted(self.texts)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Sequence[str]]) -> Keys:
+        return cls(frozenset(values["names"]), frozenset(values["texts"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,13 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.handles import NAME as BLOCKS
-from raytune_fsdp.data.sources.keys import Keys, KeySearch, keys_of_columns, noted
+from raytune_fsdp.data.sources.keys import KeySearch, keys_of_columns, noted
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     File,
+    Keys,
     Row,
     compression_of,
     ending_of,

@@ -6,7 +6,6 @@ On the driver:
     session.py           joins the cluster, or starts a Ray that is large enough
     resources.py         what a run asks for, and whether the cluster can provide it
     placement_groups.py  the groups that hold the workers' resources
-    foresight.py         what is predicted of the ranks, for each number of them
     train_registry.py    repairs Ray Train's own list of checkpoints, before it is read
     attempts.py          what became of each attempt, and whether another one follows
     follow.py            what the ranks report; stopping; waiting for resources, and giving up

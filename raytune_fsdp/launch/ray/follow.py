@@ -31,9 +31,8 @@ from raytune_fsdp.launch.ray.board import (
     Started,
 )
 from raytune_fsdp.launch.ray.failures import in_words
-from raytune_fsdp.launch.ray.nodes.demand import Demand
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
-from raytune_fsdp.launch.ray.nodes.sizes import Sizes
+from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for, way_out
 from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit

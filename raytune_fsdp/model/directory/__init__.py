@@ -1,7 +1,7 @@
 """A model as it lies on disk or on the hub, perhaps a stranger's.
 
 files.py            where a model's files are; known_files.py: which of them travel
-bounds.py           what they may ask for; refusals.py: what transformers means when it refuses
+bounds.py           what they may ask for, and what transformers means when it refuses
 named_class.py      the class that a base's own config names
 quantization.py     how its weights are stored in fewer bits
 hub_weights.py      where weights of the hub are on a machine; hub_download.py: fetches them

@@ -2,6 +2,7 @@
 
 objective.py        the cross-entropy of the targets, and what a run adds to it
 loss.py             the loss of a micro-batch, summed over its targets
+losses.py           what a forward pass knows of its targets
 chunked_head.py     losses without the logits of a batch
 documents.py        the losses of single documents
 routers.py          the losses that keep experts balanced

@@ -22,6 +22,7 @@ from raytune_fsdp.base.batch import Targets
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention.choose import Choice, Needs
+from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.sums import here, summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
@@ -30,20 +31,6 @@ _CHUNK = {"cpu": 2**25, "cuda": 2**27}
 """Logits at a time: 128 MiB in fp32, and products large enough for matrix units (261 tokens of 128,256). On a GPU four
 times as many. After each chunk the whole gradient of the weight is read and written, which for 261 tokens would take
 about twice as long as their products; both are estimates for an H100 (3.3 TB/s, 800 TFLOP/s) and were not measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
-    """The losses of a block's target tokens, in the order of its `Targets`."""
-
-    total: torch.Tensor
-    """Their sum, through which gradients flow."""
-    each: torch.Tensor
-    """In at least fp32, without gradients."""
-    right: torch.Tensor
-    """Whether the most likely token is the target."""
-    load: tuple[torch.Tensor, ...] = ()
-    """Of each layer that is watched: how many tokens went to each of its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

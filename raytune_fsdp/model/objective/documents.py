@@ -8,7 +8,7 @@ import torch
 
 from raytune_fsdp.base.batch import Batch
 from raytune_fsdp.base.beat import pulse
-from raytune_fsdp.model.objective.chunked_head import Losses
+from raytune_fsdp.model.objective.losses import Losses
 
 
 class DocumentLosses:

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import IGNORE, Batch
 from raytune_fsdp.model.attention.choose import inputs_of, logits_of
-from raytune_fsdp.model.objective.chunked_head import Losses, LossHead
+from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
+from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 
 

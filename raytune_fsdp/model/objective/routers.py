@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.batch import PADDING, Batch
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config.sections.train import TrainConfig
-from raytune_fsdp.model.objective.chunked_head import Losses
+from raytune_fsdp.model.objective.losses import Losses
 
 
 def why_routers_forbid(train: TrainConfig) -> str | None:

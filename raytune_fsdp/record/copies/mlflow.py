@@ -31,9 +31,7 @@ from raytune_fsdp.base.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, MLFLOW_ID_FILE
-from raytune_fsdp.record.copies.cursor import Position, RecordReader, Sent
-from raytune_fsdp.record.copies.following import ALL, Follower
-from raytune_fsdp.record.copies.kept_id import kept_id
+from raytune_fsdp.record.copies.following import ALL, Follower, Position, RecordReader, Sent, kept_id
 from raytune_fsdp.record.copies.mlflow_extras import AttemptRuns, Tables, send_report
 from raytune_fsdp.record.copies.mlflow_run import (
     ATTEMPT,
@@ -41,12 +39,15 @@ from raytune_fsdp.record.copies.mlflow_run import (
     NOISY_LOGGERS,
     GoneError,
     MlflowRun,
+    Point,
     RefusedError,
     connect,
     create_run,
     find_run,
+    mlflow_name,
+    node_points_of,
+    points_of,
 )
-from raytune_fsdp.record.copies.points import Point, mlflow_name, node_points_of, points_of
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.names import NOT_SENT_TO_MLFLOW
 from raytune_fsdp.record.tracker import Status

@@ -14,8 +14,7 @@ import xxhash
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, REPORT
-from raytune_fsdp.record.copies.mlflow_run import MlflowRun, RefusedError
-from raytune_fsdp.record.copies.points import Point
+from raytune_fsdp.record.copies.mlflow_run import MlflowRun, Point, RefusedError
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED
 

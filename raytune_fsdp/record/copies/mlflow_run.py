@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.durable import keep_private
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.config.recorded import shown_uri
-from raytune_fsdp.record.copies.points import Point
+from raytune_fsdp.record.lines import step_of, time_of
+from raytune_fsdp.record.names import node_values, step_values, with_perplexity
 from raytune_fsdp.record.tracker import UsedData
 
 if TYPE_CHECKING:
@@ -280,3 +284,33 @@ def _experiment_id(client: MlflowClient, name: str, artifact_root: str | None) -
             with suppress(MlflowException):  # not everybody may change it, and it only decides what a page shows first
                 client.set_experiment_tag(found.experiment_id, key, value)
     return str(found.experiment_id)
+
+
+# Lines of the record in the form that MLflow takes.
+
+_MAX_KEY_CHARS = 250
+
+Point = tuple[str, float, int, int]
+"""A metric's name, value, time in milliseconds since 1970, and step."""
+
+
+def points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
+    """The points of a line. Lines of older versions have no time: theirs is `otherwise`."""
+    return _points(line, step_values(line) if line["kind"] == "step" else with_perplexity(line["values"]), otherwise)
+
+
+def node_points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
+    """What a line says about the nodes."""
+    return _points(line, node_values(line), otherwise)
+
+
+def _points(line: Mapping[str, Any], values: Mapping[str, float], otherwise: int) -> Iterator[Point]:
+    step, at = step_of(line), time_of(line)
+    for name, value in {mlflow_name(name): float(value) for name, value in values.items()}.items():
+        yield name, value, otherwise if at is None else at, step
+
+
+@lru_cache(1000)
+def mlflow_name(key: str) -> str:
+    """The key in characters and a length that MLflow accepts, and without `//`, `..` or a leading `/`."""
+    return posixpath.normpath(re.sub(r"[^\w./: -]", "_", key)).lstrip("/.")[:_MAX_KEY_CHARS] or "_"

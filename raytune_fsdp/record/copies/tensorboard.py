@@ -9,7 +9,7 @@ from typing import Any
 
 from raytune_fsdp.plan.run_dir import TENSORBOARD
 from raytune_fsdp.record.copies.following import Copy
-from raytune_fsdp.record.copies.points import node_points_of, points_of
+from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
 from raytune_fsdp.record.tracker import Status
 
 

@@ -11,9 +11,8 @@ from typing import Any
 from raytune_fsdp.base.durable import make_private, replace_at_once
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.plan.run_dir import WANDB_ID_FILE
-from raytune_fsdp.record.copies.following import Copy
-from raytune_fsdp.record.copies.kept_id import kept_id
-from raytune_fsdp.record.copies.points import node_points_of, points_of
+from raytune_fsdp.record.copies.following import Copy, kept_id
+from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
 from raytune_fsdp.record.tracker import Status
 
 # Its codes: what is not 0 is a crash there, 255 what a user has stopped.

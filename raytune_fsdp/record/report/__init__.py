@@ -2,16 +2,14 @@
 
 data.py        packed samples with the trained tokens marked; counts and lengths of documents
 summary.py     the end of a run in a terminal: what it learned, where everything is, what to do next
-curves.py      metrics.jsonl -> a picture; figure.py: an empty one
+curves.py      metrics.jsonl -> a picture
 card.py        the model card of an export
 overview.py    a run in a few numbers, for a list of runs
 page.py        the page about a run, report/index.html, or one that compares several; with page.html.jinja, .css, .js
-sealed.py      what keeps a page to itself: text that cannot end its element, hashes of script and style
 history.py     a run directory -> columns of numbers, evaluations, events
 thin.py        100,000 steps -> 1,000 points that lose no extreme
-charts.py      which curves the page has; drawing.py what it shows without a script
+charts.py      which curves the page has
 marks.py       events on the axis; spikes.py losses that stand out
-facts.py       what the page says in tables; rows.py of the data, and census.py the file it is from; predictions.py of
-               what the planner said
+facts.py       what the page says in tables, also of what was predicted; rows.py: of the data, and without a script
 difference.py  the first step at which two runs part, and why
 """

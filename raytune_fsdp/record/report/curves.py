@@ -5,16 +5,44 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.base.errors import UserError
+from raytune_fsdp.base.errors import UserError, pip_install
 from raytune_fsdp.plan.run_dir import METRICS_FILE
 from raytune_fsdp.record.jsonl import each_line_of, read_trajectory
-from raytune_fsdp.record.report.figure import new_figure, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# An empty figure to draw into, and what is said where matplotlib is not installed.
+
+NOT_INSTALLED = f"matplotlib is not installed: {pip_install('plots')}"
+
+
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches; needs no display."""
+    if not can_draw():
+        raise UserError(NOT_INSTALLED)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
 
 SMOOTH_FROM_STEPS = 100
 """Shorter runs are drawn without smoothing."""

@@ -13,7 +13,7 @@ import numpy as np
 from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.plan.counts import Census, DatasetCount
-from raytune_fsdp.record.report.figure import new_figure, save_png
+from raytune_fsdp.record.report.curves import new_figure, save_png
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

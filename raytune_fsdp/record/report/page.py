@@ -6,6 +6,9 @@ itself any other script, style or address (Content-Security-Policy).
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import logging
 import re
 import time
@@ -24,15 +27,12 @@ from raytune_fsdp.base.untrusted import read_file
 from raytune_fsdp.plan.run_dir import curve_of, report_of
 from raytune_fsdp.record.report import facts
 from raytune_fsdp.record.report.charts import charts_of
-from raytune_fsdp.record.report.curves import plot
+from raytune_fsdp.record.report.curves import can_draw, plot
 from raytune_fsdp.record.report.difference import difference
-from raytune_fsdp.record.report.drawing import bars, static_curves
-from raytune_fsdp.record.report.figure import can_draw
+from raytune_fsdp.record.report.facts import predictions
 from raytune_fsdp.record.report.history import History, read_history
 from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
-from raytune_fsdp.record.report.predictions import predictions
-from raytune_fsdp.record.report.rows import rows_of
-from raytune_fsdp.record.report.sealed import embedded, hash_of
+from raytune_fsdp.record.report.rows import bars, rows_of, static_curves
 from raytune_fsdp.record.report.spikes import DEVIATIONS, WINDOW, spikes
 from raytune_fsdp.record.tracker import flatten
 
@@ -197,3 +197,17 @@ def _render(drawn: dict[str, Any], **values: Any) -> str:
         static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
         **values,
     )
+
+
+# What a page has inside that nothing can break out of, and nothing else can be added to.
+
+
+def embedded(value: Any) -> str:
+    """JSON that cannot end the element it is in: `</script>` in a name is text."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def hash_of(text: str) -> str:
+    """Of a script or a style, as a Content-Security-Policy names the only one that it lets run."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -17,7 +17,7 @@ from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FIL
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
 from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.names import ANSWERED, higher_is_better, is_of_subject, perplexity
-from raytune_fsdp.record.report.figure import NOT_INSTALLED, can_draw
+from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
 from raytune_fsdp.record.report.overview import first_step, last_step
 
 _ANY_STEP = (1 << 63) - 1

@@ -12,7 +12,8 @@ from torch import nn
 
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.predicted import NotPredicted, Predicted
-from raytune_fsdp.step.optim import Optimizer, local_piece
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.update import Optimizer
 
 _FIRST_STEPS = 1
 """Not counted: they compile, and fill caches."""

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.base.errors import ModelError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import Needs, logits_of
-from raytune_fsdp.model.directory.refusals import unknown_word
+from raytune_fsdp.model.directory.bounds import unknown_word
 from raytune_fsdp.model.layers import run_blocks
 from raytune_fsdp.model.network import build_network, init_buffers
 from raytune_fsdp.model.objective.loss import token_loss_sum

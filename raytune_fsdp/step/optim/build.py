@@ -11,10 +11,9 @@ from raytune_fsdp.step.optim.adafactor import Adafactor
 from raytune_fsdp.step.optim.adamw import AdamW
 from raytune_fsdp.step.optim.elementwise import AdamWRule, Elementwise, LionRule, Rule, SgdRule
 from raytune_fsdp.step.optim.groups import Group, groups_of, trained
-from raytune_fsdp.step.optim.interface import Optimizer
 from raytune_fsdp.step.optim.matrices import hidden_matrices
 from raytune_fsdp.step.optim.muon import Muon
-from raytune_fsdp.step.optim.update import Trained
+from raytune_fsdp.step.optim.update import Optimizer, Trained
 
 
 def build_optimizer(

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from raytune_fsdp.model.tables import table
-from raytune_fsdp.step.optim.noise import LEVELS, to_bf16
 from raytune_fsdp.step.optim.pieces import split_like
+from raytune_fsdp.step.optim.update import LEVELS, to_bf16
 
 BLOCK = 256
 """Numbers that share a scale. Blocks are parts of a row and so of a shard, whatever the number of ranks; those of the

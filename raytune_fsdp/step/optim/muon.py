@@ -16,10 +16,9 @@ import torch.distributed as dist
 from raytune_fsdp.config.sections.optimizers import MuonOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.groups import Group
-from raytune_fsdp.step.optim.interface import Optimizer
 from raytune_fsdp.step.optim.matrices import Parts
 from raytune_fsdp.step.optim.pieces import Split, in_parts
-from raytune_fsdp.step.optim.update import Trained, computes_in, decayed, replace
+from raytune_fsdp.step.optim.update import Optimizer, Trained, computes_in, decayed, replace
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: chosen by Muon's authors to raise small singular values fastest, to between 0.7 and 1.2."""

@@ -1,6 +1,5 @@
 """`raytune-fsdp doctor`: is everything there that a run needs? Nothing is changed, and nothing may hang the command.
 
-at_start   the cheap part of it, beside the start of every run
 checkup    which checks there are; begins them together, and ends with what there is at the deadline
 deadline   the time that all checks share, and for how long what one asks has not answered
 finding    what a check says; the page and the JSON of it
@@ -8,7 +7,6 @@ beside     a check in a process of its own, which can be ended, and says when it
 with_torch what needs torch and transformers: attention, the model, the sizes of checkpoints
 node       what a machine says about itself; goes to the nodes by value, so that it runs on whatever is there
 machines   what is wrong with what machines say: versions, GPUs, limits, clocks
-kernels    which attention the run will try
 writing    storage written to and timed, here and on nodes
 storage    writable, fast enough, with room; the run's lock; object stores
 services   MLflow, the hub and its cache

@@ -6,6 +6,7 @@ or waits for a server, is asked by a process of its own (beside.py), so that not
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -26,6 +27,7 @@ from raytune_fsdp.tools.doctor.beside import Question, Send
 from raytune_fsdp.tools.doctor.cluster import ALONE, check_cluster
 from raytune_fsdp.tools.doctor.deadline import TICK, Asked, Deadline
 from raytune_fsdp.tools.doctor.finding import SLOW, Finding, failed, not_checked, ok, problem, refused, warning
+from raytune_fsdp.tools.doctor.machines import check_limits, check_versions, own_requirements
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
 
@@ -261,3 +263,25 @@ def _first(config: FinetuneConfig) -> list[Finding]:
 def _limits(facts: machines.Facts) -> str:
     shm = f"/dev/shm {facts['shm'] / 2**30:.1f} GiB, " if facts["shm"] is not None else ""
     return f"this machine: {shm}up to {facts['open_files'][1]:,} open files"
+
+
+# The cheap part of the checks, beside the start of every run: what is wrong with this machine is said, and no more.
+
+logger = logging.getLogger(__name__)
+
+
+def look_around() -> None:
+    """Begin to look, and warn of what is found. Waits for nothing: a run does not start later for it."""
+    in_thread(_look, "look-around")
+
+
+def _look() -> None:
+    for finding in of_this_machine():
+        if finding.status != "ok":
+            logger.warning("%s; to mend it: %s", finding.found, finding.fix)
+
+
+def of_this_machine() -> list[Finding]:
+    """Versions, `/dev/shm` and open files: known without a cluster, torch or a driver."""
+    facts = node.look(try_torch=False)
+    return [*check_versions(facts, own_requirements()), *check_limits(facts, "this machine")]

@@ -16,8 +16,14 @@ from raytune_fsdp.tools.doctor import node
 from raytune_fsdp.tools.doctor.beside import Question, Send
 from raytune_fsdp.tools.doctor.deadline import Deadline
 from raytune_fsdp.tools.doctor.finding import Finding, many, not_checked, ok, problem, refused, warning
-from raytune_fsdp.tools.doctor.kernels import check_packages
-from raytune_fsdp.tools.doctor.machines import check_bf16, check_clocks, check_gpus, check_limits, check_same
+from raytune_fsdp.tools.doctor.machines import (
+    check_bf16,
+    check_clocks,
+    check_gpus,
+    check_limits,
+    check_packages,
+    check_same,
+)
 
 if TYPE_CHECKING:
     from raytune_fsdp.launch.ray.resources import Node, Request

@@ -140,7 +140,7 @@ def _measure(prepared: Prepared, config: FinetuneConfig, checkpoint: CommittedCh
     import torch
 
     from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_checkpoint
-    from raytune_fsdp.launch.alone import examine
+    from raytune_fsdp.launch.local import examine
     from raytune_fsdp.run.evaluation.exam import Exam
 
     check_seen(token, by="an evaluation")

@@ -1,4 +1,4 @@
-"""Write the page that has its points inside: `python -m raytune_fsdp.predict.page.export docs/planner.html`.
+"""Write the page that has its points inside: `python -m docs.make.planner_page docs/planner.html`.
 
 It traces 800 steps: 20 to 40 minutes on two cores. `--points-of FILE` takes them from a page that is
 there, where only its looks have changed.

@@ -1,0 +1,61 @@
+"""The dry run itself: two steps in a directory that is removed, and what they took."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
+from raytune_fsdp.launch.run_lock import locked
+from raytune_fsdp.launch.signals import Signals
+from raytune_fsdp.launch.torchrun import is_rank0
+from raytune_fsdp.plan.run_dir import storage_of
+from raytune_fsdp.run.checks import check_config
+from raytune_fsdp.tools.dry_run.outcome import DryRun, measured
+from raytune_fsdp.tools.dry_run.scratch import scratch
+from raytune_fsdp.tools.dry_run.trial import trial_of
+
+
+def dry_run(
+    config: FinetuneConfig,
+    progress: Progress | None = None,
+    *,
+    began: float | None = None,
+    force: bool = False,
+    trust_places: bool = False,
+) -> DryRun | None:
+    """Train two steps as the run would, and measure them. None on ranks other than 0 of torchrun.
+
+    `began`: when the command did (seconds since 1970); None: now. `force`: try also what does not fit.
+    `trust_places`: as in `finetune`. Raises what keeps the run from being trained, its memory included.
+    """
+    check_config(config, None)  # the trial's config no longer has all of it
+    began, storage = began or time.time(), storage_of(config)
+    # The other ranks of torchrun never ask for the place of the run: rank 0 tells them.
+    here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
+    try:
+        with here as directory:
+            return _tried(config, directory, began, progress, force, trust_places)
+    except Interrupted:
+        # Training says that what it has saved is there to go on from: not here.
+        raise Interrupted("the dry run was stopped, and what it has written is removed") from None
+    except TrainingError as error:
+        left = "this was a dry run: nothing is left of it, neither logs nor a snapshot that the line above may name"
+        raise TrainingError(str(error), left) from error
+
+
+def _tried(
+    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool, trust_places: bool
+) -> DryRun | None:
+    trial = trial_of(config, directory)
+    with environment(quieting()), ignoring_warnings(), locked(trial) if is_rank0() else nullcontext():
+        with Signals():  # before the imports, which take seconds
+            from raytune_fsdp.launch.start import run
+
+            prepared, _ = run(trial, progress, dry=True, force=force, trust_places=trust_places)
+        return measured(config, trial, prepared, began) if is_rank0() else None
