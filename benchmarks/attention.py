@@ -32,7 +32,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.run.assemble import assemble
-from raytune_fsdp.run.loop import Parts
+from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.step.train_step import train_step
 
@@ -58,7 +58,7 @@ def write_rows(path: Path, tokens: int, longest: int = 2048) -> None:
 
 def learner(
     directory: Path, name: str, seq_len: int, steps: int, *, model: Mapping[str, Any] = NONE, **parallel: Any
-) -> Parts:
+) -> RankRun:
     """A run of this name, with what `model` and `parallel` have besides."""
     rows = {"path": str(directory / "rows.jsonl"), "format": {"type": "tokens", "labels": None}}
     config = FinetuneConfig.model_validate(
@@ -75,7 +75,7 @@ def learner(
     return assemble(config, *prepare(config, 1), torch.device("cpu"))
 
 
-def step(parts: Parts, batches: StepBatches) -> tuple[float, float]:
+def step(parts: RankRun, batches: StepBatches) -> tuple[float, float]:
     """Processor time, and the loss."""
     since = time.process_time()
     tensors = train_step(

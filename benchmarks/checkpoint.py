@@ -47,7 +47,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.build import build_optimizer
-from raytune_fsdp.step.parallel import shard, units_of
+from raytune_fsdp.step.parallel import shard, sharding_units
 
 WORLD = 2
 TOKENS = 64
@@ -89,7 +89,7 @@ class Bench:
         )  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters())
         config = ParallelConfig(precision="fp32")
-        shard(self.model, mesh(), config, units_of(self.model, config, ends=True))
+        shard(self.model, mesh(), config, sharding_units(self.model, config, ends=True))
         self.optimizer = build_optimizer(self.model, OptimConfig(lr=1e-4))
         self.ids = torch.randint(0, 16384, (1, TOKENS))
         self.step()

@@ -44,7 +44,7 @@ from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.step.optim.build import build_optimizer
-from raytune_fsdp.step.parallel import shard, units_of
+from raytune_fsdp.step.parallel import shard, sharding_units
 
 WORLD = 2
 FILE_BYTES = 250_000_000
@@ -83,7 +83,7 @@ class Bench:
         parameters = sum(p.numel() for p in self.model.parameters())
         self.about = {"parameters": parameters, "bytes": 2 * parameters, "file_bytes": FILE_BYTES, "ranks": WORLD}
         config = ParallelConfig(precision="fp32")
-        shard(self.model, mesh(), config, units_of(self.model, config, ends=True))
+        shard(self.model, mesh(), config, sharding_units(self.model, config, ends=True))
         run = directory / "run"
         if dist.get_rank() == 0:
             self.config.architectures = ["LlamaForCausalLM"]

@@ -20,7 +20,7 @@ from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.host import beside
 from raytune_fsdp.predict.planned import hours
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.step.flops import mfu
 
 A100 = Cluster(device=find_device("A100-80GB"), between=50e9)
@@ -40,7 +40,7 @@ def config_of(architecture: dict[str, Any], world: int, **parallel: Any) -> Fine
 def of_article() -> dict[str, Any]:
     """Llama 2 70B on A100: fits 16 and not 4; its 45.51 % of MFU are 2.84 % of each GPU."""
     config = load_config("llama2-70b-full-16xa100")
-    subject = Subject.of(config)
+    subject = ModelSpec.of(config)
     found = {world: predict(subject, config, world, A100) for world in (4, 16)}
     paying = with_micro_batch(config, 16, 3)
     return {
@@ -63,7 +63,7 @@ def of_traffic() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in ("full_shard", "replicate"):
         config = config_of(architecture, 8, strategy=strategy)
-        found[strategy] = traffic = predict(Subject.of(config), config, 8, A100).traffic
+        found[strategy] = traffic = predict(ModelSpec.of(config), config, 8, A100).traffic
         assert traffic is not None
     return {
         "numbers, full_shard to replicate": found["full_shard"].numbers / found["replicate"].numbers,
@@ -75,7 +75,7 @@ def of_40b() -> dict[str, Any]:
     """40B on 2 nodes: 48 bits a weight and node, by the survey; and what a node's memory needs."""
     config = load_config("falcon-180b-lora", ["--model.path", "tiiuae/falcon-40b", "--method", "{type: full}"])
     config = with_micro_batch(config, 16, 1)
-    found = predict(Subject.of(config), config, 16, A100)
+    found = predict(ModelSpec.of(config), config, 16, A100)
     host = beside(config, found)
     return {
         "their GB a step and node": 48 * 40e9 / 2 / 8 / _GB,
@@ -105,7 +105,7 @@ def of_zero() -> dict[str, Any]:
     ours = {}
     for strategy in ("replicate", "shard_grad_op", "full_shard"):
         config = config_of(architecture, gpus, strategy=strategy, activation_checkpointing="full")
-        found = predict(Subject.of(config), config, gpus, A100)
+        found = predict(ModelSpec.of(config), config, gpus, A100)
         ours[strategy] = {"weights, billion": found.parameters.total / _GB, **states(found)}
     return {"theirs, GB": {name: size / _GB for name, size in theirs.items()}, "ours, GB": ours}
 
@@ -117,7 +117,7 @@ def of_deepspeed() -> dict[str, Any]:
     found = {}
     for strategy in ("shard_grad_op", "full_shard"):
         config = config_of(architecture, 8, strategy=strategy, activation_checkpointing="full")
-        found[strategy] = predict(Subject.of(config), config, 8, A100)
+        found[strategy] = predict(ModelSpec.of(config), config, 8, A100)
     total, largest = found["full_shard"].parameters.total, found["full_shard"].largest // 4
     theirs = {"shard_grad_op": 4 * total + 16 * total / 8, "full_shard": 4 * largest + 18 * total / 8}
     return {
@@ -129,7 +129,7 @@ def of_deepspeed() -> dict[str, Any]:
 
 def of_180b() -> dict[str, Any]:
     config = load_config("falcon-180b-lora")
-    found = predict(Subject.of(config), config, 8, A100)
+    found = predict(ModelSpec.of(config), config, 8, A100)
     return {"fits 8": found.fits, "gib": found.needed / 2**30}
 
 

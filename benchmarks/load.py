@@ -49,8 +49,8 @@ from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
 from raytune_fsdp.model.weights.keys import match_keys
-from raytune_fsdp.run.starting_weights import Origin
-from raytune_fsdp.step.parallel import shard, units_of
+from raytune_fsdp.run.starting_weights import StartingWeights
+from raytune_fsdp.step.parallel import shard, sharding_units
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def times_of(path: Path, mesh: DeviceMesh, rounds: int) -> list[dict[str, float]
 
 def shard_whole(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     config = ParallelConfig(precision="fp32")
-    shard(model, mesh, config, units_of(model, config, ends=True))
+    shard(model, mesh, config, sharding_units(model, config, ends=True))
 
 
 def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
@@ -157,7 +157,7 @@ def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
         weights = None
         if mode == "sharded" or dist.get_rank() == 0:
             files = find_weights(path)
-            weights = Origin(stored=files, match=match_keys(model, files), grown={}).weights(model)
+            weights = StartingWeights(stored=files, match=match_keys(model, files), grown={}).weights(model)
         shard_whole(model, mesh)
         fill(model, weights, mode, CPU)
         return model

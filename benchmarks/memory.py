@@ -29,10 +29,10 @@ from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.layers import run_blocks
 from raytune_fsdp.model.network import build_base
-from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.step.parallel import make_mesh, shard, units_of
+from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
 
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
@@ -58,10 +58,10 @@ def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_base(hf_config, ModelConfig(init="random", architecture={"model_type": "llama"}), "bf16")
         model.set_attn_implementation("documents_cpu")
-        install(model)
+        install_chunked_loss(model)
         numbers = sum(parameter.numel() for parameter in model.parameters())
         run_blocks(model, recompute=mode)
-        shard(model, mesh, config, units_of(model, config, ends=True))
+        shard(model, mesh, config, sharding_units(model, config, ends=True))
         allocate(model, CPU)
         model.train()
         tracker = FSDPMemTracker(model)

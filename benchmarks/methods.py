@@ -60,7 +60,7 @@ from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.step.optim.build import build_optimizer
-from raytune_fsdp.step.parallel import make_mesh, shard, units_of
+from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
 from raytune_fsdp.step.precision import store_frozen
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def bytes_of(size: str, method: dict[str, Any], world: int) -> dict[str, int]:
             quantize_layers(network, config.method.quantization)
         store_frozen(network, config.parallel.precision)
         mesh = make_mesh(Layout(world=world, data_ranks=world, replicas=1, shard_size=world), CPU)
-        shard(network, mesh, config.parallel, units_of(network, config.parallel, ends=ends))
+        shard(network, mesh, config.parallel, sharding_units(network, config.parallel, ends=ends))
         optimizer = build_optimizer(network, config.optim, config.method)
         optimizer.init_state()
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]

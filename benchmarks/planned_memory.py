@@ -53,9 +53,9 @@ from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.speed import moved_in_blocks, phases_of
 from raytune_fsdp.predict.trace.trace import full_batches, trace
 from raytune_fsdp.run.assemble import assemble
-from raytune_fsdp.run.loop import Parts
+from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.trials.needs import network_needs
-from raytune_fsdp.step.parallel import exchanged_of, traffic_of, units_of
+from raytune_fsdp.step.parallel import exchanged_of, sharding_units, traffic_of
 from raytune_fsdp.step.parallel import memory_of as memory_of_device
 from raytune_fsdp.step.train_step import train_step
 
@@ -229,7 +229,7 @@ def planned(config: FinetuneConfig, world: int) -> dict[str, Any]:
         quantize_layers(network, config.method.quantization)
     if plan.layout.tensor > 1:
         cut_shapes(network, plan.layout.tensor)
-    units, rounds = units_of(network, config.parallel, ends=needs.ends), plan.division.full_rounds
+    units, rounds = sharding_units(network, config.parallel, ends=needs.ends), plan.division.full_rounds
     traffic = traffic_of(network, units, config.parallel, plan.layout, micro_batches=rounds)
     exchanged = exchanged_of(
         network, units, config.parallel, plan.layout, needs.heads,
@@ -275,14 +275,14 @@ def measured(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _step(parts: Parts, batches: StepBatches) -> None:
+def _step(parts: RankRun, batches: StepBatches) -> None:
     train_step(
         parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
         optim=parts.config.optim, lr_factor=1.0, seed=0, objective=parts.objective,
     )  # fmt: skip
 
 
-def _kept(parts: Parts) -> int:
+def _kept(parts: RankRun) -> int:
     """Bytes of what stays from step to step, counting memory that tensors share once."""
     tensors = [*parts.model.parameters(), *parts.model.buffers(), *parts.optimizer.state_tensors().values()]
     local = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)

@@ -34,7 +34,7 @@ from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.calibrate import calibrate
 from raytune_fsdp.predict.devices import Calibration, device_of, read_calibration, write_calibration
 from raytune_fsdp.predict.prediction import Cluster, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import full_batches
 from raytune_fsdp.run.assemble import assemble
 
@@ -82,7 +82,7 @@ _STEPS, _SECONDS = 5, 6.0
 
 def planned(config: FinetuneConfig, world: int, calibration: Calibration) -> dict[str, float]:
     cluster = Cluster(device=device_of(calibration), per_node=world)
-    seconds = predict(Subject.of(config), config, resolve(config, world), cluster).seconds
+    seconds = predict(ModelSpec.of(config), config, resolve(config, world), cluster).seconds
     return {"step": seconds.step, "compute": seconds.compute, "moving": seconds.moving, "update": seconds.update}
 
 

@@ -20,7 +20,7 @@ from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.prediction import Cluster, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 
 ROWS = Path(__file__).parent / "published" / "throughput.jsonl"
 
@@ -70,7 +70,7 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     """Tokens a second and device, with what a roofline alone would say."""
     config, between = config_of(row), row["network"]["bytes_per_second_per_node"]
     cluster = Cluster(device=find_device(row["device"]), per_node=row["gpus_per_node"], between=between)
-    found = predict(Subject.of(config), config, row["gpus"], cluster)
+    found = predict(ModelSpec.of(config), config, row["gpus"], cluster)
     seconds = found.seconds
     assert seconds is not None
     tokens = config.train.global_batch * config.data.seq_len / row["gpus"]

@@ -18,8 +18,8 @@ from raytune_fsdp.model.network import build_base, fit_vocabulary, load_architec
 from raytune_fsdp.model.weights.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.weights.source import GrownWeights, RandomWeights, Weights
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.run.starting_weights import Origin
-from raytune_fsdp.step.parallel import Unit, make_mesh, shard, units_of
+from raytune_fsdp.run.starting_weights import StartingWeights
+from raytune_fsdp.step.parallel import Unit, make_mesh, shard, sharding_units
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def load(
     weights: Weights | None = None
     if mode == "sharded" or dist.get_rank() == 0:  # in rank0 mode the others cannot have opened anything
         files = find_weights(directory)
-        stored = Origin(stored=files, match=match_keys(model, files), grown={}).weights(model)
+        stored = StartingWeights(stored=files, match=match_keys(model, files), grown={}).weights(model)
         weights = GrownWeights(stored, grown_rows(model, stored.shapes()))
         check_shapes(model, weights)
     shard(model, mesh(spread), spread, _units(model, spread))
@@ -78,7 +78,9 @@ def draw(architecture: dict[str, Any], seed: int, *, parallel: Mapping[str, Any]
 
 def _units(model: Any, parallel: ParallelConfig) -> list[Unit]:
     head = model.get_output_embeddings()
-    return units_of(model, parallel, ends=head is not None and head.weight is not model.get_input_embeddings().weight)
+    return sharding_units(
+        model, parallel, ends=head is not None and head.weight is not model.get_input_embeddings().weight
+    )
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor]:

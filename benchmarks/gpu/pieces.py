@@ -28,7 +28,7 @@ from benchmarks.record import installed, origin
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.launch.worker import choose_device, use_gpu
 from raytune_fsdp.model.attention.calls import Call
-from raytune_fsdp.model.attention.choose import Heads, Needs, choose
+from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER
@@ -188,7 +188,7 @@ def attention(
     """One layer over a row of documents: our kernel, and torch's attention with a mask and repeated keys."""
     at = _use(device)
     dtype = torch.bfloat16 if at.type == "cuda" else torch.float32
-    needs = Needs(width=width, heads=(Heads(many=heads, keys=key_heads, width=width),))
+    needs = KernelNeeds(width=width, heads=(Heads(many=heads, keys=key_heads, width=width),))
     fails = partial(why_kernel_fails, needs=needs, device=at, dtype=dtype)
     chosen = choose("auto", needs, kept=None, device=at, dtype=dtype, fails=fails)
     if chosen.name not in KERNELS:

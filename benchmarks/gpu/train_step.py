@@ -40,7 +40,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events, read_metrics
 from raytune_fsdp.record.tracker import Status
 from raytune_fsdp.run.assemble import assemble
-from raytune_fsdp.run.loop import Parts, train
+from raytune_fsdp.run.loop import RankRun, train
 from raytune_fsdp.step.flops import peak_flops
 from raytune_fsdp.step.precision import numerics
 
@@ -117,7 +117,7 @@ def make_config(
     return FinetuneConfig.model_validate(values)
 
 
-def run_steps(config: FinetuneConfig, device: torch.device, enough: Callable[[int], bool]) -> Parts:
+def run_steps(config: FinetuneConfig, device: torch.device, enough: Callable[[int], bool]) -> RankRun:
     """Train through the real path. `enough` is asked before every step, the first of which is 1, and ends the run."""
     prepared, standing = prepare_on_rank0(config)
     numbers = itertools.count(1)

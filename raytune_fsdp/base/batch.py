@@ -88,7 +88,7 @@ class BlockPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
 
     A filler has the shape of a full block but no target tokens. The counts leave out padding, and are taken on the
@@ -127,7 +127,7 @@ class StepBatches:
 
     step: int
     """1 for the first optimizer step of a run."""
-    blocks: tuple[Batch, ...]
+    blocks: tuple[MicroBatch, ...]
     counts: torch.Tensor
     """int64: this rank's share of the `StepCounts`, packed."""
     windows_built: int = 0

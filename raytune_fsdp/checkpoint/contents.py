@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.model.adapters.attach import adapter_tensors, began_as, is_adapted
+from raytune_fsdp.model.adapters.attach import adapter_tensors, initial_adapters, is_adapted
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.step.optim.update import Optimizer
 
@@ -23,7 +23,7 @@ def tensors_of(model: PreTrainedModel, optimizer: Optimizer | None) -> dict[str,
     """
     own = adapter_tensors(model) if is_adapted(model) else owned_tensors(model)
     state = {MODEL + name: tensor.detach() for name, tensor in own.items()}
-    state.update((INITIAL + name, tensor) for name, tensor in began_as(model).items())
+    state.update((INITIAL + name, tensor) for name, tensor in initial_adapters(model).items())
     if optimizer is not None:
         state.update((f"optim.{name}", tensor) for name, tensor in optimizer.state_tensors().items())
     return state

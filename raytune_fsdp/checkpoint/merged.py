@@ -36,7 +36,7 @@ class WholeWeights(WholeTensors, Weights, Protocol):
     """Tensors that can be read whole and by rows."""
 
 
-def whole_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFiles | None) -> WholeWeights:
+def merged_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFiles | None) -> WholeWeights:
     """The weights of a checkpoint's network; those of adapters are merged into their base.
 
     `files`: the run's own. `beside`: those of the base, from `base_of` or `located_base`.

@@ -19,7 +19,7 @@ from raytune_fsdp.base.threads import READERS
 from raytune_fsdp.base.untrusted import UnsoundError
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
-from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, weights_of_adapter, whole_weights
+from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, merged_weights, weights_of_adapter
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.several_gpus import place
 from raytune_fsdp.model.attention.choose import forget_flash_attention
@@ -138,7 +138,7 @@ def load_checkpoint(
 ) -> PreTrainedModel:
     """The model of a checkpoint, which may be in an object store."""
     files = model_files(checkpoint)
-    weights = whole_weights(checkpoint, files, base_of(checkpoint, base))
+    weights = merged_weights(checkpoint, files, base_of(checkpoint, base))
     model = _built(weights, files, trust_remote_code, checkpoint.path)
     choose_experts(model)
     return place(model, device).eval()

@@ -129,7 +129,7 @@ def _measure(
     from raytune_fsdp.launch.worker import choose_device
     from raytune_fsdp.model.attention.choose import positions_of
     from raytune_fsdp.run.evaluation.answers import check_prompts
-    from raytune_fsdp.run.evaluation.exam import Exam
+    from raytune_fsdp.run.evaluation.exam import Evaluation
     from raytune_fsdp.run.network_checks import check_lengths
     from raytune_fsdp.run.prepare import set_template
 
@@ -146,7 +146,7 @@ def _measure(
         evals = open_evals(config, tokenizer, vocabulary, progress, **orders)
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
-    return examine(config, network, tokenizer, Exam.of(config, evals, tasks), device)
+    return examine(config, network, tokenizer, Evaluation.of(config, evals, tasks), device)
 
 
 if __name__ == "__main__":

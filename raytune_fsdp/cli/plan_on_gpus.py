@@ -172,9 +172,9 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
 def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[Offer], between: float | None) -> OnGpus:
     from raytune_fsdp.predict.page.text import search_as_data, search_as_page
     from raytune_fsdp.predict.search import search
-    from raytune_fsdp.predict.subject import Subject
+    from raytune_fsdp.predict.subject import ModelSpec
 
-    subject = Subject.of(config, found.architecture)
+    subject = ModelSpec.of(config, found.architecture)
     clusters = search(
         subject, config, plan, offers,
         per_node=found.gpus_per_node or PER_NODE, between=between, most_hours=found.hours,

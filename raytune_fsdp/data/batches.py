@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, Batch, Borders, Cursor, PackedSample, StepBatches, Targets
+from raytune_fsdp.base.batch import IGNORE, PADDING, Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.division import Division
@@ -35,7 +35,7 @@ def rank_batches(
     assert 0 <= data_rank < division.data_ranks, (data_rank, division.data_ranks)
     with closing(stream.samples(cursor)) as samples:
         for step in steps:
-            own: list[Batch] = []
+            own: list[MicroBatch] = []
             built = 0
             for index, size in enumerate(division.block_sizes(step)):
                 block = list(islice(samples, size))
@@ -47,7 +47,7 @@ def rank_batches(
 
 def fill_up(
     step: int,
-    own: list[Batch],
+    own: list[MicroBatch],
     division: Division,
     windows: Windows,
     *,
@@ -62,7 +62,7 @@ def fill_up(
     )
 
 
-def eval_batches(windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int) -> Iterator[Batch]:
+def eval_batches(windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int) -> Iterator[MicroBatch]:
     """All samples once, in the order of the windows. Block i belongs to rank i mod data_ranks; fillers even it out."""
     assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     samples = (sample for k in range(windows.count(0)) for sample in windows.get(0, k)[0].samples)
@@ -76,7 +76,7 @@ def eval_batches(windows: Windows, *, micro_batch: int, data_ranks: int, data_ra
         yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id)
 
 
-def stream_batch(block: Sequence[StreamSample], *, index: int) -> Batch:
+def stream_batch(block: Sequence[StreamSample], *, index: int) -> MicroBatch:
     return to_batch(
         [each.sample for each in block],
         index=index,
@@ -89,7 +89,7 @@ def to_batch(
     *,
     index: int,
     after: Cursor,
-) -> Batch:
+) -> MicroBatch:
     """Samples stacked as int64 tensors, with counts that are cheap to take before they leave the host."""
     input_ids = np.stack([sample.input_ids for sample in samples])
     labels = np.stack([sample.labels for sample in samples])
@@ -97,7 +97,7 @@ def to_batch(
     source_ids = np.stack([sample.source_ids for sample in samples])
     real = source_ids != PADDING
     tensors = [torch.from_numpy(values.astype(np.int64)) for values in (input_ids, labels, position_ids, source_ids)]
-    return Batch(
+    return MicroBatch(
         index=index,
         input_ids=tensors[0],
         labels=tensors[1],
@@ -133,11 +133,11 @@ def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -
     )
 
 
-def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> Batch:
+def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> MicroBatch:
     """A block of padding: the shape of a full block, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
     positions = np.tile(np.arange(seq_len), (micro_batch, 1))
-    return Batch(
+    return MicroBatch(
         index=FILLER_INDEX,
         input_ids=torch.full(shape, pad_id, dtype=torch.int64),
         labels=torch.full(shape, IGNORE, dtype=torch.int64),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, Batch, BlockPart, Borders, StepBatches, Targets
+from raytune_fsdp.base.batch import IGNORE, PADDING, BlockPart, Borders, MicroBatch, StepBatches, Targets
 from raytune_fsdp.plan.plan import Layout
 
 
@@ -38,13 +38,13 @@ def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterat
         )
 
 
-def own_part(block: Batch, layout: Layout, rank: int) -> Batch:
+def own_part(block: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
     """A block as one of the ranks computes it that share it."""
     part = part_of(block, layout.member(rank), layout.sequence)
     return part if layout.counts(rank) else replace(part, counts=False)
 
 
-def part_of(block: Batch, member: int, members: int) -> Batch:
+def part_of(block: MicroBatch, member: int, members: int) -> MicroBatch:
     """A member's tokens of a block whose samples are laid out one after another.
 
     A row that cannot be cut evenly (of an evaluation: a run's can) gets padding at its end, a document of its own.

@@ -13,7 +13,7 @@ from raytune_fsdp.config import FinetuneConfig
 WAIT_FOR_TRACKING = 30.0
 """Seconds."""
 if TYPE_CHECKING:
-    from raytune_fsdp.run.standing import Prepared, Standing
+    from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,11 @@ def finetune(
 
 
 def _result(
-    config: FinetuneConfig, prepared: Prepared, before: Standing, wait_for_tracking: float, progress: Progress | None
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    before: ResumePoint,
+    wait_for_tracking: float,
+    progress: Progress | None,
 ) -> FinetuneResult:
     """What a complete run leaves; the export and the report are made here."""
     # Not at the top: they bring torch and transformers, and what is wrong in the config alone is said within a second.

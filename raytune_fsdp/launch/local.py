@@ -36,10 +36,10 @@ from raytune_fsdp.plan.plan import ALONE
 from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
-from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.exam import Evaluation
 from raytune_fsdp.run.evaluation.losses import check_network
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import Prepared, Standing, agree
+from raytune_fsdp.run.standing import ResumePoint, RunInputs, agree
 from raytune_fsdp.run.trials.needs import use_attention_for_packed
 from raytune_fsdp.step.parallel import memory_of
 
@@ -82,7 +82,7 @@ def run(
     force: bool = False,
     trust_places: bool = False,
     say: Callable[[str], None] = print,
-) -> tuple[Prepared, Standing]:
+) -> tuple[RunInputs, ResumePoint]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     if under_torchrun():
         return _run_rank(config, dry, force, say, trust_places=trust_places)
@@ -108,8 +108,8 @@ def run(
 
 def _preflight(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     device: torch.device,
     *,
     ranks: int,
@@ -126,7 +126,11 @@ def _preflight(
 
 @stacks_at_signal()
 def _alone(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases, predicted: Predicted | NotPredicted
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    phases: Phases,
+    predicted: Predicted | NotPredicted,
 ) -> None:
     device = choose_device(config.cluster.device, 1)
     stop = StopFlag()
@@ -140,8 +144,8 @@ def _alone(
 
 def _start_ranks(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     world: int,
     phases: Phases,
     predicted: Predicted | NotPredicted,
@@ -206,7 +210,11 @@ def _rank_process(*arguments: Any) -> int | None:
 @record
 @stacks_at_signal()
 def _rank_main(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, phases: Phases, predicted: Predicted | NotPredicted
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    phases: Phases,
+    predicted: Predicted | NotPredicted,
 ) -> int:
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
@@ -237,13 +245,13 @@ def _run_rank(
     say: Callable[[str], None] = print,
     *,
     trust_places: bool = False,
-) -> tuple[Prepared, Standing]:
+) -> tuple[RunInputs, ResumePoint]:
     """Run in a process that torchrun started: rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
     stop = StopFlag(insist=False)
 
-    def look() -> tuple[Prepared, Standing, Predicted | NotPredicted | None]:
+    def look() -> tuple[RunInputs, ResumePoint, Predicted | NotPredicted | None]:
         prepared, standing = prepare(config, world_of_torchrun(), dry=dry, trust_places=trust_places)
         if standing.complete:
             return prepared, standing, None
@@ -288,7 +296,7 @@ def _join(config: FinetuneConfig, device: torch.device) -> None:
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
-def prepare_on_rank0(config: FinetuneConfig) -> tuple[Prepared, Standing]:
+def prepare_on_rank0(config: FinetuneConfig) -> tuple[RunInputs, ResumePoint]:
     """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
     prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
     return prepared, agree(config, prepared, lambda: standing)
@@ -315,7 +323,7 @@ def examine(
     config: FinetuneConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    exam: Exam,
+    exam: Evaluation,
     device: torch.device,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """The values of an evaluation, and what was asked and answered. Refuses a network that computes something else

@@ -19,7 +19,7 @@ from raytune_fsdp.run.checks import check_config, check_first
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Progress
-    from raytune_fsdp.run.standing import Prepared, Standing
+    from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     dry: bool = False,
     force: bool = False,
     trust_places: bool = False,
-) -> tuple[Prepared, Standing]:
+) -> tuple[RunInputs, ResumePoint]:
     """Prepare and train, following `cluster.launch`. Returns the run, and where it stood before, once it is complete.
 
     Raises what stopped it. `dry`: without saving or evaluating anything. `force`: also what is known not to fit.
@@ -93,7 +93,7 @@ def _check_local(config: FinetuneConfig) -> None:
 
 def _run_on_ray(
     config: FinetuneConfig, progress: Progress | None, dry: bool, force: bool, trust_places: bool
-) -> tuple[Prepared, Standing]:
+) -> tuple[RunInputs, ResumePoint]:
     sizes = sizes_of(config)
     place = check_first(config, sizes[0])
     phases = Phases()

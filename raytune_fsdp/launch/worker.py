@@ -21,9 +21,9 @@ from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.model.compile_layers import settings_restored
 from raytune_fsdp.record.tracker import Status
 from raytune_fsdp.run.assemble import LauncherHooks, assemble
-from raytune_fsdp.run.loop import Parts, train
+from raytune_fsdp.run.loop import RankRun, train
 from raytune_fsdp.run.out_of_memory import explain, explain_building
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.step.precision import numerics
 
 
@@ -76,8 +76,8 @@ def use_gpu(device: torch.device) -> None:
 
 def work(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     device: torch.device,
     stop: Stop,
     hooks: LauncherHooks | None = None,
@@ -97,7 +97,7 @@ def work(
         return _work(parts, stop, prepared.lease, dry=prepared.dry)
 
 
-def _work(parts: Parts, stop: Stop, lease: Lease | None, *, dry: bool = False) -> int:
+def _work(parts: RankRun, stop: Stop, lease: Lease | None, *, dry: bool = False) -> int:
     status: Status = "failed"
     try:
         state = train(parts, stop)

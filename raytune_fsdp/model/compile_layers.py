@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 from raytune_fsdp.base.beat import pulse
 from raytune_fsdp.base.errors import in_one_line
-from raytune_fsdp.model.attention.choose import Choice
+from raytune_fsdp.model.attention.choose import KernelChoice
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +38,22 @@ graph for the first micro-batch and one for all others."""
 
 def choose_blocks(
     asked: bool | str, *, kept: str | None, device: torch.device, fails: Callable[[], str | None]
-) -> Choice:
+) -> KernelChoice:
     """Whether the blocks of a run are compiled. `kept` is how its checkpoint was trained; None: it has none yet.
 
     `fails` says why nothing can be compiled here, or None.
     """
     if asked is False:
-        return Choice(name=EAGER, why="as parallel.compile says")
+        return KernelChoice(name=EAGER, why="as parallel.compile says")
     if asked == "auto" and kept == EAGER:
-        return Choice(name=EAGER, why="as the run began")
+        return KernelChoice(name=EAGER, why="as the run began")
     if asked == "auto" and device.type != "cuda":
-        return Choice(name=EAGER, why="parallel.compile=auto compiles on GPUs")
+        return KernelChoice(name=EAGER, why="parallel.compile=auto compiles on GPUs")
     failure = fails()
     if failure is not None:
-        return Choice(name=EAGER, why=failure)
+        return KernelChoice(name=EAGER, why=failure)
     why = "as parallel.compile says" if asked is True else "as the run began" if kept else "faster on GPUs"
-    return Choice(name=COMPILED, why=why)
+    return KernelChoice(name=COMPILED, why=why)
 
 
 def why_it_fails(device: torch.device) -> str | None:

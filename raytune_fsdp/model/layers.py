@@ -24,7 +24,7 @@ from raytune_fsdp.model.compile_layers import Compiler, Forward
 from raytune_fsdp.model.offload_activations import Offload
 
 
-def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation.
 
     No two of them hold the same weight: FSDP gathers and frees a unit on its own.
@@ -51,7 +51,7 @@ def ends_of(model: PreTrainedModel) -> tuple[tuple[nn.Module, ...], tuple[nn.Mod
     """The embedding, and what comes behind the blocks: the last norm and the head."""
     modules = list(model.modules())
     places = {id(module): place for place, module in enumerate(modules)}
-    last = max(places[id(module)] for block in blocks_of(model) for module in block.modules())
+    last = max(places[id(module)] for block in layers_of(model) for module in block.modules())
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
     inside = {*first.modules()}  # an embedding may have another one inside, and may come behind the blocks
     behind = [m for m in modules[last + 1 :] if any(True for _ in m.parameters(recurse=False)) and m not in inside]
@@ -97,7 +97,7 @@ def run_blocks(
     again, once = _recomputing(recompute, model), _plain
     if compiler is not None:  # around what is computed again, so that the graph can fuse it
         again, once = compiler.compiled(again), compiler.compiled(once)
-    for number, block in enumerate(blocks_of(model)):
+    for number, block in enumerate(layers_of(model)):
         forward = again if number % (every or 1) == 0 else once
         if offload is not None:
             forward = partial(_offloaded, offload, number, forward)

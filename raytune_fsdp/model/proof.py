@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, PreTrainedModel
 
-from raytune_fsdp.base.batch import IGNORE, Batch, Cursor, PackedSample
+from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.shared_batches import part_of
 from raytune_fsdp.data.to_device import mapped
@@ -35,7 +35,7 @@ _CHECKED = f"{PREFIX}checked"
 CPU = torch.device("cpu")
 
 
-def documents(model: PreTrainedModel, device: torch.device) -> Batch:
+def documents(model: PreTrainedModel, device: torch.device) -> MicroBatch:
     """Two rows of documents, each token another one unless the vocabulary is small."""
     vocabulary = model.config.get_text_config().vocab_size
     samples, first = [], 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from raytune_fsdp.base.batch import Batch, Cursor
+from raytune_fsdp.base.batch import Cursor, MicroBatch
 from raytune_fsdp.plan.division import Division
 
 _FIRST_ID = 7
@@ -31,7 +31,9 @@ class StepCounts:
     """The target tokens of each dataset."""
 
     @staticmethod
-    def pack(step: int, blocks: Sequence[Batch], windows_built: int, division: Division, datasets: int) -> list[int]:
+    def pack(
+        step: int, blocks: Sequence[MicroBatch], windows_built: int, division: Division, datasets: int
+    ) -> list[int]:
         """This rank's share: the sum over all ranks is the global batch's.
 
         Each rank writes the ids of its own blocks in their places and leaves zeros elsewhere; the cursor comes from the

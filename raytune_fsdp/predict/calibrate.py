@@ -35,15 +35,15 @@ from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.pieces.pieces import local_piece
-from raytune_fsdp.model.split.sequence import use_parts
+from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.devices import Calibration, Surface, device_of
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.speed import Seconds
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import choose_kernels, full_batches, one_step, optimizer_of
 from raytune_fsdp.run.assemble import as_stored, spread
-from raytune_fsdp.step.parallel import make_groups, make_mesh, memory_of, units_of
+from raytune_fsdp.step.parallel import make_groups, make_mesh, memory_of, sharding_units
 
 _SECONDS = 0.1
 """That each kernel is measured for, at least."""
@@ -117,7 +117,7 @@ def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
 
 def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:
     cluster = Cluster(device=device_of(made), per_node=made.ranks)
-    return predict(Subject.of(config), config, resolve(config, made.ranks), cluster).seconds
+    return predict(ModelSpec.of(config), config, resolve(config, made.ranks), cluster).seconds
 
 
 def _per_collective(made: Calibration, seconds: float) -> float:
@@ -358,12 +358,12 @@ class Trainer:
 
     def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
         """`config`: of a random network, with a length in steps."""
-        subject, self._device = Subject.of(config), device
+        subject, self._device = ModelSpec.of(config), device
         self._config, self._plan = config, resolve(config, dist.get_world_size())
         model = build_network(copy.deepcopy(subject.hf_config), config)
         choose_kernels(model, config, subject.needs, device.type)
         self._parallel = as_stored(model, config, self._plan.layout, memory_of(device), device.type)
-        units = units_of(model, self._parallel, ends=subject.needs.ends)
+        units = sharding_units(model, self._parallel, ends=subject.needs.ends)
         spread(model, units, self._parallel, make_mesh(self._plan.layout, device), None, device)
         fill(model, None, "empty", device)
         with torch.no_grad():
@@ -374,7 +374,7 @@ class Trainer:
         self._optimizer = optimizer_of(config, self._plan, self._parallel, model, units, passes)
         batches = full_batches(config, subject.hf_config, passes)
         if (members := make_groups(self._plan.layout, device).sequence) is not None:
-            use_parts(model, members)
+            split_tokens(model, members)
         parts = own_parts([batches], self._plan.layout, dist.get_rank())
         self._batches = next(to_device(parts, device))
 

@@ -14,7 +14,7 @@ _FILES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class HostNeeds:
     """Bytes."""
 
     loading: int
@@ -37,7 +37,7 @@ class Beside:
         return self.checkpoint * sum(self.kept.values())
 
 
-def beside(config: FinetuneConfig, found: Prediction) -> Beside:
+def beside(config: FinetuneConfig, found: Prediction) -> HostNeeds:
     """On machines with as many ranks as the cluster says."""
     ranks = min(found.cluster.per_node, found.world)
     on_host = ranks * PROCESS
@@ -46,7 +46,7 @@ def beside(config: FinetuneConfig, found: Prediction) -> Beside:
         on_host += ranks * (at_rest + found.checkpoint // found.plan.layout.shard_size - state)
     on_host += ranks * found.memory.sent
     staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
-    return Beside(
+    return HostNeeds(
         loading=on_host + ranks * _FILES * found.largest,
         training=on_host,
         saving=on_host + staged,

@@ -19,10 +19,10 @@ from raytune_fsdp.predict.advise.alternatives import (
     shared,
     step_down,
 )
-from raytune_fsdp.predict.host import Beside, beside
+from raytune_fsdp.predict.host import HostNeeds, beside
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.stopping import Stopping, Writing
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Planned:
     """Everything that was found out about a config on a cluster."""
 
     prediction: Prediction
-    beside: Beside
+    beside: HostNeeds
     advice: Sequence[Advice]
     largest_micro_batch: int | None
     """That fits, whatever the batch is; None: not even one."""
@@ -67,7 +67,7 @@ def planned(
 ) -> Planned:
     """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
     asked, config = config, as_long(config, plan)
-    subject, world = Subject.of(config, architecture), plan.layout.world
+    subject, world = ModelSpec.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
     others = alternatives(subject, config, world, cluster) if with_alternatives or not found.fits else []
     together = shared(subject, config, found)

@@ -13,7 +13,7 @@ from raytune_fsdp.predict.devices import Device
 from raytune_fsdp.predict.links import network_of
 from raytune_fsdp.predict.memory import Memory, memory_of
 from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
-from raytune_fsdp.predict.subject import Subject, with_torch_alone
+from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
 from raytune_fsdp.step.flops import Architecture, training_flops
 from raytune_fsdp.step.precision import computes_in
@@ -106,14 +106,14 @@ class Prediction:
         return self.tokens / self.seconds.step / self.world
 
 
-def predict(subject: Subject, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
+def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
     """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
         plan = resolve(config if config.train.max_steps else _bounded(config), plan)
-    return judge(traced(subject, config, plan, cluster), config, plan, cluster)
+    return predict_from(traced(subject, config, plan, cluster), config, plan, cluster)
 
 
-def traced(subject: Subject, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Trace:
+def traced(subject: ModelSpec, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Trace:
     """A step on such devices. One rank alone looks at their memory; of several the trace is the same on all of a
     kind, as many on each machine."""
     config, device = with_torch_alone(config), cluster.device
@@ -132,7 +132,7 @@ def traced(subject: Subject, config: FinetuneConfig, plan: Plan, cluster: Cluste
         ) from error
 
 
-def judge(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
+def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
     """What a traced step takes on these devices."""
     device, world, memory = cluster.device, plan.layout.world, memory_of(found)
     precision = config.parallel.precision

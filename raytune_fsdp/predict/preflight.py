@@ -28,10 +28,10 @@ from raytune_fsdp.predict.advise.changes import with_changes
 from raytune_fsdp.predict.devices import Device, find_device
 from raytune_fsdp.predict.host import kept_at_once
 from raytune_fsdp.predict.memory import memory_of
-from raytune_fsdp.predict.prediction import PROCESS, Cluster, judge
+from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict_from
 from raytune_fsdp.predict.subject import with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
-from raytune_fsdp.run.standing import Prepared
+from raytune_fsdp.run.standing import RunInputs
 from raytune_fsdp.step.precision import computes_in
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ _ONE_TRACE_FOR_ALL = 1 << 50
 
 def preflight(
     config: FinetuneConfig,
-    prepared: Prepared,
+    prepared: RunInputs,
     plan: Plan,
     kind: str,
     name: str | None,
@@ -76,7 +76,7 @@ def preflight(
     return found
 
 
-def check_attention(config: FinetuneConfig, prepared: Prepared, kind: str) -> None:
+def check_attention(config: FinetuneConfig, prepared: RunInputs, kind: str) -> None:
     """Refuse ranks that would share samples on devices of a `kind` without a kernel for it. None is tried here: what
     one fails for on a rank, that rank says."""
     sequence = config.parallel.mesh.sequence
@@ -90,7 +90,7 @@ def check_attention(config: FinetuneConfig, prepared: Prepared, kind: str) -> No
 
 def predict(
     config: FinetuneConfig,
-    prepared: Prepared,
+    prepared: RunInputs,
     plan: Plan,
     kind: str,
     device: Device | None,
@@ -107,7 +107,7 @@ def predict(
         found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory), until)
         memory, beside, seconds = memory_of(found), PROCESS, None
         here = Cluster(device=device or find_device("H100"), per_node=per_node)
-        judged = judge(found, config, plan, here)
+        judged = predict_from(found, config, plan, here)
         if kind == "cuda":
             beside = sum(judged.beside.values())
             # Between machines nobody knows how fast the network is.
@@ -126,7 +126,7 @@ def predict(
 
 
 def _trace(
-    config: FinetuneConfig, prepared: Prepared, plan: Plan, kind: str, memory: int | None, until: float
+    config: FinetuneConfig, prepared: RunInputs, plan: Plan, kind: str, memory: int | None, until: float
 ) -> Trace:
     return trace(
         with_torch_alone(config), prepared.hf_config, prepared.needs, plan,
@@ -144,7 +144,7 @@ def device_named(name: str | None) -> Device | None:
 
 def check_memory(
     config: FinetuneConfig,
-    prepared: Prepared,
+    prepared: RunInputs,
     plan: Plan,
     found: Predicted | NotPredicted,
     *,
@@ -210,7 +210,7 @@ def apart(one: float, other: float) -> tuple[str, str]:
     return f"{one:,.0f} bytes", f"{other:,.0f} bytes"
 
 
-def _remedy(config: FinetuneConfig, prepared: Prepared, world: int, kind: str, room: int, seconds: float) -> str:
+def _remedy(config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, room: int, seconds: float) -> str:
     """What would fit, as traced: changes on top of each other, the cheapest first; else more ranks. The method, and so
     what is learned, stays."""
     until, made = time.monotonic() + seconds, dict[str, Any]()
@@ -252,7 +252,7 @@ def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
 
 def _fits(
     config: FinetuneConfig,
-    prepared: Prepared,
+    prepared: RunInputs,
     changes: Mapping[str, Any],
     world: int,
     kind: str,
@@ -274,7 +274,7 @@ def _in_words(changes: Mapping[str, Any]) -> str:
 
 def check_room(
     config: FinetuneConfig,
-    prepared: Prepared,
+    prepared: RunInputs,
     plan: Plan,
     found: Predicted | NotPredicted,
     *,

@@ -11,8 +11,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.devices import Device
 from raytune_fsdp.predict.planned import cost, hours
-from raytune_fsdp.predict.prediction import Cluster, Prediction, judge, traced
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.prediction import Cluster, Prediction, predict_from, traced
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -44,7 +44,7 @@ class Suitable:
 
 
 def search(
-    subject: Subject,
+    subject: ModelSpec,
     config: FinetuneConfig,
     plan: Plan,
     offers: Sequence[Offer],
@@ -77,7 +77,7 @@ def search(
                 cluster = Cluster(device=offer.device, per_node=per_node, between=between)
                 if kind not in same or world == 1:
                     same[kind] = traced(subject, changed, here, cluster)
-                prediction = judge(same[kind], changed, here, cluster)
+                prediction = predict_from(same[kind], changed, here, cluster)
                 changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
                 each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
                 if prediction.fits and (most_hours is None or each.hours <= most_hours):

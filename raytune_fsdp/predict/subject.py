@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, first_line
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.model.attention.choose import Needs
+from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.directory.files import is_local
 from raytune_fsdp.model.network import build_network, count_parameters, load_architecture
 from raytune_fsdp.run.starting_weights import model_directory
@@ -23,11 +23,11 @@ from raytune_fsdp.run.trials.needs import network_needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class ModelSpec:
     """A network, and what it needs of its attention and its loss."""
 
     hf_config: PretrainedConfig
-    needs: Needs
+    needs: KernelNeeds
     added: tuple[int, ...] = ()
     """Ids of new tokens."""
     numbers: int = 0
@@ -36,7 +36,7 @@ class Subject:
     """Where its sizes are from."""
 
     @classmethod
-    def of(cls, config: FinetuneConfig, architecture: Path | None = None) -> Subject:
+    def of(cls, config: FinetuneConfig, architecture: Path | None = None) -> ModelSpec:
         """`architecture`: a config.json that takes the place of the model's own."""
         config = with_torch_alone(config)
         hf_config, basis = _read(config, architecture)

@@ -31,7 +31,7 @@ from raytune_fsdp.record.lines import (
     step_lines,
     to_bytes,
 )
-from raytune_fsdp.record.repair import cut
+from raytune_fsdp.record.repair import truncate
 from raytune_fsdp.record.tracker import RunStart, Status
 
 _STEP = b'{"kind": "step", "trajectory": {'
@@ -63,7 +63,7 @@ class JsonlTracker:
         aside = self._metrics_path.with_name(f"{METRICS_FILE}.a{run.attempt}.damaged")
         try:
             self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
-            taken = cut(self._metrics_path, run.resumed_from, aside=aside)
+            taken = truncate(self._metrics_path, run.resumed_from, aside=aside)
             self._file = FileIO(self._metrics_path, "ab", opener=open_private)
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error

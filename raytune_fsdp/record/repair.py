@@ -36,7 +36,7 @@ class Taken:
     """What was wrong with the record; nothing, as a rule."""
 
 
-def cut(path: Path, last_step: int, *, aside: Path) -> Taken:
+def truncate(path: Path, last_step: int, *, aside: Path) -> Taken:
     """Remove every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
 
     If the lines up to there are not what they should be, they are mended, and the file as it was is kept as `aside`.

@@ -31,36 +31,36 @@ from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.adapters.attach import is_adapted, keep_beginning
 from raytune_fsdp.model.adapters.principal import pairs_of
-from raytune_fsdp.model.attention.choose import Choice, generating
+from raytune_fsdp.model.attention.choose import KernelChoice, generating
 from raytune_fsdp.model.compile_layers import COMPILED, Compiler
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.layers import run_blocks
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.model.objective.objective import Objective
-from raytune_fsdp.model.objective.routers import watched
+from raytune_fsdp.model.objective.routers import watch_routers
 from raytune_fsdp.model.offload_activations import Copies, Offload
 from raytune_fsdp.model.pieces.pieces import TENSOR
 from raytune_fsdp.model.precision.fp8 import compute_in_fp8
 from raytune_fsdp.model.precision.quantized import quantize_layers
-from raytune_fsdp.model.split.tensor import cut
+from raytune_fsdp.model.split.tensor import split_layers
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.base_model import agree_on_base
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
-from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.exam import Evaluation
 from raytune_fsdp.run.evaluation.losses import check_network, check_parts
 from raytune_fsdp.run.evaluation.owed import exam_of, is_missing
 from raytune_fsdp.run.fetching import brought
-from raytune_fsdp.run.loop import Parts
+from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.measure.against_prediction import Forecast, bytes_kept
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.saving import open_saves
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
 from raytune_fsdp.run.trials.cut import try_cut
 from raytune_fsdp.run.trials.kernels import kernels_of
@@ -71,7 +71,7 @@ from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.own_time import OwnTime
 from raytune_fsdp.step.parallel import (
-    Sharers,
+    SharingGroups,
     Unit,
     describe,
     for_one_rank,
@@ -80,7 +80,7 @@ from raytune_fsdp.step.parallel import (
     make_mesh,
     memory_of,
     shard,
-    units_of,
+    sharding_units,
 )
 from raytune_fsdp.step.precision import computes_in, store_frozen
 from raytune_fsdp.step.profiling import StepProfiler
@@ -115,11 +115,11 @@ class LauncherHooks:
 
 def assemble(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     device: torch.device,
     hooks: LauncherHooks | None = None,
-) -> Parts:
+) -> RankRun:
     """Build everything. Collective: needs the process group."""
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
     learner = _learner(config, prepared, standing, device, partial(print, file=hooks.console, flush=True))
@@ -141,7 +141,7 @@ def assemble(
     )  # fmt: skip
     _report(tracker, learner, saves.saver, hooks.predicted)
     own = OwnTime(learner.units, device, storage=lambda: saves.saver.own_seconds) if plan.layout.world > 1 else None
-    return Parts(
+    return RankRun(
         config=config,
         plan=plan,
         device=device,
@@ -173,7 +173,7 @@ def assemble(
 
 
 def _batches(
-    hooks: LauncherHooks, standing: Standing, stream: Stream, together: dist.ProcessGroup | None
+    hooks: LauncherHooks, standing: ResumePoint, stream: Stream, together: dist.ProcessGroup | None
 ) -> Iterator[StepBatches]:
     """What this rank trains on. Each step of it is collective where ranks share blocks."""
     plan, rank = standing.plan, dist.get_rank()
@@ -191,8 +191,8 @@ def _batches(
 
 def _meter(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     learner: _Learner,
     device: torch.device,
     own: OwnTime | None,
@@ -224,7 +224,7 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver, predicted: Predic
         tracker.event(names.MEMORY_SHORT, **cramped)
 
 
-def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standing, exam: Exam) -> bool:
+def _not_evaluated(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, exam: Evaluation) -> bool:
     """Whether an evaluation is due where the run stands, and the attempt before has not come to its end. Collective."""
     step, plan = standing.state.step, standing.plan
     if step == 0:
@@ -234,7 +234,7 @@ def _not_evaluated(config: FinetuneConfig, prepared: Prepared, standing: Standin
     return on_rank0(lambda: is_missing(prepared.place, step, exam), what="read the record")
 
 
-def _early_stop(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> EarlyStop:
+def _early_stop(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> EarlyStop:
     """What the evaluations of earlier attempts say, the same on every rank. Collective."""
     rule, step = config.eval.early_stop, standing.state.step
     if rule is None:
@@ -243,7 +243,7 @@ def _early_stop(config: FinetuneConfig, prepared: Prepared, standing: Standing) 
     return EarlyStop(rule, found, ended_by(rule, found))
 
 
-def _next_state(prepared: Prepared, standing: Standing, learner: _Learner) -> RunState:
+def _next_state(prepared: RunInputs, standing: ResumePoint, learner: _Learner) -> RunState:
     """The state that this attempt starts from and saves: the checkpoint's, with the identity and the world of today."""
     return replace(
         standing.state,
@@ -266,7 +266,7 @@ class _Learner:
     """The modules that are gathered and computed one after the other."""
     optimizer: Optimizer
     architecture: Architecture
-    kernels: Mapping[str, Choice]
+    kernels: Mapping[str, KernelChoice]
     parallel: ParallelConfig
     """The config's, with what one rank alone does better."""
     objective: Objective
@@ -275,11 +275,11 @@ class _Learner:
     """For people: what is gathered when. None: nothing is."""
     base: Mapping[str, Any] | None
     """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
-    groups: Sharers
+    groups: SharingGroups
 
 
 def _learner(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, device: torch.device, say: Callable[[str], None]
+    config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, device: torch.device, say: Callable[[str], None]
 ) -> _Learner:
     """The network, sharded, and its optimizer."""
     # Of its own, because the attention is noted in it.
@@ -290,13 +290,13 @@ def _learner(
     # Hooks would break the graphs of blocks that are computed again.
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
     groups, mesh = make_groups(layout, device), make_mesh(layout, device)
-    routers = None if compiled else watched(model, config.train, groups.sequence)
+    routers = None if compiled else watch_routers(model, config.train, groups.sequence)
     compiler = Compiler() if compiled else None
     parallel = as_stored(model, config, layout, memory_of(device), device.type)
     if layout.tensor > 1:
         try_cut(config, prepared.hf_config, model, mesh[TENSOR], device)
-        cut(model, mesh[TENSOR])
-    units = units_of(model, parallel, ends=prepared.needs.ends)
+        split_layers(model, mesh[TENSOR])
+    units = sharding_units(model, parallel, ends=prepared.needs.ends)
     per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None
     sharding = None
     if is_wrapped(parallel, layout.world):  # before sharding, as well

@@ -18,13 +18,13 @@ from raytune_fsdp.model.directory.files import WeightFiles, commit_of, is_local
 from raytune_fsdp.model.export.adapter import check_found_by_others
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.run.same_files import digests
-from raytune_fsdp.run.starting_weights import Origin
+from raytune_fsdp.run.starting_weights import StartingWeights
 
 Base = Mapping[str, Any]
 """`RunState.base`."""
 
 
-def files_of_base(config: FinetuneConfig, origin: Origin | None) -> WeightFiles:
+def files_of_base(config: FinetuneConfig, origin: StartingWeights | None) -> WeightFiles:
     """The base's files. Refuses one that is no model directory."""
     if origin is None:
         raise ModelError(
@@ -40,13 +40,15 @@ def begun_with(config: FinetuneConfig, before: Base | None) -> str | None:
     return before["revision"] if before is not None and before["path"] == config.model.path else None
 
 
-def check_base(config: FinetuneConfig, network: PreTrainedModel, origin: Origin | None, before: Base | None) -> None:
+def check_base(
+    config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights | None, before: Base | None
+) -> None:
     """What can be found wrong with a base before a rank is started."""
     check_exportable(config, network, origin)
     check_sizes(config, files_of_base(config, origin), before)
 
 
-def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: Origin | None) -> None:
+def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights | None) -> None:
     """Refuse a run whose adapters could not be exported at its end."""
     if not type(network).__module__.startswith("transformers."):
         raise ModelError(
@@ -77,7 +79,7 @@ def check_sizes(config: FinetuneConfig, files: WeightFiles, before: Base | None)
         raise _changed(config, files, differ[0], before)
 
 
-def agree_on_base(config: FinetuneConfig, origin: Origin | None, before: Base | None, mode: FillMode) -> Base:
+def agree_on_base(config: FinetuneConfig, origin: StartingWeights | None, before: Base | None, mode: FillMode) -> Base:
     """What checkpoints say about the base, after comparing it with what they said `before`. Collective.
 
     With `checkpoint.verify: sizes` the hashes from before are believed.

@@ -25,7 +25,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.directory.hub_download import Download
 from raytune_fsdp.model.directory.hub_weights import HubWeights, cache
-from raytune_fsdp.run.starting_weights import AdapterFiles, Origin
+from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
 
 Say = Callable[[str], None]
 
@@ -41,8 +41,8 @@ _OLD_SECONDS = 3600.0
 
 
 def brought(
-    config: FinetuneConfig, origin: Origin | None, adapter: AdapterFiles | None, say: Say = print
-) -> tuple[Origin | None, AdapterFiles | None]:
+    config: FinetuneConfig, origin: StartingWeights | None, adapter: AdapterFiles | None, say: Say = print
+) -> tuple[StartingWeights | None, AdapterFiles | None]:
     """Where this rank has the weights, after those of the hub were fetched to where they are read. Collective."""
     fill = config.model.fill
     if origin is not None:
@@ -55,7 +55,7 @@ def brought(
     return origin, adapter
 
 
-def wanted(origin: Origin | None, adapter: AdapterFiles | None) -> list[HubWeights]:
+def wanted(origin: StartingWeights | None, adapter: AdapterFiles | None) -> list[HubWeights]:
     """What of the hub these weights are in."""
     stored = [] if origin is None else [origin.stored, origin.beside]
     files = [*stored, None if adapter is None else adapter.files]

@@ -21,7 +21,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.names import score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
-from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.exam import Evaluation
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.saving import Saves, stopped
@@ -32,7 +32,7 @@ from raytune_fsdp.step.train_step import LossScale, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RankRun:
     """Everything a run is made of, on one rank."""
 
     config: FinetuneConfig
@@ -50,7 +50,7 @@ class Parts:
     optimizer: Optimizer
     scale: LossScale
     batches: Iterator[StepBatches]
-    exam: Exam
+    exam: Evaluation
     """What the ranks measure at an evaluation."""
     meter: Meter
     documents: DocumentRecord
@@ -65,7 +65,7 @@ class Parts:
     early_stop: EarlyStop
 
 
-def train(parts: Parts, stop: Stop) -> RunState:
+def train(parts: RankRun, stop: Stop) -> RunState:
     """Train to the end of the plan, or until evaluations no longer improve (`eval.early_stop`).
 
     If a rank has a reason to `stop`, commit and raise Interrupted. Collective.
@@ -109,7 +109,7 @@ def train(parts: Parts, stop: Stop) -> RunState:
     return _saved(parts, state, state.step if parts.early_stop.over is None else parts.early_stop.over["step"])
 
 
-def _log(parts: Parts, step: int, *, last: bool) -> None:
+def _log(parts: RankRun, step: int, *, last: bool) -> None:
     """Fetch and write the metrics of the steps since the last call; of the latest one too if it must be the `last`."""
     rows = parts.meter.fetch(last=last)
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
@@ -132,7 +132,7 @@ def _log(parts: Parts, step: int, *, last: bool) -> None:
     parts.meter.check(rows)
 
 
-def _log_compiler(parts: Parts, step: int) -> None:
+def _log_compiler(parts: RankRun, step: int) -> None:
     if parts.compiler is None:
         return
     parts.compiler.agree()
@@ -143,7 +143,7 @@ def _log_compiler(parts: Parts, step: int) -> None:
         parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
 
 
-def _evaluate(parts: Parts, step: int) -> None:
+def _evaluate(parts: RankRun, step: int) -> None:
     division = parts.plan.division
     values = parts.exam.values(
         parts.model, parts.tokenizer, micro_batch=division.micro_batch, layout=parts.plan.layout,
@@ -162,7 +162,7 @@ def _evaluate(parts: Parts, step: int) -> None:
     parts.meter.restart_clock()
 
 
-def _saved(parts: Parts, state: RunState, step: int) -> RunState:
+def _saved(parts: RankRun, state: RunState, step: int) -> RunState:
     """The state after the step that the run has ended with, saved unless it is already. Collective."""
     if state.step < step:
         state = _state_after(parts, state, step)
@@ -170,7 +170,7 @@ def _saved(parts: Parts, state: RunState, step: int) -> RunState:
     return state
 
 
-def _state_after(parts: Parts, before: RunState, step: int) -> RunState:
+def _state_after(parts: RankRun, before: RunState, step: int) -> RunState:
     """Everything that is not a tensor, after a step whose metrics have been fetched."""
     scale, compiler = parts.scale, parts.compiler
     gave_up = {"blocks": EAGER} if compiler is not None and compiler.failure is not None else {}

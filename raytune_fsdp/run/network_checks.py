@@ -19,7 +19,7 @@ from raytune_fsdp.model.objective.routers import check_routers
 from raytune_fsdp.model.precision.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.precision.quantized import check_torch
 from raytune_fsdp.run.checks import warn_of_method
-from raytune_fsdp.run.starting_weights import Origin
+from raytune_fsdp.run.starting_weights import StartingWeights
 from raytune_fsdp.step.optim.groups import check_groups
 from raytune_fsdp.step.optim.matrices import check_matrices
 
@@ -41,7 +41,7 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
         )
 
 
-def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Origin) -> None:
+def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights) -> None:
     """Say which rows of new tokens stay as they begin, and what trains them: whole weights, or none."""
     trained = [base_name(name) for name, parameter in network.named_parameters() if parameter.requires_grad]
     known = {base_name(name) for name, _ in network.named_parameters()}

@@ -35,7 +35,7 @@ from raytune_fsdp.data.census import events_of_rows
 from raytune_fsdp.data.left_out import left_out_of
 from raytune_fsdp.data.open import HELD_OUT
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
-from raytune_fsdp.model.attention.choose import Choice
+from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.directory.files import WeightFiles, commit_of
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.plan.counts import Census
@@ -48,7 +48,7 @@ from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
 from raytune_fsdp.record.copies.wandb import WandbTracker
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, repair_event
-from raytune_fsdp.record.repair import cut, is_whole
+from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
 from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracker, flatten
@@ -56,7 +56,7 @@ from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.evaluation.owed import described, exam_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.saving import LOST, lost_seconds
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Opened:
     """Seconds that earlier attempts have trained since the checkpoint that this one goes on from."""
 
 
-def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Opened:
+def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> Opened:
     """Write the files that describe the run, and remove what earlier attempts left unfinished. Call on rank 0.
 
     Raises, and changes nothing, if another command has taken over the run.
@@ -116,7 +116,7 @@ def open_run(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> 
     return Opened(changed=changed, aside=aside, lost=lost)
 
 
-def _commit_of_model(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> str | None:
+def _commit_of_model(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str | None:
     """The hub's commit of the model that the run has begun with; None if it is not the hub's, or is not known."""
     if standing.checkpoint is None:
         stored = None if prepared.origin is None else prepared.origin.stored
@@ -127,7 +127,7 @@ def _commit_of_model(config: FinetuneConfig, prepared: Prepared, standing: Stand
     return None
 
 
-def put_mark(prepared: Prepared) -> None:
+def put_mark(prepared: RunInputs) -> None:
     """Mark the places that the config names as chosen by the user of this command."""
     file = prepared.place.model_files / MARK_FILE
     if prepared.mark is not None:
@@ -179,10 +179,10 @@ def _processor() -> str:
 
 def start_tracker(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     opened: Opened,
-    kernels: Mapping[str, Choice],
+    kernels: Mapping[str, KernelChoice],
     device: torch.device,
     console: TextIO | None,
     more: Sequence[Tracker] = (),
@@ -251,7 +251,7 @@ def _followers(
         yield TensorboardTracker(place.path, finish_seconds=seconds)
 
 
-def _report_kernels(tracker: Tracker, kernels: Mapping[str, Choice], before: Mapping[str, str]) -> None:
+def _report_kernels(tracker: Tracker, kernels: Mapping[str, KernelChoice], before: Mapping[str, str]) -> None:
     chosen = {what: choice.name for what, choice in kernels.items()}
     tracker.event(names.KERNELS, **chosen, **{f"{what}_why": choice.why for what, choice in kernels.items()})
     for what, choice in kernels.items():
@@ -285,7 +285,7 @@ def mlflow_tracker(
     )
 
 
-def run_start(config: FinetuneConfig, prepared: Prepared, standing: Standing, attempt: int) -> RunStart:
+def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, attempt: int) -> RunStart:
     """What trackers are given when an attempt starts."""
     return RunStart(
         name=config.run.name,
@@ -302,20 +302,20 @@ def run_start(config: FinetuneConfig, prepared: Prepared, standing: Standing, at
     )
 
 
-def mend_record(place: RunDir, standing: Standing) -> None:
+def mend_record(place: RunDir, standing: ResumePoint) -> None:
     """Mend the record of a complete run, which no attempt will look at, if it is broken."""
     steps = standing.state.step
     if not is_whole(place.metrics, steps):
         aside = place.metrics.with_name(f"{place.metrics.name}.damaged")
-        fields = repair_event(cut(place.metrics, steps, aside=aside).problems, aside)
+        fields = repair_event(truncate(place.metrics, steps, aside=aside).problems, aside)
         append_event(place.events, names.RECORD_REPAIRED, attempt=standing.state.attempt, fields=fields)
         logger.warning("%s", event_in_words(names.RECORD_REPAIRED, fields))
 
 
 def last_tracking(
     config: FinetuneConfig,
-    prepared: Prepared,
-    before: Standing,
+    prepared: RunInputs,
+    before: ResumePoint,
     step: int,
     *,
     seconds: float,
@@ -351,7 +351,7 @@ def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | N
         return None
 
 
-def _plan_in_full(prepared: Prepared, standing: Standing) -> dict[str, Any]:
+def _plan_in_full(prepared: RunInputs, standing: ResumePoint) -> dict[str, Any]:
     """The plan, and what of network and data a plan, which reads no path, cannot know."""
     return {
         **standing.plan.to_dict(),

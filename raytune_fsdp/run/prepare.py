@@ -31,7 +31,7 @@ from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.adapters.attach import is_adapted
-from raytune_fsdp.model.attention.choose import Needs, positions_of
+from raytune_fsdp.model.attention.choose import KernelNeeds, positions_of
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
@@ -55,12 +55,18 @@ from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
-from raytune_fsdp.run.standing import Prepared, Standing, confirm_complete, stand
-from raytune_fsdp.run.starting_weights import Origin, find_adapter, find_origin, model_directory, own_model_files
+from raytune_fsdp.run.standing import ResumePoint, RunInputs, confirm_complete, stand
+from raytune_fsdp.run.starting_weights import (
+    StartingWeights,
+    find_adapter,
+    find_origin,
+    model_directory,
+    own_model_files,
+)
 from raytune_fsdp.run.tokenizer import add_tokens
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import check_step
-from raytune_fsdp.step.parallel import describe, is_wrapped, units_of
+from raytune_fsdp.step.parallel import describe, is_wrapped, sharding_units
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +79,7 @@ def prepare(
     build: Builder = build_here,
     dry: bool = False,
     trust_places: bool = False,
-) -> tuple[Prepared, Standing]:
+) -> tuple[RunInputs, ResumePoint]:
     """Check everything, count the data, and find out where the run stands. Writes only caches (data, hub).
 
     `build` builds the windows to count. `dry`: for a run that saves and evaluates nothing. `trust_places`: also where a
@@ -100,7 +106,7 @@ def prepare(
     check_same_run(found, identity, files_of_data)
     check_same_adapters(found, config, network)
     counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
-    prepared = Prepared(
+    prepared = RunInputs(
         place=place,
         hf_config=hf_config,
         generation_config=_generation_config(network, directory),
@@ -133,7 +139,9 @@ def _built(hf_config: PretrainedConfig, config: FinetuneConfig, added: Mapping[i
     return network
 
 
-def _checked_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int) -> Needs:
+def _checked_needs(
+    config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int
+) -> KernelNeeds:
     """What the network takes to be cut and shared, after checking what it can do."""
     check_network(config, network, world)
     needs, mesh = network_needs(config, hf_config, network), config.parallel.mesh
@@ -170,7 +178,7 @@ def _counted(
 
 
 def _check_plan(
-    config: FinetuneConfig, standing: Standing, evals: Iterable[str], tasks: Sequence[Questions], *, new: bool
+    config: FinetuneConfig, standing: ResumePoint, evals: Iterable[str], tasks: Sequence[Questions], *, new: bool
 ) -> None:
     """What can be refused, or of a new run warned of, once its length is known, and the names of its evaluations."""
     metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
@@ -191,7 +199,7 @@ def _origin(
     directory: Path | None,
     *,
     trusted: bool,
-) -> Origin | None:
+) -> StartingWeights | None:
     """The stored weights that the run begins with, or that its adapters are beside: of the commit whose config was read
     in `directory`, or that it has begun with."""
     check_beginning(config, trusted=trusted)
@@ -217,7 +225,7 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
     if layout.tensor > 1:
         check_cut(layout.tensor, network, needs)
         cut_shapes(network, layout.tensor)
-    units = units_of(network, config.parallel, ends=needs.ends)
+    units = sharding_units(network, config.parallel, ends=needs.ends)
     return describe(
         network, units, config.parallel, layout, micro_batches=-(-blocks // layout.data_ranks), heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len,

@@ -15,7 +15,7 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.contents import INITIAL
 from raytune_fsdp.checkpoint.form import WrittenAs, sees, written_of
-from raytune_fsdp.checkpoint.merged import base_of, check_rows_stored, named_class, saved_network, whole_weights
+from raytune_fsdp.checkpoint.merged import base_of, check_rows_stored, merged_weights, named_class, saved_network
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
@@ -103,7 +103,7 @@ def export_checkpoint(
         )
         return
     moved, beside = _bases(checkpoint, files, base)
-    written = written_of(checkpoint, files, whole_weights(checkpoint, files, beside), beside=beside, moved=moved)
+    written = written_of(checkpoint, files, merged_weights(checkpoint, files, beside), beside=beside, moved=moved)
     card = model_card(checkpoint, files, dtype=chosen.dtype, sentence=written.sentence)
     export(
         written.source,
@@ -158,7 +158,7 @@ def average(
     newest = checkpoints[-1]
     files = model_files(newest)
     moved, beside = _bases(newest, files, base)  # one for all: a run goes on beside no other
-    mean = MeanTensors([whole_weights(found, files, beside) for found in checkpoints])
+    mean = MeanTensors([merged_weights(found, files, beside) for found in checkpoints])
     written = written_of(newest, files, mean, beside=beside, moved=moved)
     steps = [found.step for found in checkpoints]
     card = model_card(newest, files, dtype=chosen.dtype, mean_of=steps, sentence=written.sentence)

@@ -30,7 +30,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations, seconds_after
 from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.step.optim.update import Optimizer
 
 _LOOK_SECONDS = 0.2  # between two looks for a writer that was given up, or is to be waited for
@@ -297,8 +297,8 @@ failed before the clock asked for the next one."""
 
 def open_saves(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     model: PreTrainedModel,
     optimizer: Optimizer,
     tracker: Tracker,
@@ -360,7 +360,7 @@ def keep_of(chosen: CheckpointConfig) -> Keep:
 
 
 def _saver(
-    chosen: CheckpointConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, optimizer: Optimizer
+    chosen: CheckpointConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, optimizer: Optimizer
 ) -> Saver:
     scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
     if dist.get_rank() == 0 and chosen.keep_best:

@@ -1,6 +1,6 @@
 """Where a run is now: agreed at every start of a worker group, whatever its cause.
 
-`Prepared` holds what never changes during a command, a `Standing` what does. All ranks get theirs in one place,
+`RunInputs` holds what never changes during a command, a `ResumePoint` what does. All ranks get theirs in one place,
 `agree`: rank 0 says where it believes the run to be, and all ranks verify that checkpoint together.
 """
 
@@ -24,7 +24,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.model.attention.choose import Needs
+from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
@@ -33,13 +33,13 @@ from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import exam_of, owes
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
-from raytune_fsdp.run.starting_weights import AdapterFiles, Origin
+from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class RunInputs:
     """What never changes during a command, found out before any rank is started. Picklable."""
 
     place: RunDir
@@ -50,7 +50,7 @@ class Prepared:
     evals: Mapping[str, Windows]
     census: Census | None
     """None if the run's length is given in steps: then nothing is counted."""
-    origin: Origin | None
+    origin: StartingWeights | None
     """None if `model.init=random`, or if the run's own checkpoints have replaced the weights it began with."""
     identity: Mapping[str, Any]
     files_of_data: Mapping[str, Sequence[str]]
@@ -59,7 +59,7 @@ class Prepared:
     """The adapter that the run begins with; None: a new one, or none."""
     parameters: ParameterCount
     """The size of the network."""
-    needs: Needs
+    needs: KernelNeeds
     """What it needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
@@ -76,7 +76,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ResumePoint:
     """Where the run is now, and what follows from that for the next attempt. Picklable."""
 
     checkpoint: CommittedCheckpoint | None
@@ -109,13 +109,13 @@ class Standing:
 
 
 def stand(
-    config: FinetuneConfig, prepared: Prepared, world: int, found: Resumed, *, windows_built: int = 0
-) -> Standing:
+    config: FinetuneConfig, prepared: RunInputs, world: int, found: Resumed, *, windows_built: int = 0
+) -> ResumePoint:
     """The standing of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     if found.checkpoint is not None:
         check_extension(config, prepared.place, plan, found.checkpoint, found.state)
-    standing = Standing(
+    standing = ResumePoint(
         checkpoint=found.checkpoint,
         state=found.state,
         damaged=found.damaged,
@@ -129,7 +129,7 @@ def stand(
     return replace(standing, owes_evaluation=owes(prepared.place, found.state.step, exam))
 
 
-def look(config: FinetuneConfig, prepared: Prepared, world: int, damaged: Damaged | None = None) -> Standing:
+def look(config: FinetuneConfig, prepared: RunInputs, world: int, damaged: Damaged | None = None) -> ResumePoint:
     """Where the run is now. Checkpoints committed since the command began count, whatever `run.resume` says.
 
     Checkpoints known to be `damaged` are passed over.
@@ -139,13 +139,13 @@ def look(config: FinetuneConfig, prepared: Prepared, world: int, damaged: Damage
     return stand(config, prepared, world, found)
 
 
-def on_world(config: FinetuneConfig, prepared: Prepared, standing: Standing, world: int) -> Standing:
+def on_world(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, world: int) -> ResumePoint:
     """The same standing on another number of ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=standing.state.schedule_steps)
     return replace(standing, plan=plan)
 
 
-def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standing]) -> Standing:
+def agree(config: FinetuneConfig, prepared: RunInputs, begin: Callable[[], ResumePoint]) -> ResumePoint:
     """The standing from which all ranks begin an attempt. Collective.
 
     `begin` is called on rank 0 and says where the run is. All ranks then verify that checkpoint together; if it is
@@ -161,7 +161,7 @@ def agree(config: FinetuneConfig, prepared: Prepared, begin: Callable[[], Standi
     return standing
 
 
-def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> Standing:
+def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
     """If the run is complete, verify its checkpoint in this process, as no rank will; step back if it is damaged."""
     while (found := standing.checkpoint) is not None and standing.complete:
         problem = verify(found, hashes=config.checkpoint.verify == "hashes")
@@ -171,7 +171,7 @@ def confirm_complete(config: FinetuneConfig, prepared: Prepared, standing: Stand
     return standing
 
 
-def _numbered(prepared: Prepared, standing: Standing) -> Standing:
+def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
     """With the number of the attempt that begins now: as late as possible, as another start of the run may be near."""
     # From both, as either may have been removed: a number used twice could give two checkpoints the same name.
     earlier = [line["attempt"] for line in read_events(prepared.place.events)]
@@ -179,7 +179,7 @@ def _numbered(prepared: Prepared, standing: Standing) -> Standing:
     return replace(standing, attempt=1 + max(earlier, default=0))
 
 
-def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing, problem: str) -> Standing:
+def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, problem: str) -> ResumePoint:
     """Where the run is without the checkpoint of this standing, which is damaged."""
     found = standing.checkpoint
     assert found is not None
@@ -188,7 +188,7 @@ def _look_without(config: FinetuneConfig, prepared: Prepared, standing: Standing
     return replace(again, attempt=standing.attempt, windows_built=standing.windows_built)
 
 
-def _ended_early(config: FinetuneConfig, prepared: Prepared, step: int) -> bool:
+def _ended_early(config: FinetuneConfig, prepared: RunInputs, step: int) -> bool:
     """Whether the evaluations up to the checkpoint of this step end the run. Only of a run that has one: what earlier
     attempts have measured after it is cut from the record."""
     if config.eval.early_stop is None or step == 0:

@@ -24,7 +24,7 @@ from raytune_fsdp.checkpoint.catalogue import (
 )
 from raytune_fsdp.checkpoint.contents import INITIAL
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.merged import check_digests, located_base, whole_weights
+from raytune_fsdp.checkpoint.merged import check_digests, located_base, merged_weights
 from raytune_fsdp.checkpoint.model_files import model_files
 from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import read_state
@@ -34,12 +34,12 @@ from raytune_fsdp.config.sections.method import AdapterMethod, LoraMethod, Qlora
 from raytune_fsdp.model.adapters.attach import AdaptedWeights, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.adapters.config_file import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapters.names import keys_held, own_names
-from raytune_fsdp.model.adapters.principal import Beginning, ResidualWeights
+from raytune_fsdp.model.adapters.principal import PrincipalInit, ResidualWeights
 from raytune_fsdp.model.directory.files import WeightFiles, known_weights, locate
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.directory.named_class import find_named
 from raytune_fsdp.model.fill import FillMode
-from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.precision.quantized import QuantizedWeights
 from raytune_fsdp.model.weights.keys import (
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class StartingWeights:
     """Stored weights to begin with. Picklable."""
 
     stored: WeightFiles | CommittedCheckpoint
@@ -78,7 +78,7 @@ class Origin:
         """The source to fill the network from. Opens no model file yet: this rank may not see any."""
         weights: Weights
         if isinstance(self.stored, CommittedCheckpoint):
-            weights = whole_weights(self.stored, model_files(self.stored), self.beside)
+            weights = merged_weights(self.stored, model_files(self.stored), self.beside)
         else:
             weights = matched_weights(self.stored, self.match, model)
         return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
@@ -144,7 +144,7 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
 
 def find_origin(
     config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]], commit: str | None = None
-) -> Origin | None:
+) -> StartingWeights | None:
     """The stored weights for this network, after checking that they fit it. None if `model.init=random`.
 
     Of a network with adapters they are those of the network without. `added`: the ids of new tokens, with those of the
@@ -162,10 +162,10 @@ def find_origin(
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
         base, beside = read_state(checkpoint).base or {}, located_base(checkpoint, fetch=False)
-        origin = Origin(stored=checkpoint, match=Match(key_of={}), grown={}, beside=beside, base=base)
+        origin = StartingWeights(stored=checkpoint, match=Match(key_of={}), grown={}, beside=beside, base=base)
     else:
         files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
-        origin = Origin(stored=files, match=match_keys(network, files), grown={})
+        origin = StartingWeights(stored=files, match=match_keys(network, files), grown={})
     weights = origin.weights(network)
     if checkpoint is not None:
         _check_names(network, weights, origin.where)
@@ -238,7 +238,7 @@ class AdapterFiles:
 
 def _rows_of_tokens(network: PreTrainedModel) -> list[str]:
     """The embeddings and the head: a block's tensor may have as many rows as there are tokens by chance."""
-    inside = {id(tensor) for block in blocks_of(network) for tensor in block.parameters()}
+    inside = {id(tensor) for block in layers_of(network) for tensor in block.parameters()}
     owned = owned_tensors(network)
     return [name for name in rows_of_tokens(network) if id(owned[name]) not in inside]
 
@@ -255,12 +255,12 @@ def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None
 
 def first_weights(
     config: FinetuneConfig,
-    origin: Origin | None,
+    origin: StartingWeights | None,
     model: PreTrainedModel,
     mode: FillMode,
     adapter: AdapterFiles | None = None,
     checkpoint: CommittedCheckpoint | None = None,
-) -> tuple[Weights | None, Beginning | None]:
+) -> tuple[Weights | None, PrincipalInit | None]:
     """The source to fill `model` from, None if rank 0 reads for this rank, and what all ranks must turn to the tensor
     that is filled next, if any. Collective.
 
@@ -289,13 +289,13 @@ def _with_adapters(
     model: PreTrainedModel,
     adapter: AdapterFiles | None,
     checkpoint: CommittedCheckpoint | None,
-) -> tuple[Weights | None, Beginning | None]:
+) -> tuple[Weights | None, PrincipalInit | None]:
     """The weights of a network with adapters, from those of the one without. Collective."""
     method, seed = config.method, config.run.seed
     start, beginning = None if adapter is None else adapter.weights(), None
     if isinstance(method, LoraMethod) and method.init != "zero":
         if checkpoint is None:
-            start = beginning = Beginning(base, model, method.init, seed)
+            start = beginning = PrincipalInit(base, model, method.init, seed)
         else:
             start = CheckpointWeights(checkpoint, INITIAL)
         base = None if base is None else ResidualWeights(base, start, model)
@@ -307,7 +307,7 @@ def _with_adapters(
 
 
 def _check_content(
-    config: FinetuneConfig, origin: Origin, mode: FillMode, adapter: AdapterFiles | None, *, adapted: bool
+    config: FinetuneConfig, origin: StartingWeights, mode: FillMode, adapter: AdapterFiles | None, *, adapted: bool
 ) -> None:
     """Compare what will be read with its hashes, and the copies of different nodes with each other. Collective."""
     alone, hashes = mode == "rank0", config.checkpoint.verify == "hashes"
@@ -326,7 +326,7 @@ def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
         raise ResumeError(f"model.path={config.model.path} is damaged: {problem}; use another checkpoint of that run")
 
 
-def fill_mode(config: FinetuneConfig, origin: Origin | None, adapter: AdapterFiles | None = None) -> FillMode:
+def fill_mode(config: FinetuneConfig, origin: StartingWeights | None, adapter: AdapterFiles | None = None) -> FillMode:
     """`sharded` if every rank sees the files that rank 0 sees, else `rank0`. Collective."""
     if origin is None:
         return "sharded"

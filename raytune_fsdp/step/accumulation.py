@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model.attention.choose import Choice
+from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.step.parallel import Unit
 
@@ -23,7 +23,12 @@ FP32, AS_WEIGHTS = "fp32", "bf16"
 
 
 def add_gradients(
-    how: Choice | None, model: nn.Module, units: Sequence[Unit], config: ParallelConfig, layout: Layout, rounds: int
+    how: KernelChoice | None,
+    model: nn.Module,
+    units: Sequence[Unit],
+    config: ParallelConfig,
+    layout: Layout,
+    rounds: int,
 ) -> None:
     """As the run began: None where weights are not in 16 bits. `rounds`: the micro-batches of a rank in a full step."""
     if how is not None and how.name == FP32:

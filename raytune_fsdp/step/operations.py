@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.model.added_rows import EmbeddingWithRows
-from raytune_fsdp.model.layers import blocks_of, ends_of
+from raytune_fsdp.model.layers import ends_of, layers_of
 from raytune_fsdp.step.flops import Architecture, Products
 
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
@@ -51,7 +51,7 @@ def count_asleep(model: PreTrainedModel) -> int:
 
 def _places(model: PreTrainedModel) -> dict[int, int]:
     """The order in which weights are used, by their ids: 0 before the blocks, then a number for each block."""
-    blocks = blocks_of(model)
+    blocks = layers_of(model)
     places = {id(p): 0 for p in model.parameters()}
     if model.get_output_embeddings() is not None:
         places |= {id(p): len(blocks) + 1 for module in ends_of(model)[1] for p in module.parameters()}

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.collectives import make_device_mesh
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model.attention.choose import Heads
-from raytune_fsdp.model.layers import blocks_of, ends_of
+from raytune_fsdp.model.layers import ends_of, layers_of
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.pieces.pieces import TENSOR, local_piece
 from raytune_fsdp.model.precision.fp8 import layers_in_fp8
@@ -59,7 +59,7 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharers:
+class SharingGroups:
     """The ranks that compute this rank's blocks with it. None: there are no others."""
 
     sequence: dist.ProcessGroup | None
@@ -68,17 +68,17 @@ class Sharers:
     """All of them."""
 
 
-def make_groups(layout: Layout, device: torch.device) -> Sharers:
+def make_groups(layout: Layout, device: torch.device) -> SharingGroups:
     """Collective."""
     if layout.together == 1:
-        return Sharers(None, None)
+        return SharingGroups(None, None)
     axes = {"data": layout.data_ranks, "sequence": layout.sequence, TENSOR: layout.tensor}
     mesh = make_device_mesh(device.type, axes)
     sequence = mesh.get_group("sequence") if layout.sequence > 1 else None
     if layout.tensor == 1:
-        return Sharers(sequence, sequence)
+        return SharingGroups(sequence, sequence)
     together = make_device_mesh(device.type, {"data": layout.data_ranks, "together": layout.together})
-    return Sharers(sequence, together.get_group("together"))
+    return SharingGroups(sequence, together.get_group("together"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ def _nbytes(parameter: torch.Tensor, width: int) -> int:
     return count * (width if parameter.is_floating_point() else parameter.itemsize)
 
 
-def units_of(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
+def sharding_units(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
     """The units that a network is sharded in, in the order of its forward pass; what is in none belongs to the root.
 
     `ends`: the embedding, and the norm and head behind the blocks, are units of their own. The root's weights stay
     gathered from the first layer to the last and back: of a 70B these are 4 GiB that most of a step has no use for.
     """
-    blocks, size = blocks_of(model), config.wrap
+    blocks, size = layers_of(model), config.wrap
     groups = [tuple(blocks[i : i + size]) for i in range(0, len(blocks), size)]
     units = [Unit("block" if size == 1 else f"{size} blocks", group) for group in groups]
     if not ends:
@@ -270,7 +270,7 @@ def exchanged_of(
     )  # fmt: skip
     reached = reached_by_backward(model, units)
     backward = {id(m) for unit, is_reached in zip(units, reached, strict=True) if is_reached for m in unit.modules}
-    blocks, every = blocks_of(model), config.recompute_every or 1
+    blocks, every = layers_of(model), config.recompute_every or 1
     trained = [number for number, block in enumerate(blocks) if id(block) in backward]
     # What is computed again is exchanged again: only results of attention itself are ever kept.
     again = [number for number in trained if config.activation_checkpointing != "none" and number % every == 0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import Batch, StepBatches
+from raytune_fsdp.base.batch import MicroBatch, StepBatches
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import OptimConfig, ParallelConfig
@@ -120,7 +120,7 @@ def train_step(
 
 
 @torch.no_grad()
-def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
+def eval_step(model: PreTrainedModel, block: MicroBatch) -> torch.Tensor:
     """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this.
 
     The cross-entropy alone, whatever the run adds to it, so that runs can be compared.
@@ -130,7 +130,7 @@ def eval_step(model: PreTrainedModel, block: Batch) -> torch.Tensor:
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 
-def _seed_block(seed: int, step: int, block: Batch) -> None:
+def _seed_block(seed: int, step: int, block: MicroBatch) -> None:
     """Seed dropout by the block and its place in the run, not by the rank that happens to compute it."""
     key = derive_key("block", seed, step, block.index) & (2**63 - 1)
     # Not torch.manual_seed: it formats the call stack for every kind of device that is not in use, 0.8 ms per call.
@@ -139,7 +139,7 @@ def _seed_block(seed: int, step: int, block: Batch) -> None:
         torch.cuda.manual_seed(key)
 
 
-def _by_dataset(losses: Losses, block: Batch, datasets: int) -> torch.Tensor:
+def _by_dataset(losses: Losses, block: MicroBatch, datasets: int) -> torch.Tensor:
     """The sums of losses and of right choices of each dataset."""
     # A product, because index_add on a GPU adds in any order.
     member = (block.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()

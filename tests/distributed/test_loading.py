@@ -18,7 +18,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode
 from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, EXPERTS, TIED, UNUSUAL, VOCABULARY, build, save_checkpoint
@@ -170,7 +170,7 @@ def _config(directory: Path, storage: Path, fill: str) -> FinetuneConfig:
     )
 
 
-def _assemble(config: FinetuneConfig, prepared: Prepared, standing: Standing, sighted: bool) -> tuple[str, Any]:
+def _assemble(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, sighted: bool) -> tuple[str, Any]:
     """Which mode was chosen, and the network; the ranks that are not `sighted` have no such directory."""
     assert prepared.origin is not None and isinstance(prepared.origin.stored, WeightFiles)
     if dist.get_rank() and not sighted:
@@ -180,7 +180,7 @@ def _assemble(config: FinetuneConfig, prepared: Prepared, standing: Standing, si
     return fill_mode(config, prepared.origin), assemble(config, prepared, standing, CPU).model
 
 
-def _check_assembled(config: FinetuneConfig, prepared: Prepared, standing: Standing, sighted: bool) -> str:
+def _check_assembled(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, sighted: bool) -> str:
     mode, model = _assemble(config, prepared, standing, sighted)
     expected = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     assert_same(gathered(model), expected.state_dict(), mode)
@@ -196,7 +196,7 @@ def test_rank0_is_enough_to_see_the_files(tmp_path: Path, fill: str, sighted: bo
     assert run_ranks(_check_assembled, 3, config, *prepare(config, 3), sighted) == [chosen] * 3
 
 
-def _refused(config: FinetuneConfig, prepared: Prepared, standing: Standing) -> str:
+def _refused(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str:
     with pytest.raises(ModelError) as failure:
         _assemble(config, prepared, standing, sighted=False)
     return str(failure.value)

@@ -68,7 +68,7 @@ def stepped(case: str, parallel: Mapping[str, Any]) -> dict[str, np.ndarray[Any,
     from raytune_fsdp.config import ParallelConfig
     from raytune_fsdp.plan.plan import Layout
     from raytune_fsdp.step.optim.build import build_optimizer
-    from raytune_fsdp.step.parallel import make_mesh, shard, units_of
+    from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
 
     name, precision, optim = CASES[case]
     model = build(name).to(TYPES[precision])
@@ -77,7 +77,7 @@ def stepped(case: str, parallel: Mapping[str, Any]) -> dict[str, np.ndarray[Any,
     size = {"replicate": 1, "hybrid_shard": config.shard_size}.get(config.strategy, world)
     layout = Layout(world=world, data_ranks=world, replicas=world // (size or 1), shard_size=size or 1)
     if world > 1:
-        shard(model, make_mesh(layout, torch.device("cpu")), config, units_of(model, config, ends=False))
+        shard(model, make_mesh(layout, torch.device("cpu")), config, sharding_units(model, config, ends=False))
     optimizer = build_optimizer(model, OptimConfig.model_validate({**COMMON, **optim}), seed=5)
     optimizer.init_state()
 

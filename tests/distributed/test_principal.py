@@ -18,7 +18,7 @@ from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_infere
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.config.sections.method import LoraMethod
 from raytune_fsdp.model.adapters import principal
-from raytune_fsdp.model.adapters.attach import began_as
+from raytune_fsdp.model.adapters.attach import initial_adapters
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
@@ -126,7 +126,10 @@ def _begun(config: FinetuneConfig, prepared: Any, standing: Any, ahead: int) -> 
         return str(error)
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in (*model.named_parameters(), *((f"initial.{n}", t) for n, t in began_as(model).items()))
+        for name, tensor in (
+            *model.named_parameters(),
+            *((f"initial.{n}", t) for n, t in initial_adapters(model).items()),
+        )
     }
     return {
         name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

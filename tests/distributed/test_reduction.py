@@ -50,13 +50,13 @@ def gradients(parallel: dict[str, Any], per_node: int | None) -> tuple[dict[str,
     from raytune_fsdp.model.objective.loss import block_loss
     from raytune_fsdp.model.pieces.pieces import local_piece
     from raytune_fsdp.model.proof import documents
-    from raytune_fsdp.step.parallel import make_mesh, shard, traffic_of, units_of
+    from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units, traffic_of
 
     world, config = dist.get_world_size(), ParallelConfig.model_validate(parallel)
     shards = config.shard_size or world
     layout = Layout(world=world, data_ranks=world, replicas=world // shards, shard_size=shards)
     model = build("llama").to(MASTER_DTYPE[config.precision])
-    units = units_of(model, config, ends=True)
+    units = sharding_units(model, config, ends=True)
     said = traffic_of(model, units, config, layout, micro_batches=1, per_node=per_node)
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.to("meta")

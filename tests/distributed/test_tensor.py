@@ -18,7 +18,7 @@ from benchmarks.collectives import Collectives
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.model.attention.choose import Needs
+from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.split.cuts import check_cut
 from raytune_fsdp.plan.run_dir import MODEL_FILES
@@ -83,7 +83,7 @@ def tried(names: list[str]) -> dict[str, str | None]:
     for name in names:
         network = build(name, **({"num_local_experts": 4} if name == "mixtral" else {}))
         try:
-            check_cut(mesh.size(), network, Needs())
+            check_cut(mesh.size(), network, KernelNeeds())
         except ConfigError as error:
             found[name] = str(error)
             continue

@@ -34,7 +34,7 @@ def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], di
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.model.network import build_network
     from raytune_fsdp.run.assemble import assemble
-    from raytune_fsdp.step.parallel import traffic_of, units_of
+    from raytune_fsdp.step.parallel import sharding_units, traffic_of
     from raytune_fsdp.step.train_step import train_step
 
     prepared, standing = prepare_on_rank0(config)
@@ -43,7 +43,7 @@ def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], di
     if isinstance(config.method, QloraMethod):
         quantize_layers(model, config.method.quantization)
     said = traffic_of(
-        model, units_of(model, config.parallel, ends=prepared.needs.ends), config.parallel, plan.layout,
+        model, sharding_units(model, config.parallel, ends=prepared.needs.ends), config.parallel, plan.layout,
         micro_batches=plan.division.full_rounds,
     )  # fmt: skip
     parts = assemble(config, prepared, standing, torch.device("cpu"))

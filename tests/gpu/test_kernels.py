@@ -13,7 +13,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.model.attention.calls import PREFIX, Call, reference
-from raytune_fsdp.model.attention.choose import Heads, Needs, choose
+from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose
 from raytune_fsdp.model.attention.flash import FLASH
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.attention.trial import why_kernel_fails
@@ -30,12 +30,14 @@ LENGTHS = [300, 1, 777, 64, 2000, 906]
 
 
 def fails(name: str, width: int = 128, keys: int = 4, window: int | None = None, sinks: bool = False) -> str | None:
-    needs = Needs(width=width, heads=(Heads(many=16, keys=keys, width=width, window=window, sinks=sinks),))
+    needs = KernelNeeds(width=width, heads=(Heads(many=16, keys=keys, width=width, window=window, sinks=sinks),))
     return why_kernel_fails(name, needs, torch.device("cuda"), torch.bfloat16)
 
 
 def test_one_of_them_is_chosen() -> None:
-    found = choose("auto", Needs(width=128), kept=None, device=torch.device("cuda"), dtype=torch.bfloat16, fails=fails)
+    found = choose(
+        "auto", KernelNeeds(width=128), kept=None, device=torch.device("cuda"), dtype=torch.bfloat16, fails=fails
+    )
     assert found.name in KERNELS, found.why
 
 

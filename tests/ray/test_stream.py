@@ -20,7 +20,14 @@ from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.launch.ray.tasks import calls
 from raytune_fsdp.launch.ray.tasks.batches import ray_batches
-from raytune_fsdp.launch.ray.tasks.stream import FIRST_STEPS, build_on_ray, cut, first_samples, split, stream_dataset
+from raytune_fsdp.launch.ray.tasks.stream import (
+    FIRST_STEPS,
+    build_on_ray,
+    first_samples,
+    split,
+    stream_dataset,
+    to_blocks,
+)
 from raytune_fsdp.plan.division import Division
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
@@ -296,7 +303,7 @@ def test_blocks_out_of_order_are_not_trained_on(tmp_path: Path) -> None:
     windows = make(tmp_path, window=50)
     part = divide(1, last=1)
     read, _, _ = first_samples(Stream(windows, seed=SEED), Cursor(), *divide(1, last=10))
-    tables = list(cut(iter([read]), 2, 6, 0))
+    tables = list(to_blocks(iter([read]), 2, 6, 0))
     tables.append(tables[1].slice(0, 1))
     assert len(list(ray_batches(Shard(tables[:3]), windows, *part, data_rank=0))) == 1
     for order, message in (

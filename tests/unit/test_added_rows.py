@@ -12,7 +12,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.added_rows import HeadWithRows, train_rows, weights_with_rows
 from raytune_fsdp.model.objective import chunked_head
-from raytune_fsdp.model.objective.chunked_head import LossHead, install
+from raytune_fsdp.model.objective.chunked_head import LossHead, install_chunked_loss
 from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents, error_of_loss
@@ -60,8 +60,8 @@ def test_they_learn_as_in_the_whole_embedding(
     tied = inputs.weight is outputs.weight
     train_rows(alone, set(IDS))
     if loss == "chunked":
-        install(whole)
-        install(alone)
+        install_chunked_loss(whole)
+        install_chunked_loss(alone)
     assert isinstance(alone.get_output_embeddings(), HeadWithRows)
     ends = [inputs.weight] if tied else [inputs.weight, outputs.weight]
     rows = [parameter for parameter in alone.parameters() if parameter.requires_grad]
@@ -89,7 +89,7 @@ def test_the_chunked_head_knows_its_rows_in_bf16() -> None:
     """And rows that are moved far from the frozen ones are what is computed with."""
     model = build("llama", attn_implementation="eager").requires_grad_(False).eval()
     train_rows(model, IDS)
-    install(model)
+    install_chunked_loss(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -17,7 +17,7 @@ from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model import compile_layers as compiler_module
 from raytune_fsdp.model import offload_activations
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
-from raytune_fsdp.model.layers import blocks_of, run_blocks
+from raytune_fsdp.model.layers import layers_of, run_blocks
 from tests.gpu.test_memory import WHERE_KEPT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -96,7 +96,7 @@ def test_only_training_uses_the_compiler() -> None:
     model.eval()(torch.ones(4))
     assert not calls
     model.train()(torch.ones(4))
-    assert calls == blocks_of(model)  # type: ignore[arg-type]
+    assert calls == layers_of(model)  # type: ignore[arg-type]
 
 
 @pytest.fixture

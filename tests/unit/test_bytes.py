@@ -70,7 +70,7 @@ def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]
     from raytune_fsdp.model.pieces.pieces import local_piece
     from raytune_fsdp.model.proof import documents
     from raytune_fsdp.step.optim.build import build_optimizer
-    from raytune_fsdp.step.parallel import make_mesh, shard, units_of
+    from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
 
     found = []
     cpu = torch.device("cpu")
@@ -78,7 +78,7 @@ def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]
         model = build("llama", hidden_size=256, intermediate_size=512, head_dim=64).to(MASTER_DTYPE[precision])
         parallel = ParallelConfig.model_validate({"precision": precision})
         mesh = make_mesh(Layout(world=1, data_ranks=1, replicas=1, shard_size=1), cpu)
-        shard(model, mesh, parallel, units_of(model, parallel, ends=True))
+        shard(model, mesh, parallel, sharding_units(model, parallel, ends=True))
         optimizer = build_optimizer(model, OptimConfig.model_validate({"optimizer": ROWS[name]}))
         block_loss(model.train(), documents(model, cpu)).total.backward()
         taken = {}

@@ -18,7 +18,7 @@ from raytune_fsdp.predict.devices import Calibration, Surface, device_of, read_c
 from raytune_fsdp.predict.links import network_of
 from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict
 from raytune_fsdp.predict.speed import rates_of
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.work import Operation
 from tests.runs import LLAMA, make_config
 
@@ -129,7 +129,7 @@ def _config(directory: Path) -> Any:
 
 def test_a_step_is_the_sum_of_its_operations_and_of_what_moves(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    subject = Subject.of(config)
+    subject = ModelSpec.of(config)
     fast = replace(MADE, gathering=1e20, reducing=1e20, per_collective=1e-12)
     slow = replace(MADE, gathering=1e6, reducing=1e6, per_collective=1e-12)
     often = replace(fast, per_collective=1.0)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, Batch, Cursor, StepBatches
+from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, MicroBatch, StepBatches
 from raytune_fsdp.base.errors import DataError, ResumeError
 from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, rank_batches
 from raytune_fsdp.data.stream import Stream
@@ -187,7 +187,7 @@ def test_cursor_of_other_data(cursor: Cursor) -> None:
         next(Stream(make(LENGTHS), seed=5).samples(cursor))
 
 
-def assert_filler(block: Batch, *, shape: tuple[int, int]) -> None:
+def assert_filler(block: MicroBatch, *, shape: tuple[int, int]) -> None:
     assert block.is_filler and block.index == FILLER_INDEX
     assert (block.tokens, block.target_tokens, block.attended_pairs) == (0, 0, 0)
     for tensor in (block.input_ids, block.labels, block.position_ids, block.source_ids):

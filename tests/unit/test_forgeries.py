@@ -181,7 +181,7 @@ def read_holes(place: Path, good: Path) -> None:
         steps,
     ):
         assert read(place) == read(good), "another record was read"
-    assert repair.cut(place / "metrics.jsonl", 6, aside=place / "aside").problems in (
+    assert repair.truncate(place / "metrics.jsonl", 6, aside=place / "aside").problems in (
         (),
         ("1 line was neither a step nor an evaluation, and left out",),
     )

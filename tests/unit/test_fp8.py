@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model.layers import blocks_of, run_blocks
+from raytune_fsdp.model.layers import layers_of, run_blocks
 from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.model.precision import fp8
 from raytune_fsdp.model.precision.fp8 import (
@@ -29,7 +29,7 @@ from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.links import move, network_of
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.step.precision import check_precision
 from raytune_fsdp.step.traffic import Traffic
 from tests.models import build
@@ -155,13 +155,13 @@ def test_evaluations_multiply_in_16_bits() -> None:
         assert torch.equal(block_loss(model, block).total, before)
         assert not torch.equal(block_loss(model.train(), block).total, before)
     assert [name for name, _ in model.named_parameters()] == names
-    assert len(layers_in_fp8(model)) == 7 * len(blocks_of(model))
+    assert len(layers_in_fp8(model)) == 7 * len(layers_of(model))
 
 
 def _planned(world: int = 8, gpu: str = "H100", between: float = 50e9, **parallel: Any) -> Prediction:
     config = config_of(WIDE, parallel=parallel, train={"micro_batch": 1, "global_batch": 2 * world})
     cluster = Cluster(device=find_device(gpu), per_node=8, between=between)
-    return predict(Subject.of(config), config, resolve(config, world), cluster)
+    return predict(ModelSpec.of(config), config, resolve(config, world), cluster)
 
 
 @pytest.mark.thorough

@@ -7,9 +7,15 @@ import torch
 from torch import nn
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.model.attention.choose import Needs, logits_of
+from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
 from raytune_fsdp.model.objective import chunked_head
-from raytune_fsdp.model.objective.chunked_head import LossHead, Shape, choose_loss, install, linear_cross_entropy
+from raytune_fsdp.model.objective.chunked_head import (
+    LossHead,
+    Shape,
+    choose_loss,
+    install_chunked_loss,
+    linear_cross_entropy,
+)
 from raytune_fsdp.model.objective.loss import block_loss, plain_losses
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents
@@ -108,7 +114,7 @@ def test_both_heads_of_a_network_smooth_alike(name: str, objective: Objective) -
     for chunked in (False, True):
         model.zero_grad()
         if chunked:
-            install(model)
+            install_chunked_loss(model)
         found = block_loss(model, block, objective)
         found.total.backward()
         assert torch.allclose(found.each, each, rtol=1e-12, atol=1e-12)
@@ -168,7 +174,7 @@ def test_a_network_with_it_has_the_losses_and_gradients_of_its_own(name: str, at
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     names = list(model.state_dict())
-    install(model)
+    install_chunked_loss(model)
     assert isinstance(model.get_output_embeddings(), LossHead) and list(model.state_dict()) == names
     found = block_loss(model, block)
     found.total.backward()
@@ -181,7 +187,7 @@ def test_a_network_with_it_has_the_losses_and_gradients_of_its_own(name: str, at
 
 
 def test_which_loss_a_run_gets() -> None:
-    any_, own = Needs(), Needs(plain_loss="its head is not one linear layer")
+    any_, own = KernelNeeds(), KernelNeeds(plain_loss="its head is not one linear layer")
     assert choose_loss("auto", any_, kept=None).name == "chunked"
     assert choose_loss("auto", any_, kept="plain").name == "plain", "as the run began"
     assert choose_loss("chunked", any_, kept="plain").name == "chunked"

@@ -18,7 +18,7 @@ from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention import flash
 from raytune_fsdp.model.attention.calls import Call, Unfit, reference
-from raytune_fsdp.model.attention.choose import Choice, Heads, Needs, choose
+from raytune_fsdp.model.attention.choose import Heads, KernelChoice, KernelNeeds, choose
 from raytune_fsdp.model.attention.flash import is_installed, load
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.attention.trial import why_kernel_fails
@@ -97,7 +97,7 @@ VERSION_2 = {"flash_attn/__init__.py": BY_THE_BOOK, "flash_attn/cute/__init__.py
 """As 2.8.3 is laid out: with the files of version 4, without what they import."""
 
 
-def chosen(needs: Needs, asked: str = "auto", ranks: Callable[[str], str | None] | None = None) -> Choice:
+def chosen(needs: KernelNeeds, asked: str = "auto", ranks: Callable[[str], str | None] | None = None) -> KernelChoice:
     fails = ranks or partial(why_kernel_fails, needs=needs, device=CPU, dtype=HALF)
     return choose(asked, needs, kept=None, device=GPU, dtype=HALF, fails=fails)
 
@@ -106,7 +106,7 @@ def test_files_of_another_version_are_not_that_version(install: Callable[..., No
     assert not is_installed("documents_fa2")
     install("flash-attn", VERSION_2)
     assert is_installed("documents_fa2") and not is_installed("documents_fa4") and not is_installed("documents_fa3")
-    found = chosen(Needs(width=16, heads=KINDS))
+    found = chosen(KernelNeeds(width=16, heads=KINDS))
     assert found.name == "documents_fa2" and "documents_fa4: flash-attn-4 is not installed" in found.why
 
 
@@ -114,7 +114,7 @@ def test_a_package_that_lacks_what_it_imports_is_passed_over(install: Callable[.
     install("flash-attn", VERSION_2)
     install("flash-attn-4", {})
     assert is_installed("documents_fa4")
-    found = chosen(Needs(width=16, heads=KINDS))
+    found = chosen(KernelNeeds(width=16, heads=KINDS))
     assert found.name == "documents_fa2"
     assert "documents_fa4: ModuleNotFoundError: No module named 'cutlass_that_is_not_here'" in found.why
 
@@ -122,7 +122,7 @@ def test_a_package_that_lacks_what_it_imports_is_passed_over(install: Callable[.
 def test_a_kernel_whose_backward_raises_is_passed_over(install: Callable[..., None]) -> None:
     install("flash-attn-3", {"flash_attn_interface.py": WITHOUT_BACKWARD})
     install("flash-attn", VERSION_2)
-    found = chosen(Needs(width=16, heads=(PLAIN,)))
+    found = chosen(KernelNeeds(width=16, heads=(PLAIN,)))
     assert found.name == "documents_fa2"
     assert "documents_fa3: NotImplementedError: no backward for heads of this width" in found.why
 
@@ -140,7 +140,7 @@ def test_a_kernel_that_computes_something_else_is_passed_over(
     install: Callable[..., None], wrong: str, what: str
 ) -> None:
     install("flash-attn", {"flash_attn/__init__.py": wrong.replace(".to(q.dtype)\n    *", ".to(q.dtype) *")})
-    reason = why_kernel_fails("documents_fa2", Needs(width=16, heads=KINDS), CPU, HALF)
+    reason = why_kernel_fails("documents_fa2", KernelNeeds(width=16, heads=KINDS), CPU, HALF)
     assert reason is not None and what in reason
 
 
@@ -148,7 +148,7 @@ def test_a_kernel_that_would_end_the_process_is_not_called(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("flash-attn-3", {"flash_attn_interface.py": BY_THE_BOOK})
-    needs = Needs(width=16, heads=(PLAIN,))
+    needs = KernelNeeds(width=16, heads=(PLAIN,))
     assert why_kernel_fails("documents_fa3", needs, CPU, HALF) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert why_kernel_fails("documents_fa3", needs, CPU, HALF) == "it is not for devices of capability 10.0"
@@ -158,7 +158,7 @@ def test_all_ranks_get_the_same_kernel(install: Callable[..., None], monkeypatch
     """This rank could use the first one, the other cannot."""
     install("flash-attn-3", {"flash_attn_interface.py": BY_THE_BOOK})
     install("flash-attn", VERSION_2)
-    needs = Needs(width=16, heads=(PLAIN,))
+    needs = KernelNeeds(width=16, heads=(PLAIN,))
     others = {"documents_fa4": "flash-attn-4 is not installed", "documents_fa3": "RuntimeError: of another device"}
     asked: list[str] = []
 
@@ -177,7 +177,7 @@ def test_all_ranks_get_the_same_kernel(install: Callable[..., None], monkeypatch
     assert "documents_fa3: on rank 1: RuntimeError: of another device" in found.why
 
 
-def in_full(values: dict[str, Any]) -> Needs:
+def in_full(values: dict[str, Any]) -> KernelNeeds:
     config: FinetuneConfig = wanted(values)
     hf_config = load_architecture(config.model, None)
     return network_needs(config, hf_config, build_network(hf_config, config))
@@ -257,8 +257,8 @@ def test_torch_with_and_without_sinks(flash_of_torch: None) -> None:
     kinds = (PLAIN, replace(PLAIN, window=128), SUNK, replace(SUNK, window=128))
     for heads in kinds:
         for dtype in (HALF, torch.float32):
-            assert why_kernel_fails("documents_varlen", Needs(width=16, heads=(heads,)), CPU, dtype) is None
-    assert chosen(Needs(width=16, sinks=True, heads=kinds)).name == "documents_varlen"
+            assert why_kernel_fails("documents_varlen", KernelNeeds(width=16, heads=(heads,)), CPU, dtype) is None
+    assert chosen(KernelNeeds(width=16, sinks=True, heads=kinds)).name == "documents_varlen"
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])

@@ -15,7 +15,7 @@ from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.model.attention import flash, kernels
 from raytune_fsdp.model.attention.calls import Call, reference
-from raytune_fsdp.model.attention.choose import Choice, Needs, choose, use
+from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernels import KERNELS, sdpa_by_document
 from raytune_fsdp.model.proof import WINDOW, documents, error_of_kernel
 from tests.models import build
@@ -204,8 +204,8 @@ def test_the_check_has_documents_longer_than_its_window() -> None:
         assert 0 < error_of_kernel(model, CPU) < 1e-5
 
 
-NONE, ALL, CAPPED = Needs(refused="it runs on"), Needs(width=128), Needs(width=128, softcap=True)
-SUNK = Needs(width=128, sinks=True)
+NONE, ALL, CAPPED = KernelNeeds(refused="it runs on"), KernelNeeds(width=128), KernelNeeds(width=128, softcap=True)
+SUNK = KernelNeeds(width=128, sinks=True)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ SUNK = Needs(width=128, sinks=True)
         ("auto", SUNK, None, GPU, torch.bfloat16, ("fa4", "fa2", "varlen"), "documents_varlen"),
         ("auto", replace(SUNK, softcap=True), None, GPU, torch.bfloat16, ("fa4", "varlen"), ""),
         ("auto", CAPPED, None, GPU, torch.bfloat16, ("fa2", "varlen"), "documents_fa2"),
-        ("auto", Needs(width=512), None, GPU, torch.bfloat16, ("fa2", "varlen"), ""),
+        ("auto", KernelNeeds(width=512), None, GPU, torch.bfloat16, ("fa2", "varlen"), ""),
         # A run that goes on keeps what it began with, if that is here.
         ("auto", ALL, "sdpa", CPU, torch.float32, (), "sdpa"),
         ("auto", ALL, "documents_varlen", GPU, torch.bfloat16, ("fa2", "varlen"), "documents_varlen"),
@@ -240,8 +240,8 @@ SUNK = Needs(width=128, sinks=True)
     ],
 )  # fmt: skip
 def test_which_attention_a_run_gets(
-    asked: str, needs: Needs, kept: str | None, device: torch.device, dtype: torch.dtype, working: tuple[str, ...],
-    chosen: str,
+    asked: str, needs: KernelNeeds, kept: str | None, device: torch.device, dtype: torch.dtype,
+    working: tuple[str, ...], chosen: str,
 ) -> None:  # fmt: skip
     def fails(name: str) -> str | None:
         return None if name.removeprefix("documents_") in working else "it is not here"
@@ -269,8 +269,8 @@ def test_a_network_that_cannot_get_the_attention_of_its_run_is_refused() -> None
         ("flash_attention_2", "with flash-attn on all nodes; "),
     ):
         with pytest.raises(ConfigError, match=rf"a gptj keeps .* built with, here eager, .* has {name}: .*{way_out}"):
-            use(build("gptj"), Choice(name=name, why="as the run began"))
-    assert use(build("gptj"), Choice(name="eager", why="as the run began")).name == "eager"
+            set_attention(build("gptj"), KernelChoice(name=name, why="as the run began"))
+    assert set_attention(build("gptj"), KernelChoice(name="eager", why="as the run began")).name == "eager"
 
 
 def test_why_a_kernel_was_passed_over_is_in_the_choice() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raytune_fsdp.base.batch import PADDING, Batch
+from raytune_fsdp.base.batch import PADDING, MicroBatch
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
 from raytune_fsdp.model.objective.loss import block_loss
@@ -20,7 +20,7 @@ ALPHA, WIDTH = 5.0, 32
 
 
 @pytest.fixture
-def block() -> Batch:
+def block() -> MicroBatch:
     """Two samples of 19 tokens, of which the second ends in eight of padding."""
     made = documents(build("llama"), torch.device("cpu"))
     sources = made.source_ids.clone()
@@ -28,7 +28,7 @@ def block() -> Batch:
     return replace(made, source_ids=sources)
 
 
-def noise(block: Batch, *, seed: int = 0, one_row: bool = False, alpha: float | None = ALPHA) -> torch.Tensor:
+def noise(block: MicroBatch, *, seed: int = 0, one_row: bool = False, alpha: float | None = ALPHA) -> torch.Tensor:
     """What is added to the embeddings of a block."""
     model = build("llama").train()
     embedding, ids = model.get_input_embeddings(), block.input_ids.reshape(1, -1) if one_row else block.input_ids
@@ -41,7 +41,7 @@ def noise(block: Batch, *, seed: int = 0, one_row: bool = False, alpha: float | 
     return found.view(*block.input_ids.shape, WIDTH)
 
 
-def test_it_is_as_large_as_the_paper_says(block: Batch) -> None:
+def test_it_is_as_large_as_the_paper_says(block: MicroBatch) -> None:
     """alpha / sqrt(L x width), of the tokens that each sample has."""
     found = noise(block)
     for row, tokens in ((0, 19), (1, 11)):
@@ -52,7 +52,7 @@ def test_it_is_as_large_as_the_paper_says(block: Batch) -> None:
         assert abs(mean) < 4 * bound / math.sqrt(3 * tokens * WIDTH)
 
 
-def test_it_follows_from_the_random_state_alone(block: Batch) -> None:
+def test_it_follows_from_the_random_state_alone(block: MicroBatch) -> None:
     assert torch.equal(noise(block), noise(block)) and not torch.equal(noise(block), noise(block, seed=1))
     assert torch.allclose(noise(block), noise(block, one_row=True), atol=1e-7), "as kernels with borders see it"
     assert not noise(block, alpha=None).any()
@@ -62,7 +62,7 @@ def test_a_filler_has_no_noise_that_is_not_finite() -> None:
     assert noise(filler(2, seq_len=19, pad_id=0)).isfinite().all()
 
 
-def test_only_a_step_has_it(block: Batch) -> None:
+def test_only_a_step_has_it(block: MicroBatch) -> None:
     """A loss without an objective, as evaluations take it, is the same as ever, in training mode, too."""
     model = build("llama").train()
     noisy = Objective(neftune_noise_alpha=ALPHA)

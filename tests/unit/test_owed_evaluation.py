@@ -13,7 +13,7 @@ from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
-from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.exam import Evaluation
 from tests.runs import make_config, write_tokens
 
 pytestmark = pytest.mark.thorough
@@ -43,7 +43,7 @@ def crashed(config: FinetuneConfig, where: str, monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Exam, where, crash)
+        patched.setattr(Evaluation, where, crash)
         with pytest.raises(RuntimeError, match="a bug"):
             finetune(config)
 
@@ -77,7 +77,7 @@ def test_an_end_by_evaluations_owes_its_answers(tmp_path: Path, monkeypatch: pyt
     stop = {"every": 1, "early_stop": {"patience": 1, "min_delta": 1e6}, "prompts": PROMPTS, "max_new_tokens": 3}
     config = config_of(tmp_path, "run", checkpoint={"every": 1, "asynchronous": False})
     config = FinetuneConfig.model_validate({**config.model_dump(), "eval": stop})
-    real, made = Exam.answers, []
+    real, made = Evaluation.answers, []
 
     def second_crashes(*arguments: Any, **options: Any) -> Any:
         made.append(1)
@@ -85,7 +85,7 @@ def test_an_end_by_evaluations_owes_its_answers(tmp_path: Path, monkeypatch: pyt
             raise RuntimeError("a bug")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(Exam, "answers", second_crashes)
+    monkeypatch.setattr(Evaluation, "answers", second_crashes)
     with pytest.raises(RuntimeError, match="a bug"):
         finetune(config)
     result = finetune(config)

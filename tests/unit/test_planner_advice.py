@@ -25,7 +25,7 @@ from raytune_fsdp.predict.page.text import as_page
 from raytune_fsdp.predict.planned import planned
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.stopping import Stopping, Writing
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from tests.unit.test_planner_memory import EXPERTS, LLAMA, config_of
 
 WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 4096}
@@ -33,8 +33,8 @@ WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 40
 
 def look(
     config: FinetuneConfig, world: int, gpu: str = "A100-80GB", speed: str = "400Gbps"
-) -> tuple[Subject, Prediction]:
-    subject, cluster = Subject.of(config), Cluster(device=find_device(gpu), per_node=8, between=link_speed(speed))
+) -> tuple[ModelSpec, Prediction]:
+    subject, cluster = ModelSpec.of(config), Cluster(device=find_device(gpu), per_node=8, between=link_speed(speed))
     return subject, predict(subject, config, world, cluster)
 
 
@@ -157,7 +157,7 @@ def needed(config: FinetuneConfig, world: int, **changes: Any) -> int:
     return look(with_changes(config, changes), world)[1].needed
 
 
-def too_long(config: FinetuneConfig, world: int, memory: int) -> tuple[Subject, Prediction]:
+def too_long(config: FinetuneConfig, world: int, memory: int) -> tuple[ModelSpec, Prediction]:
     """On devices of so much memory."""
     subject, found = look(config, world)
     cluster = replace(found.cluster, device=replace(found.cluster.device, memory=memory))

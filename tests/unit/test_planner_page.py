@@ -17,7 +17,7 @@ from raytune_fsdp.predict.advise.alternatives import alternatives, cheapest_fit,
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.page.text import WIDTH
 from raytune_fsdp.predict.prediction import Cluster, predict
-from raytune_fsdp.predict.subject import Subject, bundled
+from raytune_fsdp.predict.subject import ModelSpec, bundled
 from raytune_fsdp.record.jsonl import append_event
 
 _HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
@@ -39,7 +39,7 @@ def on_hardware() -> list[Any]:
 def test_every_recipe_fits_the_hardware_that_it_names(name: str, gpus: int, nodes: int, device: str) -> None:
     config = load_config(name)
     cluster = Cluster(device=find_device(device), per_node=gpus // nodes, between=50e9)
-    found = predict(Subject.of(config), config, gpus, cluster)
+    found = predict(ModelSpec.of(config), config, gpus, cluster)
     assert found.fits, f"{found.needed / 2**30:.1f} GiB"
     assert 0.05 < found.mfu < 0.6
 
@@ -65,7 +65,7 @@ def test_the_70b_of_the_article_fits_16_gpus_and_is_bound_by_its_network(capsys:
     # From the micro-batch that pays on it is as fast as published runs of 70B on A100: 276 to 410 tokens/s and GPU.
     config = with_micro_batch(load_config("llama2-70b-full-16xa100"), 16, found["micro_batch"]["paying"])
     cluster = Cluster(device=find_device("A100-80GB"), between=50e9)
-    assert 276 <= predict(Subject.of(config), config, 16, cluster).tokens_per_second <= 410
+    assert 276 <= predict(ModelSpec.of(config), config, 16, cluster).tokens_per_second <= 410
 
 
 @pytest.mark.thorough
@@ -83,7 +83,7 @@ def test_the_page_says_what_to_do_where_it_does_not_fit(capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_alternatives_change_no_batch_and_the_best_fit_is_the_least_change() -> None:
     config = load_config("llama3-8b-full-8xa100", ["--train.max_steps", "10", "--train.epochs", "null"])
-    subject, cluster = Subject.of(config), Cluster(device=find_device("A100-40GB"))
+    subject, cluster = ModelSpec.of(config), Cluster(device=find_device("A100-40GB"))
     found = alternatives(subject, config, 2, cluster)
     batch = config.train.global_batch * config.data.seq_len
     assert {each.prediction.tokens for each in found} == {batch}
@@ -111,7 +111,7 @@ def test_a_search_names_the_cheapest_that_ends_in_time(capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     config = load_config("qwen3-8b-lora", ["--train.max_steps", "10", "--train.epochs", "null"])
-    subject, cluster = Subject.of(config), Cluster(device=find_device("H100"))
+    subject, cluster = ModelSpec.of(config), Cluster(device=find_device("H100"))
     most, _ = micro_batches(subject, config, predict(subject, config, 1, cluster))
     assert most is not None
     assert predict(subject, with_micro_batch(config, 1, most), 1, cluster).fits

@@ -14,7 +14,7 @@ from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.links import move, network_of
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.step.traffic import Traffic
 from tests.unit.test_planner_memory import LLAMA, config_of
 
@@ -49,7 +49,7 @@ def test_the_slowest_link_of_a_ring_decides(
 
 def planned(world: int = 2, architecture: dict[str, Any] = LLAMA, **sections: Any) -> Prediction:
     config = config_of(architecture, **sections)
-    return predict(Subject.of(config), config, world, Cluster(device=find_device("A100-80GB"), between=50e9))
+    return predict(ModelSpec.of(config), config, world, Cluster(device=find_device("A100-80GB"), between=50e9))
 
 
 def test_copies_to_the_host_take_their_time() -> None:

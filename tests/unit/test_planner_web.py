@@ -29,7 +29,7 @@ from raytune_fsdp.predict.page.points import Points, changed, offered, read_choi
 from raytune_fsdp.predict.page.text import as_data
 from raytune_fsdp.predict.planned import planned
 from raytune_fsdp.predict.prediction import Cluster, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from tests.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_points_inside_of_the_page_are_the_planner_s(
         inside["gpus"].index(gpus)
     ]
     config = grid.config_of(model, method, length, recompute, gpus)
-    found = predict(Subject.of(config), config, gpus, grid.cluster_of(device))
+    found = predict(ModelSpec.of(config), config, gpus, grid.cluster_of(device))
     # To the byte with the versions that wrote it; others of torch may keep a little more.
     assert common[grid.COMMON.index("needed_bytes")] == pytest.approx(found.needed, rel=1e-3)
     row: dict[str, Any] = dict(zip(grid.OF_DEVICE, of_devices[grid.ON.index(device)], strict=True))

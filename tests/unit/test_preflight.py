@@ -23,7 +23,7 @@ from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.host import kept_at_once, more_by_clock
 from raytune_fsdp.predict.preflight import check_memory, check_room, predict
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import Prepared
+from raytune_fsdp.run.standing import RunInputs
 from tests.clock import Clock
 from tests.runs import LLAMA, make_config
 
@@ -35,7 +35,7 @@ WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers
 LONG = {"data": {"seq_len": 512}, "parallel": {"precision": "fp32"}}
 
 
-def prepared(directory: Path, **sections: Any) -> tuple[FinetuneConfig, Prepared, Plan]:
+def prepared(directory: Path, **sections: Any) -> tuple[FinetuneConfig, RunInputs, Plan]:
     """The batch has room for 8 ranks."""
     train = {"global_batch": 8, "micro_batch": 1, "max_steps": 10, **sections.pop("train", {})}
     data = {**make_config(directory).model_dump()["data"], **LONG["data"]}

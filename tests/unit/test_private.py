@@ -12,7 +12,7 @@ import pytest
 
 from raytune_fsdp.base.durable import take_from_others
 from raytune_fsdp.record.jsonl import append_evaluation, append_event
-from raytune_fsdp.record.repair import cut
+from raytune_fsdp.record.repair import truncate
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank
 
@@ -44,7 +44,7 @@ def test_the_record_is_private(tmp_path: Path, mode: int) -> None:
     append_event(tmp_path / "events.jsonl", "saved", attempt=1, fields={})
     append_evaluation(tmp_path / "evaluations.jsonl", 1, {"eval/loss": 1.0}, attempt=1)
     (tmp_path / "metrics.jsonl").write_text("broken\n")
-    cut(tmp_path / "metrics.jsonl", 1, aside=tmp_path / "metrics.jsonl.a1.damaged")
+    truncate(tmp_path / "metrics.jsonl", 1, aside=tmp_path / "metrics.jsonl.a1.damaged")
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(
         ("events.jsonl", "evaluations.jsonl", "metrics.jsonl", "metrics.jsonl.a1.damaged"), mode

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.model.attention.choose import Needs, choose
+from raytune_fsdp.model.attention.choose import KernelNeeds, choose
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run.checks import check_first
 from raytune_fsdp.run.trials import probe
@@ -58,7 +58,7 @@ def wanted(
     )
 
 
-def check(values: dict[str, Any], **options: Any) -> Needs:
+def check(values: dict[str, Any], **options: Any) -> KernelNeeds:
     config = wanted(values, **options)
     hf_config = load_architecture(config.model, None)
     network = build_network(hf_config, config)

@@ -18,7 +18,7 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, BoardStream, Joined, Line, Notice, PhaseFinished
-from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.nodes.sizes import Sizes
 from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.launch.signals import Signals
@@ -65,7 +65,9 @@ class Silent:
 GONE = "Ray's raylet process on this machine died (killed, out of memory, or crashed)"
 
 
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Follow, RunDir, Silent, list[str]]:
+def begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[AttemptSupervisor, RunDir, Silent, list[str]]:
     monkeypatch.setattr(follow, "Groups", Silent)
     sections = options.pop("sections", {})
     cluster = {"launch": "ray", "max_failures": 5} | options.pop("cluster", {})
@@ -76,7 +78,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tu
         monkeypatch.setitem(lease._held, place.lock, lease.Lease(place.lock, "ours"))
     board, said = Silent(), list[str]()
     attempts = Attempts(place, limit=5, step=0, say=said.append)
-    known = Follow(
+    known = AttemptSupervisor(
         config, place, attempts, Sizes(ASKED, [1]), [], demand=None,
         board=board, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
         answers=options.pop("answers", lambda: True),

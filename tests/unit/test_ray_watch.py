@@ -15,7 +15,7 @@ from raytune_fsdp.base.errors import RepeatedError
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, Joined, Notice, Started
-from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.resources import Node, Request
 from tests.unit.test_ray_follow import Silent, begin
 
@@ -94,7 +94,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return found
 
 
-def of(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Follow, Attempts, list[str]]:
+def of(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[AttemptSupervisor, Attempts, list[str]]:
     known, _, _, said = begin(tmp_path, monkeypatch)
     known._board = known._watches = ranks  # type: ignore[assignment]
     return known, known._attempts, said

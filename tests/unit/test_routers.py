@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from raytune_fsdp.base.batch import PADDING, Batch
+from raytune_fsdp.base.batch import PADDING, MicroBatch
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import TrainConfig
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.attention.choose import inputs_of
 from raytune_fsdp.model.layers import run_blocks
-from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
-from raytune_fsdp.model.objective.routers import check_routers, numbers_of_experts, routers_of, watched
+from raytune_fsdp.model.objective.routers import check_routers, numbers_of_experts, routers_of, watch_routers
 from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize_layers
 from raytune_fsdp.model.proof import documents
 from tests.models import architecture, build
@@ -36,11 +36,11 @@ def made(name: str, **values: float) -> tuple[Any, Objective]:
     model.set_experts_implementation("eager")
     config = train(**values)
     check_routers(model, config)
-    return model, Objective.of(config, watched(model, config))
+    return model, Objective.of(config, watch_routers(model, config))
 
 
 @pytest.fixture
-def block() -> Batch:
+def block() -> MicroBatch:
     """Two samples of 19 tokens, of which the second ends in eight of padding."""
     found = documents(build("llama"), torch.device("cpu"))
     sources = found.source_ids.clone()
@@ -48,7 +48,7 @@ def block() -> Batch:
     return replace(found, source_ids=sources)
 
 
-def by_the_book(model: Any, block: Batch) -> torch.Tensor:
+def by_the_book(model: Any, block: MicroBatch) -> torch.Tensor:
     """From the router logits that transformers returns, by its own function."""
     inputs = inputs_of(model, block.input_ids, block.position_ids, block.borders)
     plain = block_loss(model, block).total
@@ -61,7 +61,7 @@ def by_the_book(model: Any, block: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_they_are_those_of_transformers(name: str, block: Batch) -> None:
+def test_they_are_those_of_transformers(name: str, block: MicroBatch) -> None:
     model, objective = made(name, router_aux_loss_coef=AUX, router_z_loss_coef=Z)
     wanted = by_the_book(model, block)
     wanted.backward()
@@ -78,12 +78,12 @@ def test_they_are_those_of_transformers(name: str, block: Batch) -> None:
 
 @pytest.mark.parametrize("recompute", ["full", "every_n", "selective"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_blocks_that_are_computed_again_have_the_same(name: str, recompute: str, block: Batch) -> None:
+def test_blocks_that_are_computed_again_have_the_same(name: str, recompute: str, block: MicroBatch) -> None:
     """The hooks run a second time in backward, in which they add nothing."""
     results = []
     for how in ("none", recompute):
         model, objective = made(name, router_aux_loss_coef=AUX, router_z_loss_coef=Z)
-        install(model)
+        install_chunked_loss(model)
         run_blocks(model, recompute=how, every=2 if how == "every_n" else None)
         for _ in range(2):  # the second block begins with nothing of the first
             model.zero_grad()
@@ -97,7 +97,7 @@ def test_blocks_that_are_computed_again_have_the_same(name: str, recompute: str,
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_load_is_that_of_the_tokens(name: str, block: Batch) -> None:
+def test_the_load_is_that_of_the_tokens(name: str, block: MicroBatch) -> None:
     """Without losses they are counted as well, and change nothing."""
     model, objective = made(name)
     found = block_loss(model, block, objective)
@@ -114,7 +114,7 @@ def test_the_load_is_that_of_the_tokens(name: str, block: Batch) -> None:
         assert load.tolist() == torch.bincount(experts[real].flatten(), minlength=len(load)).tolist()
 
 
-def test_a_router_that_returns_no_choice_is_counted_by_its_logits(block: Batch) -> None:
+def test_a_router_that_returns_no_choice_is_counted_by_its_logits(block: MicroBatch) -> None:
     """Llama 4's returns scores and logits. Its load is a metric, and must not stop a run."""
     model, objective = made("llama4_text")
     found = block_loss(model, block, objective)
@@ -122,9 +122,9 @@ def test_a_router_that_returns_no_choice_is_counted_by_its_logits(block: Batch) 
     assert len(found.load) == 2 and all(load.sum() == real and len(load) == 4 for load in found.load)
 
 
-def test_a_filler_adds_nothing_and_evaluations_are_without_them(block: Batch) -> None:
+def test_a_filler_adds_nothing_and_evaluations_are_without_them(block: MicroBatch) -> None:
     model, objective = made("mixtral", router_aux_loss_coef=AUX, router_z_loss_coef=Z)
-    install(model)
+    install_chunked_loss(model)
     none = block_loss(model, filler(2, seq_len=19, pad_id=0), objective)
     none.total.backward()
     assert none.total.item() == 0.0 and not any(each.any() for each in none.load)
@@ -142,7 +142,7 @@ def test_what_has_no_such_loss_is_refused(name: str, field: str) -> None:
     check_routers(build(name), train())
 
 
-def test_a_router_of_several_layers_is_known_by_its_config(block: Batch) -> None:
+def test_a_router_of_several_layers_is_known_by_its_config(block: MicroBatch) -> None:
     """Zaya's makes its logits from features of its own, and has a choice more than experts: to use none."""
     zaya = pytest.importorskip("transformers.models.zaya")
     sizes = {"num_experts": 4, "router_hidden_size": 8, "moe_intermediate_size": 16}
@@ -151,7 +151,7 @@ def test_a_router_of_several_layers_is_known_by_its_config(block: Batch) -> None
     matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
     rows = [max(each, key=torch.Tensor.numel).shape[0] for each in matrices]
     assert rows == [8, 8], "the largest matrix of a router is not the one that chooses"
-    assert watched(model, train()) is None
+    assert watch_routers(model, train()) is None
     with pytest.raises(ConfigError, match="router_aux_loss_coef"):
         check_routers(model, train(router_aux_loss_coef=AUX))
     block_loss(model.train(), block).total.backward()

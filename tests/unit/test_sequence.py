@@ -21,7 +21,7 @@ from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.page.text import as_page
 from raytune_fsdp.predict.planned import planned
 from raytune_fsdp.predict.prediction import Cluster, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.record.console import event_in_words, gibibytes
 from raytune_fsdp.record.names import SHARDED
 from raytune_fsdp.run.prepare import sharding_of
@@ -46,7 +46,7 @@ def network(name: str, **changes: Any) -> dict[str, Any]:
 def needs_of(architecture: dict[str, Any], **overrides: Any) -> Any:
     config = config_of(architecture)
     model = config.model.model_copy(update={"overrides": overrides})
-    return Subject.of(FinetuneConfig.model_validate(config.model_copy(update={"model": model}))).needs
+    return ModelSpec.of(FinetuneConfig.model_validate(config.model_copy(update={"model": model}))).needs
 
 
 def refusal(architecture: dict[str, Any], **overrides: Any) -> str:
@@ -123,7 +123,7 @@ def test_rotations_that_ask_for_the_longest_document_are_refused() -> None:
     assert said.endswith("; set data.seq_len=32, or parallel.mesh.sequence=1")
     config = config_of(longrope)
     short = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": 32})})
-    check_sequence(2, Subject.of(short).needs)
+    check_sequence(2, ModelSpec.of(short).needs)
 
 
 def test_what_is_exchanged_is_a_tensor_with_memory() -> None:
@@ -161,7 +161,7 @@ def test_what_attention_exchanges_is_said_and_is_what_the_trace_has(
     layer = 2 * 96 // 2 * (2 * 4 + 2 * 2) * 8 // 2 * 2
     assert said["attention_bytes"] == times * layer
     cluster = Cluster(device=find_device("A100-80GB"))
-    found = predict(Subject.of(config), config, 2, cluster)
+    found = predict(ModelSpec.of(config), config, 2, cluster)
     assert found.seconds.exchanged == times * layer
     assert f" and {gibibytes(times * layer)} for attention" in event_in_words(SHARDED, said)
 
@@ -179,7 +179,7 @@ def test_the_page_says_what_attention_exchanges(tmp_path: Path) -> None:
 def test_the_page_on_meshes_has_the_planner_s_figures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "mesh.md").read_text()
     recipe = load_config("llama3-8b-131072-8gpus", ["--train.max_steps", "10", "--train.epochs", "null"])
-    subject, cluster = Subject.of(recipe), Cluster(device=find_device("A100-80GB"))
+    subject, cluster = ModelSpec.of(recipe), Cluster(device=find_device("A100-80GB"))
     for members in (1, 2, 4, 8):
         found = predict(subject, with_changes(recipe, {"parallel.mesh.sequence": members}), 8, cluster)
         cells = [

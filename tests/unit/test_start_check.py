@@ -12,9 +12,9 @@ import torch
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError
 from raytune_fsdp.model.attention.calls import Call, reference
-from raytune_fsdp.model.attention.choose import Needs, generating, without_borders
+from raytune_fsdp.model.attention.choose import KernelNeeds, generating, without_borders
 from raytune_fsdp.model.attention.kernels import KERNELS
-from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.run.evaluation import losses
 from raytune_fsdp.run.evaluation.losses import check_network
 from tests.models import architecture, build
@@ -52,7 +52,7 @@ def test_a_kernel_that_returns_nan_is_refused(alone: None, monkeypatch: pytest.M
 def test_logits_that_are_not_finite_are_refused(alone: None, packing: str, chunked: bool) -> None:
     model = build("llama")
     if chunked:
-        install(model)
+        install_chunked_loss(model)
     check_network(model, packing, CPU, torch.float32)
     model.lm_head.weight.data[7, 3] = math.nan
     with pytest.raises(ModelError, match=r"logits of LlamaForCausalLM are not finite in float32; choose another"):
@@ -127,8 +127,8 @@ def test_a_leak_in_bf16_is_still_found(alone: None) -> None:
 def test_text_is_generated_with_an_attention_that_is_right() -> None:
     model = build("llama")
     model.set_attn_implementation("documents_cpu")
-    assert generating(model, Needs()) == "sdpa"
-    assert generating(model, Needs(eager="sdpa computes something else for it")) == "eager"
+    assert generating(model, KernelNeeds()) == "sdpa"
+    assert generating(model, KernelNeeds(eager="sdpa computes something else for it")) == "eager"
     for name in ("eager", "sdpa"):
         with without_borders(model, name):
             assert model.config._attn_implementation == name

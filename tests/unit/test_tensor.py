@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model.attention.choose import Heads, Needs
+from raytune_fsdp.model.attention.choose import Heads, KernelNeeds
 from raytune_fsdp.model.pieces.pieces import range_of
 from raytune_fsdp.model.split.cuts import check_cut
 from raytune_fsdp.plan.plan import layout_of, resolve
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.step.traffic import summed_by_layers
 from tests.models import build
 from tests.runs import LLAMA, make_config
@@ -72,17 +72,17 @@ def test_ranks_that_share_a_layer_are_next_to_each_other(tmp_path: Path) -> None
 
 def test_what_cannot_be_shared_evenly_is_refused() -> None:
     network, heads = build("llama"), (Heads(many=4, keys=2, width=8),)
-    check_cut(2, network, Needs(heads=heads))
+    check_cut(2, network, KernelNeeds(heads=heads))
     with pytest.raises(ConfigError, match=r"tensor=3: it must divide the 4 attention heads of a Llama.*\[1, 2, 4\]"):
-        check_cut(3, network, Needs(heads=heads))
+        check_cut(3, network, KernelNeeds(heads=heads))
     with pytest.raises(ConfigError, match=r"tensor=4: it must divide the 2 key heads.*\[1, 2\]"):
-        check_cut(4, network, Needs(heads=heads))
+        check_cut(4, network, KernelNeeds(heads=heads))
     with pytest.raises(ConfigError, match=r"it must divide the 5 experts"):
-        check_cut(2, build("mixtral"), Needs())
+        check_cut(2, build("mixtral"), KernelNeeds())
     with pytest.raises(ConfigError, match="nobody would have its logits, and the loss needs them"):
-        check_cut(2, network, Needs(plain_loss="model.loss says so"))
+        check_cut(2, network, KernelNeeds(plain_loss="model.loss says so"))
     with pytest.raises(ConfigError, match=r"its attention has dropout \(attention_dropout\)"):
-        check_cut(2, build("llama", attention_dropout=0.1), Needs())
+        check_cut(2, build("llama", attention_dropout=0.1), KernelNeeds())
 
 
 def test_parts_cover_the_whole_once() -> None:
@@ -97,7 +97,7 @@ def _planned(mesh: dict[str, int], world: int = 8, **parallel: Any) -> Predictio
         WIDE, parallel={"mesh": mesh, "precision": "bf16", **parallel}, train={"micro_batch": 1, "global_batch": world}
     )
     cluster = Cluster(device=find_device("H100"), per_node=8, between=50e9)
-    return predict(Subject.of(config), config, resolve(config, world), cluster)
+    return predict(ModelSpec.of(config), config, resolve(config, world), cluster)
 
 
 @pytest.mark.thorough

@@ -37,7 +37,7 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
-from raytune_fsdp.launch.ray.follow import Follow
+from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.nodes.hub_reach import check_reach
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes, that_are_free
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
@@ -75,7 +75,7 @@ from raytune_fsdp.record.screen_messages import Looks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.open_record import mlflow_tracker, run_start
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import Prepared, Standing, on_world
+from raytune_fsdp.run.standing import ResumePoint, RunInputs, on_world
 
 FEW_WINDOWS = 4
 """Up to this number of windows are built in this process: tasks would first have to wait until Ray has started (about
@@ -106,7 +106,7 @@ def run(
     dry: bool = False,
     force: bool = False,
     trust_places: bool = False,
-) -> tuple[Prepared, Standing]:
+) -> tuple[RunInputs, ResumePoint]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     phases.finished("start")
     world, build = sizes_of(config)[0], _builder(connecting)
@@ -167,8 +167,8 @@ def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterabl
 
 def _train(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     sizes: Sizes,
     demand: Demand | None,
     foresight: Foresight,
@@ -186,7 +186,7 @@ def _train(
     beside = _beside(config, prepared, standing.plan, token, event=attempts.event, say=say)
     try:
         board = Board()
-        follow = Follow(
+        follow = AttemptSupervisor(
             config, place, attempts, sizes, beside,
             demand=demand, board=board, lost=session.lost, answers=session.answers,
             signals=signals, phases=phases, say=say, dry=prepared.dry,
@@ -227,7 +227,7 @@ def _train(
 
 def _beside(
     config: FinetuneConfig,
-    prepared: Prepared,
+    prepared: RunInputs,
     plan: Plan,
     token: Token,
     *,
@@ -273,8 +273,8 @@ def _finish(
 
 def _make_up(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     session: Session,
     signals: Signals,
     say: Callable[[str], None],
@@ -293,7 +293,9 @@ def _make_up(
         token.remove(refused=False)
 
 
-def _fit(job: RankJob, run_dir: Path, follow: Follow, attempts: Attempts, sizes: Sizes, foresight: Foresight) -> None:
+def _fit(
+    job: RankJob, run_dir: Path, follow: AttemptSupervisor, attempts: Attempts, sizes: Sizes, foresight: Foresight
+) -> None:
     """Let Ray Train run the job to its end, an attempt at a time."""
     while True:
         asked = follow.next()
@@ -342,8 +344,8 @@ def trainer_for(rank: Callable[[], None], board: Board, asked: Request, config: 
 
 def _close_mlflow(
     config: FinetuneConfig,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     attempts: Attempts,
     error: RaytuneError,
     say: Callable[[str], None],
@@ -368,7 +370,7 @@ class Foresight:
     """Asks the planner once for each number of ranks."""
 
     def __init__(
-        self, config: FinetuneConfig, prepared: Prepared, asked: Request, nodes: Sequence[Node], *, force: bool
+        self, config: FinetuneConfig, prepared: RunInputs, asked: Request, nodes: Sequence[Node], *, force: bool
     ) -> None:
         self._config, self._prepared, self._kind = config, prepared, asked.device
         kinds = set(_kinds(asked, nodes))

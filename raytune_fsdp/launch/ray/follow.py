@@ -71,7 +71,7 @@ _ABORT_SECONDS = 2.0
 hear that; one that can takes 0.3 s."""
 
 
-class Follow:
+class AttemptSupervisor:
     """A run under Ray Train, one attempt after another."""
 
     def __init__(

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.shared_storage import Token
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.record.tracker import Tracker
-    from raytune_fsdp.run.standing import Prepared, Standing
+    from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class RankJob:
 
     config: FinetuneConfig
     prepared: ObjectRef
-    """`Prepared`, and the `Standing` of the first attempt of this command. By reference: reading them imports
+    """`RunInputs`, and the `ResumePoint` of the first attempt of this command. By reference: reading them imports
     transformers."""
     first: bool
     """Whether this is the first attempt of this command; later ones look for themselves where the run is."""
@@ -113,7 +113,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     from raytune_fsdp.launch.shared_storage import check_shared
 
-    prepared, first = cast("tuple[Prepared, Standing]", ray.get(job.prepared))
+    prepared, first = cast("tuple[RunInputs, ResumePoint]", ray.get(job.prepared))
     check_shared(prepared.place.path)
     standing = _agree(job, prepared, first, world)
     if job.config.eval.at_start and not standing.state.step:
@@ -127,8 +127,8 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
 def _work(
     job: RankJob,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     log: RankLog,
     *,
     rank: int,
@@ -195,12 +195,12 @@ def _failed(rank: int, error: Exception) -> Failed:
     return Failed(rank, pulse().step, f"{Path(place.filename).name}:{place.lineno}")
 
 
-def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> Standing:
+def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int) -> ResumePoint:
     """Where this attempt starts. Collective."""
     from raytune_fsdp.launch.shared_storage import check_seen
     from raytune_fsdp.run.standing import agree, look, on_world
 
-    def begin() -> Standing:
+    def begin() -> ResumePoint:
         check_seen(job.token)  # the driver checked its storage: it must be this one
         return on_world(job.config, prepared, first, world) if job.first else look(job.config, prepared, world)
 
@@ -211,8 +211,8 @@ def _agree(job: RankJob, prepared: Prepared, first: Standing, world: int) -> Sta
 
 def _batches(
     job: RankJob,
-    prepared: Prepared,
-    standing: Standing,
+    prepared: RunInputs,
+    standing: ResumePoint,
     *,
     rank: int,
     reached: Callable[[str], None],
@@ -284,7 +284,7 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
     return device
 
 
-def _check_memory(job: RankJob, prepared: Prepared, standing: Standing, device: Any) -> None:
+def _check_memory(job: RankJob, prepared: RunInputs, standing: ResumePoint, device: Any) -> None:
     """Refuse what this rank's device cannot hold: the driver may not know what devices there are."""
     from raytune_fsdp.predict.preflight import check_memory
     from raytune_fsdp.step.parallel import memory_of

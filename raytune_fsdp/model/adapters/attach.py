@@ -207,7 +207,7 @@ def keep_beginning(network: nn.Module, names: Iterable[str]) -> None:
     network.began_as = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
 
 
-def began_as(network: nn.Module) -> Mapping[str, torch.Tensor]:
+def initial_adapters(network: nn.Module) -> Mapping[str, torch.Tensor]:
     """What `keep_beginning` has noted."""
     found: Mapping[str, torch.Tensor] = getattr(network, "began_as", {})
     return found

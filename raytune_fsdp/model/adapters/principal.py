@@ -73,7 +73,7 @@ def check_ranks(network: PreTrainedModel, init: str) -> None:
             )
 
 
-class Beginning:
+class PrincipalInit:
     """What adapters begin as, in their own type: of one weight at a time, found when that weight is to be filled.
 
     Each weight is taken apart by one of the ranks that read, and the others get its pair from there. No rank has the

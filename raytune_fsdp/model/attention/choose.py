@@ -42,7 +42,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class KernelNeeds:
     """What a network asks of a kernel that is told where documents begin, of its loss, and of its sharding."""
 
     refused: str | None = None
@@ -64,7 +64,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class KernelChoice:
     """What a run computes with, and why it is this."""
 
     name: str
@@ -77,8 +77,8 @@ Fails = Callable[[str], str | None]
 
 
 def choose(
-    asked: str, needs: Needs, *, kept: str | None, device: torch.device, dtype: torch.dtype, fails: Fails
-) -> Choice:
+    asked: str, needs: KernelNeeds, *, kept: str | None, device: torch.device, dtype: torch.dtype, fails: Fails
+) -> KernelChoice:
     """The attention of a run. `kept` is the one that its checkpoint was trained with; None: it has none yet.
 
     `fails` is asked on GPUs, of one kernel after the other until one does not fail, by all ranks alike.
@@ -86,21 +86,25 @@ def choose(
     if asked == "sdpa" and needs.eager and kept != "sdpa":
         raise ConfigError(f"model.attention=sdpa: {needs.eager}; set model.attention=auto")
     if asked in ("eager", "sdpa", "flex_attention"):
-        return Choice(name=asked, why="as model.attention says")
+        return KernelChoice(name=asked, why="as model.attention says")
     if asked == "auto" and kept is not None and kept not in KERNELS and not _needs_gpu(kept, device):
-        return Choice(name=kept, why="as the run began")
+        return KernelChoice(name=kept, why="as the run began")
     candidates = _candidates(asked, kept, needs, device, dtype)
     name, failed = _first(candidates, fails if device.type != "cpu" else lambda _: None)
     why_not = "; ".join(failed) or _why_not(needs, device, dtype)
     if name is not None:
         why = "the fastest here that is told where documents begin"
         why = "as model.attention says" if "flash" in asked else "as the run began" if name == kept else why
-        return Choice(name=name, why=f"{why} ({'; '.join(failed)})" if failed else why)
+        return KernelChoice(name=name, why=f"{why} ({'; '.join(failed)})" if failed else why)
     if asked == "documents":
         raise ConfigError(f"model.attention=documents: {why_not}; set model.attention=auto")
     if asked != "auto":
-        return Choice(name=asked, why=f"as model.attention says, without borders: {why_not}")
-    return Choice(name="eager", why=f"{why_not}, and {needs.eager}") if needs.eager else Choice(name="", why=why_not)
+        return KernelChoice(name=asked, why=f"as model.attention says, without borders: {why_not}")
+    return (
+        KernelChoice(name="eager", why=f"{why_not}, and {needs.eager}")
+        if needs.eager
+        else KernelChoice(name="", why=why_not)
+    )
 
 
 def _needs_gpu(kept: str, device: torch.device) -> bool:
@@ -108,7 +112,9 @@ def _needs_gpu(kept: str, device: torch.device) -> bool:
     return device.type == "cpu" and kept.startswith(("flash_attention_", "flex_attention"))
 
 
-def _candidates(asked: str, kept: str | None, needs: Needs, device: torch.device, dtype: torch.dtype) -> list[str]:
+def _candidates(
+    asked: str, kept: str | None, needs: KernelNeeds, device: torch.device, dtype: torch.dtype
+) -> list[str]:
     """The kernels to try, in this order. The same on all ranks, so it does not depend on what is installed."""
     possible = [] if needs.refused else _possible(needs, device, dtype)
     if asked.startswith("flash_attention_"):
@@ -135,7 +141,7 @@ def forget_flash_attention(hf_config: PretrainedConfig) -> None:
             each._attn_implementation = None
 
 
-def use(model: PreTrainedModel, choice: Choice) -> Choice:
+def set_attention(model: PreTrainedModel, choice: KernelChoice) -> KernelChoice:
     """Give the network this attention; returns the choice with its name."""
     built = model.config._attn_implementation
     if choice.name not in ("", built):
@@ -153,10 +159,10 @@ def use(model: PreTrainedModel, choice: Choice) -> Choice:
                 f"{built}, and this run has {choice.name}: set model.attention={choice.name}{install}; a new run may "
                 "have auto"
             )
-    return Choice(name=model.config._attn_implementation, why=choice.why)
+    return KernelChoice(name=model.config._attn_implementation, why=choice.why)
 
 
-def _possible(needs: Needs, device: torch.device, dtype: torch.dtype) -> list[str]:
+def _possible(needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> list[str]:
     """The kernels that fit, the fastest first."""
     if device.type == "cpu":
         return [] if needs.softcap else [f"{PREFIX}cpu"]
@@ -165,7 +171,7 @@ def _possible(needs: Needs, device: torch.device, dtype: torch.dtype) -> list[st
     return [*([] if needs.sinks else FLASH), *([] if needs.softcap else [f"{PREFIX}varlen"])]
 
 
-def _why_not(needs: Needs, device: torch.device, dtype: torch.dtype) -> str:
+def _why_not(needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> str:
     if needs.refused:
         return needs.refused
     if needs.softcap and needs.sinks:
@@ -204,7 +210,7 @@ def logits_of(
     return logits.view(*input_ids.shape, -1)
 
 
-def generating(model: PreTrainedModel, needs: Needs) -> str:
+def generating(model: PreTrainedModel, needs: KernelNeeds) -> str:
     """The attention of transformers that is right for a network without borders."""
     return "sdpa" if model._supports_sdpa and not needs.eager else "eager"
 

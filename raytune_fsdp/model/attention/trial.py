@@ -14,7 +14,7 @@ import torch
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.model.attention.calls import PREFIX, Call, Kernel, reference
-from raytune_fsdp.model.attention.choose import Heads, Needs
+from raytune_fsdp.model.attention.choose import Heads, KernelNeeds
 from raytune_fsdp.model.attention.flash import FLASH, is_installed, load
 from raytune_fsdp.model.attention.kernels import KERNELS
 
@@ -30,7 +30,7 @@ _MAJORS = {f"{PREFIX}fa3": (8, 9)}
 """Devices by major capability, where a kernel would end the process on others instead of raising something."""
 
 
-def why_kernel_fails(name: str, needs: Needs, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_kernel_fails(name: str, needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a kernel does not do what a network needs on this device, or None."""
     if not is_installed(name):
         return f"{FLASH[name]} is not installed"

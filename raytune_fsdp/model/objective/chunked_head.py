@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.base.batch import Targets
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
-from raytune_fsdp.model.attention.choose import Choice, Needs
+from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.sums import here, summed
@@ -120,7 +120,7 @@ class LossHead(HeadWithRows):
         return output
 
 
-def install(model: PreTrainedModel) -> None:
+def install_chunked_loss(model: PreTrainedModel) -> None:
     """Put a `LossHead` in the place of the network's output embedding, which must be an `nn.Linear`."""
     old = model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is old)
@@ -128,17 +128,17 @@ def install(model: PreTrainedModel) -> None:
     setattr(model.get_submodule(parent), attribute, LossHead.of(old, Shape.of(model.config)))
 
 
-def choose_loss(asked: str, needs: Needs, *, kept: str | None) -> Choice:
+def choose_loss(asked: str, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
     """How the losses of a run are computed. `kept` is how its checkpoint was; None: it has none yet."""
     if asked == "chunked" and needs.plain_loss:
         raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
     if asked != "auto":
-        return Choice(name=asked, why="as model.loss says")
+        return KernelChoice(name=asked, why="as model.loss says")
     if needs.plain_loss:
-        return Choice(name="plain", why=needs.plain_loss)
+        return KernelChoice(name="plain", why=needs.plain_loss)
     if kept is not None:
-        return Choice(name=kept, why="as the run began")
-    return Choice(name="chunked", why="without the logits of a whole micro-batch")
+        return KernelChoice(name=kept, why="as the run began")
+    return KernelChoice(name="chunked", why="without the logits of a whole micro-batch")
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from raytune_fsdp.base.batch import Batch
+from raytune_fsdp.base.batch import MicroBatch
 from raytune_fsdp.base.beat import pulse
 from raytune_fsdp.model.objective.losses import Losses
 
@@ -19,7 +19,7 @@ class DocumentLosses:
         self._steps: dict[int, dict[int, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def add(self, losses: Losses, block: Batch) -> None:
+    def add(self, losses: Losses, block: MicroBatch) -> None:
         if not block.is_filler:
             sums = sums_by_segment(losses.each, block)
             if sums.is_cuda:  # queued now: the metrics of the step, which the host waits for, come behind it
@@ -32,7 +32,7 @@ class DocumentLosses:
         return {step: {index: sums.tolist() for index, sums in blocks.items()} for step, blocks in found.items()}
 
 
-def sums_by_segment(each: torch.Tensor, block: Batch) -> torch.Tensor:
+def sums_by_segment(each: torch.Tensor, block: MicroBatch) -> torch.Tensor:
     """Sums of the losses of a block's targets, in float64, by the segments between its borders."""
     places, starts, part = block.targets.places, block.borders.starts, block.part
     if part is not None:

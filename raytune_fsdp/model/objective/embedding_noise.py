@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import PADDING, Batch
+from raytune_fsdp.base.batch import PADDING, MicroBatch
 
 
 @contextmanager
-def noisy_embeddings(model: PreTrainedModel, block: Batch, alpha: float | None) -> Iterator[None]:
+def noisy_embeddings(model: PreTrainedModel, block: MicroBatch, alpha: float | None) -> Iterator[None]:
     """In here the network's embedding adds noise to what it returns, no larger than alpha / sqrt(L * width).
 
     L is how many tokens a packed sample has, padding left out. The noise is drawn from the random state that every

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import IGNORE, Batch
+from raytune_fsdp.base.batch import IGNORE, MicroBatch
 from raytune_fsdp.model.attention.choose import inputs_of, logits_of
 from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
@@ -16,7 +16,7 @@ from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 
 
-def block_loss(model: PreTrainedModel, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
+def block_loss(model: PreTrainedModel, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block, from its tokens on. All ranks must call this (sharded forward)."""
     routers = objective.routers
     if routers is None:
@@ -43,7 +43,7 @@ def _not_counted(losses: Losses) -> Losses:
     )
 
 
-def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) -> Losses:
+def _token_losses(model: PreTrainedModel, block: MicroBatch, objective: Objective) -> Losses:
     head = model.get_output_embeddings()
     with noisy_embeddings(model, block, objective.neftune_noise_alpha):
         if not isinstance(head, LossHead):
@@ -55,7 +55,7 @@ def _token_losses(model: PreTrainedModel, block: Batch, objective: Objective) ->
     return head.losses
 
 
-def plain_losses(logits: torch.Tensor, block: Batch, objective: Objective = CROSS_ENTROPY) -> Losses:
+def plain_losses(logits: torch.Tensor, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """The losses of a block whose logits are all there, (samples, tokens, vocabulary)."""
     total, log_probabilities = _summed(logits, _targets_of(block))
     places, ids = block.targets.places, block.targets.ids
@@ -67,7 +67,9 @@ def plain_losses(logits: torch.Tensor, block: Batch, objective: Objective = CROS
     return Losses(total=total, each=each, right=right)
 
 
-def _bent(logits: torch.Tensor, log_probabilities: torch.Tensor, block: Batch, objective: Objective) -> torch.Tensor:
+def _bent(
+    logits: torch.Tensor, log_probabilities: torch.Tensor, block: MicroBatch, objective: Objective
+) -> torch.Tensor:
     """The losses of the targets, smoothed and with the square of the logarithm of the softmax's sum."""
     places, ids = block.targets.places, block.targets.ids
     each = -log_probabilities[places, ids]
@@ -84,7 +86,7 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return _summed(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1))[0]
 
 
-def _targets_of(block: Batch) -> torch.Tensor:
+def _targets_of(block: MicroBatch) -> torch.Tensor:
     """What is to be predicted at each place, the samples laid out one after another."""
     # Not from the labels: what the last token of a part predicts is the first of the next one.
     targets = torch.full((block.input_ids.numel(),), IGNORE, device=block.input_ids.device)

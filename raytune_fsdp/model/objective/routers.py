@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import PADDING, Batch
+from raytune_fsdp.base.batch import PADDING, MicroBatch
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config.sections.train import TrainConfig
 from raytune_fsdp.model.objective.losses import Losses
@@ -59,7 +59,7 @@ def _experts(model: PreTrainedModel) -> int:
     return found.pop() if len(found) == 1 and (not said or found & said) else 0
 
 
-def watched(model: PreTrainedModel, train: TrainConfig, group: dist.ProcessGroup | None = None) -> Routers | None:
+def watch_routers(model: PreTrainedModel, train: TrainConfig, group: dist.ProcessGroup | None = None) -> Routers | None:
     """What watches the routers of a network that is not sharded yet; None if it has none of the usual form.
 
     `group`: the ranks that share each block, if several do."""
@@ -118,7 +118,7 @@ class Routers:
             module.register_forward_hook(partial(self._seen, index))
 
     @contextmanager
-    def watching(self, block: Batch) -> Iterator[None]:
+    def watching(self, block: MicroBatch) -> Iterator[None]:
         """In here a forward pass of the network over this block is noted."""
         # Kept until the next block: what is computed again in backward has to do the same.
         self._real = (block.source_ids != PADDING).reshape(-1)
@@ -158,7 +158,7 @@ class Routers:
         real = self._real.to(logits.dtype)
         return torch.cat([counts.to(logits.dtype), real @ probabilities, (real @ logits.logsumexp(-1).square())[None]])
 
-    def add_to(self, losses: Losses, block: Batch) -> Losses:
+    def add_to(self, losses: Losses, block: MicroBatch) -> Losses:
         """The losses with those of the routers, as many times as the block has targets, and the load of the experts."""
         losses = replace(losses, load=tuple(self._load))
         if not self._sums:

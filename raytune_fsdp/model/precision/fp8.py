@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError, pip_install
-from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.precision.quantized import linear_layers
 
 Scaling = Literal["tensorwise", "rowwise"]
@@ -98,7 +98,7 @@ def compute_in_fp8(network: PreTrainedModel, scaling: Scaling, *, emulated: bool
 
     config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulated, pad_inner_dim=True)
     chosen = {id(layer) for layer in layers_in_fp8(network)}
-    for block in blocks_of(network):
+    for block in layers_of(network):
         convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: id(layer) in chosen)
     for layer in layers_in_fp8(network):
         layer.train(network.training)  # they are made anew

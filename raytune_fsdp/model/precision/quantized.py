@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.adapters.attach import base_name
-from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.objective.routers import numbers_of_experts, routers_of
 from raytune_fsdp.model.tables import table
 from raytune_fsdp.model.weights.source import Weights
@@ -207,7 +207,7 @@ def linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn
     # What PEFT keeps of a module that is trained whole has the names of the copy that is trained.
     kept = [module.original_module for module in network.modules() if hasattr(module, "original_module")]
     left = {id(module) for each in (*kept, *(router for router, _ in routers_of(network))) for module in each.modules()}
-    for block in blocks_of(network):
+    for block in layers_of(network):
         for owner in block.modules():
             for name, layer in owner.named_children():
                 if not isinstance(layer, nn.Linear | Conv1D) or id(layer) in left:

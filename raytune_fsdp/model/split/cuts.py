@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.added_rows import EmbeddingWithRows
-from raytune_fsdp.model.attention.choose import Needs
+from raytune_fsdp.model.attention.choose import KernelNeeds
 
 BY_COLUMNS, BY_ROWS, SUMMED, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
 """What transformers calls the ways to cut that are known here."""
@@ -53,7 +53,7 @@ def holders_of(network: PreTrainedModel, styles: dict[str, str]) -> dict[str, nn
     return {name: network.get_submodule(name) for name in sorted(names)}
 
 
-def check_cut(size: int, network: PreTrainedModel, needs: Needs) -> None:
+def check_cut(size: int, network: PreTrainedModel, needs: KernelNeeds) -> None:
     """Refuse, before a rank is started, a network whose layers so many ranks cannot compute together."""
     if size == 1:
         return
@@ -104,7 +104,7 @@ def _weighs(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _of_ends(network: PreTrainedModel, needs: Needs) -> str | None:
+def _of_ends(network: PreTrainedModel, needs: KernelNeeds) -> str | None:
     embedding = network.get_input_embeddings()
     if isinstance(embedding, EmbeddingWithRows):
         return "rows of new tokens are trained alone (method.train_added_tokens)"
@@ -118,7 +118,7 @@ def _of_ends(network: PreTrainedModel, needs: Needs) -> str | None:
     return f"its attention has dropout ({drops[0]}), whose masks are drawn for all heads" if drops else None
 
 
-def _counts(network: PreTrainedModel, styles: dict[str, str], needs: Needs) -> Iterator[tuple[str, int]]:
+def _counts(network: PreTrainedModel, styles: dict[str, str], needs: KernelNeeds) -> Iterator[tuple[str, int]]:
     """What is shared out: of each kind so many that a number of ranks divides all of them."""
     if BY_COLUMNS in styles.values():
         text = network.config.get_text_config()

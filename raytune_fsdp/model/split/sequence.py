@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.attention.calls import Call, Kernel, attend
-from raytune_fsdp.model.attention.choose import Choice, Heads, Needs
+from raytune_fsdp.model.attention.choose import Heads, KernelChoice, KernelNeeds
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.split.dropout import WHOLE, DropoutInParts
 
@@ -30,7 +30,7 @@ _IN_PARTS = "_in_parts"
 """After the name of a kernel: the same one, over the ranks of a group."""
 
 
-def check_attention_in_parts(sequence: int, chosen: Choice) -> None:
+def check_attention_in_parts(sequence: int, chosen: KernelChoice) -> None:
     """Refuse an attention that sees only the tokens of its own rank."""
     if chosen.name not in KERNELS:
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_attention_in_parts(sequence: int, chosen: Choice) -> None:
         )
 
 
-def check_sequence(sequence: int, needs: Needs, *, sharing: int = 1) -> None:
+def check_sequence(sequence: int, needs: KernelNeeds, *, sharing: int = 1) -> None:
     """Refuse, before a rank is started, what is known to fail on every device. `sharing`: ranks that share heads
     already."""
     if sequence == 1:
@@ -47,7 +47,7 @@ def check_sequence(sequence: int, needs: Needs, *, sharing: int = 1) -> None:
     if needs.unshared:
         raise ConfigError(f"parallel.mesh.sequence={sequence}: {needs.unshared}, or parallel.mesh.sequence=1")
     if needs.refused:
-        check_attention_in_parts(sequence, Choice(name="attention", why=needs.refused))
+        check_attention_in_parts(sequence, KernelChoice(name="attention", why=needs.refused))
     if needs.heads:
         _check_heads(sequence, needs.heads, sharing)
 
@@ -63,7 +63,7 @@ def _check_heads(sequence: int, heads: Iterable[Heads], sharing: int) -> None:
         )
 
 
-def use_parts(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+def split_tokens(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Make the network compute a part of each block: its attention over the ranks of the group, its dropout as that of
     the whole block."""
     name, members = model.config._attn_implementation, group.size()

@@ -34,7 +34,7 @@ from raytune_fsdp.model.split.dropout import DropoutInParts
 
 
 @torch.no_grad()
-def cut(network: PreTrainedModel, mesh: DeviceMesh) -> None:
+def split_layers(network: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Leave this rank its part of every layer. The network is whole, and its loss is chunked."""
     styles = styles_of(network)
     cutter = _Cutter(mesh)

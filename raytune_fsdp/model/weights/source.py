@@ -20,7 +20,7 @@ from raytune_fsdp.model.directory.bounds import check_header
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.directory.hub_weights import TensorHeader
 from raytune_fsdp.model.directory.tensorfile import DTYPES
-from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.layers import layers_of
 
 # Rows of an embedding summed at a time: 512 MiB in float64 at a width of 8192, where a vocabulary of 128k takes 8 GiB.
 _MEAN_ROWS = 8192
@@ -171,8 +171,8 @@ class RandomWeights:
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """The blocks, and every module outside of them that owns tensors."""
-    blocks = {id(block) for block in blocks_of(model)}
-    inside = {id(child) for block in blocks_of(model) for child in block.modules()} - blocks
+    blocks = {id(block) for block in layers_of(model)}
+    inside = {id(child) for block in layers_of(model) for child in block.modules()} - blocks
     for name, module in model.named_modules():
         owns = bool(module._parameters or module._buffers)
         if id(module) in blocks or (owns and id(module) not in inside):

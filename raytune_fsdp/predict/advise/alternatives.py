@@ -20,7 +20,7 @@ from raytune_fsdp.plan.plan import layout_of
 from raytune_fsdp.predict.advise.changes import with_changes
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.speed import Seconds
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.live import Kind
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -53,7 +53,7 @@ class Alternative:
         return self.prediction.seconds.step * self.prediction.world
 
 
-def alternatives(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
+def alternatives(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
     """Other methods, ways to spread weights, and numbers of GPUs; in order."""
     found: list[Alternative] = []
     moves: dict[Any, bool] = {}
@@ -79,7 +79,7 @@ def in_order(found: Iterable[Alternative]) -> list[Alternative]:
     return sorted(found, key=lambda each: (not each.prediction.fits, each.gpu_seconds))
 
 
-def _sizes(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> Iterator[Alternative]:
+def _sizes(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster) -> Iterator[Alternative]:
     """Half as many GPUs, and twice as many, until it fits."""
     for size in (world // 2, world * 2, world * 4, world * 8):
         try:
@@ -120,7 +120,7 @@ def as_flags(changes: Mapping[str, Any]) -> str:
     )
 
 
-def micro_batches(subject: Subject, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int | None]:
+def micro_batches(subject: ModelSpec, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int | None]:
     """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
     from which a larger one no longer pays, whether it fits or not (None: not known).
 
@@ -216,7 +216,7 @@ def _strategies(config: FinetuneConfig, world: int, cluster: Cluster) -> list[di
 
 
 def _largest_batch(
-    subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster
+    subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster
 ) -> tuple[int, Prediction] | None:
     """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
     if certainly_too_much(subject, config, world, cluster):
@@ -241,7 +241,7 @@ def _largest_batch(
     return larger if larger[1].fits and larger[1].seconds.step < one[1].seconds.step else one
 
 
-def certainly_too_much(subject: Subject, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
+def certainly_too_much(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
     """Whether weights and what the optimizer keeps of them are more than the device has, by their number alone."""
     if config.method.type != "full" or config.parallel.cpu_offload:
         return False
@@ -266,7 +266,7 @@ _MEMBERS = (2, 4, 8)
 """Ranks that compute together: more than a machine has would exchange over its links to others."""
 
 
-def step_down(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
+def step_down(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -> Alternative | None:
     """The first change that learns the same and would free memory of the device. (Other methods are among the
     alternatives: tracing one takes a 70B's first page three seconds.)"""
     for changes in _down(config, found):
@@ -289,7 +289,7 @@ def _down(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
         yield {"parallel.strategy": "full_shard"}
 
 
-def shared(subject: Subject, config: FinetuneConfig, found: Prediction) -> Alternative | None:
+def shared(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -> Alternative | None:
     """The fewest ranks that have to share each sample for a config to fit whose activations are too much, or else every
     layer; with everything computed again, if that does not do. None: it fits, or no such mesh makes it fit."""
     if found.fits:
@@ -321,7 +321,7 @@ def _mesh(config: FinetuneConfig, world: int, axis: str, members: int) -> dict[s
     return changes
 
 
-def moving_less(subject: Subject, config: FinetuneConfig, found: Prediction) -> list[Alternative]:
+def moving_less(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -> list[Alternative]:
     """Of what learns the same, what fits and is faster, the fastest first."""
     tried = (_with(subject, config, found, changes) for changes in _less(config, found))
     faster = [
@@ -344,7 +344,7 @@ def _less(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
 
 
 def _with(
-    subject: Subject, config: FinetuneConfig, found: Prediction, changes: Mapping[str, Any]
+    subject: ModelSpec, config: FinetuneConfig, found: Prediction, changes: Mapping[str, Any]
 ) -> Alternative | None:
     """None: what does not go together, or cannot fit."""
     try:

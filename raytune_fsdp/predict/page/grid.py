@@ -14,8 +14,8 @@ from raytune_fsdp.predict.advise.alternatives import METHODS
 from raytune_fsdp.predict.devices import DEVICES, link_speed
 from raytune_fsdp.predict.host import beside
 from raytune_fsdp.predict.page.text import point_as_data
-from raytune_fsdp.predict.prediction import Cluster, judge, traced
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
 
 LENGTHS = (2048, 8192, 32768)
@@ -99,14 +99,14 @@ def compute(models: Sequence[Shown] = MODELS, processes: int = 1) -> dict[str, A
 
 def _points(job: tuple[str, str, Sequence[int]]) -> list[Any]:
     model, method, sizes = job
-    subject = Subject.of(config_of(model, method, LENGTHS[0], "none", sizes[0]))
+    subject = ModelSpec.of(config_of(model, method, LENGTHS[0], "none", sizes[0]))
     return [
         [[_point(subject, config_of(model, method, length, how, gpus)) for gpus in sizes] for how in RECOMPUTE]
         for length in LENGTHS
     ]
 
 
-def _point(subject: Subject, config: FinetuneConfig) -> list[Any]:
+def _point(subject: ModelSpec, config: FinetuneConfig) -> list[Any]:
     """What all devices have in common, and a row for each of them."""
     plan = resolve(config, config.train.global_batch)
     trace: Trace | None = None
@@ -114,7 +114,7 @@ def _point(subject: Subject, config: FinetuneConfig) -> list[Any]:
     for device in ON:
         if trace is None or plan.layout.world == 1:  # one rank alone looks at how much memory there is
             trace = traced(subject, config, plan, cluster_of(device))
-        found = judge(trace, config, plan, cluster_of(device))
+        found = predict_from(trace, config, plan, cluster_of(device))
         each = point_as_data(found, beside(config, found), [], None)
         if not rows:
             rows.append([_short(value_at(each, name)) for name in COMMON])

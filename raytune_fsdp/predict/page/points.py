@@ -24,8 +24,8 @@ from raytune_fsdp.predict.devices import DEVICES
 from raytune_fsdp.predict.host import beside
 from raytune_fsdp.predict.page.text import point_as_data
 from raytune_fsdp.predict.planned import as_long
-from raytune_fsdp.predict.prediction import Cluster, judge, traced
-from raytune_fsdp.predict.subject import Subject
+from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
 
 # What can be chosen on the page beside a config, and the config that a choice makes of it.
@@ -171,7 +171,7 @@ class Points:
         self._per_node, self._between, self._architecture = per_node, between, architecture
         self._answers: OrderedDict[Chosen, dict[str, Any]] = OrderedDict()
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
-        self._subjects: dict[str, Subject] = {}
+        self._subjects: dict[str, ModelSpec] = {}
         self._one_at_a_time = Lock()  # a trace has a process group, and a process has one of those
         self._ended = False
 
@@ -206,7 +206,7 @@ class Points:
         plan = resolve(asked, choice.gpus, self._census)
         config = as_long(asked, plan)
         if choice.method not in self._subjects:
-            self._subjects[choice.method] = Subject.of(config, self._architecture)
+            self._subjects[choice.method] = ModelSpec.of(config, self._architecture)
         subject = self._subjects[choice.method]
         cluster = Cluster(device=DEVICES[choice.device], per_node=self._per_node, between=self._between)
         memory = int(cluster.device.memory)
@@ -215,5 +215,5 @@ class Points:
             self._traces[key] = traced(subject, config, plan, cluster)
             if len(self._traces) > _TRACES:
                 self._traces.popitem(last=False)
-        found = judge(self._traces[key], config, plan, cluster)
+        found = predict_from(self._traces[key], config, plan, cluster)
         return point_as_data(found, beside(config, found), advice(asked, found), None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from raytune_fsdp.predict.advise.advice import Advice
 from raytune_fsdp.predict.advise.alternatives import Alternative, as_flags, cheapest_fit, in_words
-from raytune_fsdp.predict.host import Beside
+from raytune_fsdp.predict.host import HostNeeds
 from raytune_fsdp.predict.planned import Planned, cost, hours
 from raytune_fsdp.predict.prediction import GIB, Prediction
 from raytune_fsdp.predict.search import Suitable
@@ -313,7 +313,7 @@ def as_data(planned: Planned) -> dict[str, Any]:
     }
 
 
-def point_as_data(found: Prediction, each: Beside, notes: Iterable[Advice], price: float | None) -> dict[str, Any]:
+def point_as_data(found: Prediction, each: HostNeeds, notes: Iterable[Advice], price: float | None) -> dict[str, Any]:
     """What one prediction says, without other ways."""
     return {
         **_figures(found, price),

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model.layers import blocks_of
-from raytune_fsdp.step.parallel import reached_by_backward, units_of
+from raytune_fsdp.model.layers import layers_of
+from raytune_fsdp.step.parallel import reached_by_backward, sharding_units
 
 _MARGIN = 2
 """Units that are kept at either end of a stretch of alike ones: what is fetched ahead, and what is still on its way,
@@ -21,8 +21,8 @@ _NUMBERED = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
 def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
     """Cut blocks out of a network on the meta device that is not sharded yet; returns what stands for each of all."""
-    blocks = blocks_of(model)
-    units = units_of(model, parallel.model_copy(update={"wrap": 1}), ends=ends)
+    blocks = layers_of(model)
+    units = sharding_units(model, parallel.model_copy(update={"wrap": 1}), ends=ends)
     reached = [
         flag for unit, flag in zip(units, reached_by_backward(model, units), strict=True) if unit.name == "block"
     ]

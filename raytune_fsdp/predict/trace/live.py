@@ -76,7 +76,7 @@ class TookTooLong(Exception):
     """A step was not followed to its end in the time that was given."""
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In here, what operations make is followed from when it is made to when nothing holds it.
 
     FSDP gives the memory of gathered weights back, and takes it again, without an operation: their storages are asked
@@ -210,7 +210,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Names what is copied into."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: MemoryTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = live
 

@@ -22,24 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.base.batch import Batch, Borders, Cursor, PackedSample, ParameterCount, StepBatches, Targets
+from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, ParameterCount, StepBatches, Targets
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.model.attention.calls import PREFIX
-from raytune_fsdp.model.attention.choose import Needs, choose, use
+from raytune_fsdp.model.attention.choose import KernelNeeds, choose, set_attention
 from raytune_fsdp.model.fill import allocate
-from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
-from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install
+from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.pieces.pieces import TENSOR
 from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
-from raytune_fsdp.model.split.sequence import check_attention_in_parts, check_sequence, use_parts
-from raytune_fsdp.model.split.tensor import cut
+from raytune_fsdp.model.split.sequence import check_attention_in_parts, check_sequence, split_tokens
+from raytune_fsdp.model.split.tensor import split_layers
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.trace.layers import keep_blocks
-from raytune_fsdp.predict.trace.live import Bytes, Kind, Live, Timeline
+from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
 from raytune_fsdp.run.assemble import as_stored, spread
 from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import add_in_fp32
@@ -48,7 +48,7 @@ from raytune_fsdp.step.gather_fp8 import groups_of
 from raytune_fsdp.step.operations import count_architecture, count_asleep
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.update import Optimizer
-from raytune_fsdp.step.parallel import Unit, is_wrapped, make_groups, make_mesh, traffic_of, units_of
+from raytune_fsdp.step.parallel import Unit, is_wrapped, make_groups, make_mesh, sharding_units, traffic_of
 from raytune_fsdp.step.precision import computes_in
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.traffic import Traffic
@@ -60,7 +60,9 @@ from raytune_fsdp.step.train_step import LossScale, train_step
 class Recorder:
     """Marks the timeline where passes, blocks and the update begin, and says what is what."""
 
-    def __init__(self, live: Live, model: PreTrainedModel, blocks: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    def __init__(
+        self, live: MemoryTrace, model: PreTrainedModel, blocks: Sequence[nn.Module], optimizer: Optimizer
+    ) -> None:
         """`blocks`: as they were found before FSDP gave their classes other names."""
         self._live, self._model, self._optimizer = live, model, optimizer
         self._blocks = blocks
@@ -195,7 +197,7 @@ class Trace:
 def trace(
     config: FinetuneConfig,
     hf_config: PretrainedConfig,
-    needs: Needs,
+    needs: KernelNeeds,
     plan: Plan,
     *,
     memory: int,
@@ -222,11 +224,13 @@ def trace(
         mesh = _share(model, plan)
         per_node = _together(parallel, plan, per_node)
         traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
-        kept = range(len(blocks_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
-        blocks, passes = blocks_of(model), min(2, plan.division.full_rounds)
+        kept = range(len(layers_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
+        blocks, passes = layers_of(model), min(2, plan.division.full_rounds)
         (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
-        units = units_of(model, parallel, ends=needs.ends)
-        live = Live(copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until)
+        units = sharding_units(model, parallel, ends=needs.ends)
+        live = MemoryTrace(
+            copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until
+        )
         spread(model, units, parallel, mesh, None, CPU, _ToHost(live), per_node)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
@@ -273,9 +277,9 @@ def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
     """Have the network compute what a rank computes of blocks and of layers; returns the mesh to shard it over."""
     mesh, members = make_mesh(plan.layout, CPU), make_groups(plan.layout, CPU).sequence
     if plan.layout.tensor > 1:
-        cut(model, mesh[TENSOR])
+        split_layers(model, mesh[TENSOR])
     if members is not None:
-        use_parts(model, members)
+        split_tokens(model, members)
     return mesh
 
 
@@ -292,7 +296,7 @@ def _traffic(
 ) -> Traffic | None:
     if not is_wrapped(parallel, plan.layout.world):
         return None
-    units, passes = units_of(model, parallel, ends=ends), plan.division.full_rounds
+    units, passes = sharding_units(model, parallel, ends=ends), plan.division.full_rounds
     return traffic_of(model, units, parallel, plan.layout, micro_batches=passes, per_node=per_node)
 
 
@@ -313,7 +317,7 @@ def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> N
 class _ToHost:
     """Copies of activations to the memory of the host, and none back: where they are in use is for the plan to say."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: MemoryTrace) -> None:
         self._live = live
 
     def behind_compute(self) -> AbstractContextManager[None]:
@@ -343,13 +347,13 @@ def one_step(
     )  # fmt: skip
 
 
-def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs, device: str) -> str:
+def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: KernelNeeds, device: str) -> str:
     """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
     attention."""
     check_cut(config.parallel.mesh.tensor, model, needs)
     check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
-        install(model)
+        install_chunked_loss(model)
         head = model.get_output_embeddings()
         assert isinstance(head, LossHead)
         head.stands_for = device
@@ -360,7 +364,7 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Needs,
         config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
     )  # fmt: skip
-    chosen = use(model, attention)
+    chosen = set_attention(model, attention)
     if config.parallel.mesh.sequence > 1:
         check_attention_in_parts(config.parallel.mesh.sequence, chosen)
     return chosen.name
@@ -379,13 +383,13 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
         id=0,
     )
     block = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
-    blocks: tuple[Batch, ...] = tuple(replace(block, index=index) for index in range(passes))
+    blocks: tuple[MicroBatch, ...] = tuple(replace(block, index=index) for index in range(passes))
     assert all(each.index != FILLER_INDEX for each in blocks)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
     return StepBatches(step=1, blocks=blocks, counts=counts)
 
 
-def _repeated(one: Batch, times: int) -> Batch:
+def _repeated(one: MicroBatch, times: int) -> MicroBatch:
     """A block of so many samples alike. To put millions of tokens together sample by sample takes seconds."""
     first_tokens = torch.arange(times)[:, None] * one.input_ids.numel()
     starts = (one.borders.starts[:-1] + first_tokens).flatten()

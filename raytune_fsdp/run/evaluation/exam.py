@@ -20,7 +20,7 @@ from raytune_fsdp.run.evaluation.tasks import measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exam:
+class Evaluation:
     """Nothing, unless it says what."""
 
     datasets: Mapping[str, Windows] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Exam:
     """Of an answer to a prompt."""
 
     @classmethod
-    def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Exam:
+    def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Evaluation:
         """That of a run, whose datasets and questions have been opened."""
         chosen = config.eval
         return cls(datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens)

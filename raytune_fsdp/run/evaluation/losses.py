@@ -24,7 +24,7 @@ from raytune_fsdp.model.attention.choose import SIXTEEN_BITS, logits_of
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.model.proof import documents, error_of_kernel, error_of_loss, error_of_parts, leak_between_documents
-from raytune_fsdp.model.split.sequence import use_parts
+from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.step.parallel import evaluating
@@ -118,7 +118,7 @@ def check_parts(model: PreTrainedModel, group: dist.ProcessGroup, device: torch.
     with evaluating(model):
         block = documents(model, device)
         whole = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
-        use_parts(model, group)
+        split_tokens(model, group)
         mine = error_of_parts(model, group, whole, device)
     error = max(on_all_ranks(lambda: mine))
     if not error <= _ERROR[dtype]:

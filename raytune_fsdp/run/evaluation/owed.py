@@ -18,7 +18,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
-from raytune_fsdp.run.evaluation.exam import Exam
+from raytune_fsdp.run.evaluation.exam import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +28,23 @@ EVALUATES = "evaluates"
 
 def exam_of(
     config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions], *, dry: bool = False
-) -> Exam:
+) -> Evaluation:
     """What the ranks measure: nothing, where a task does, or the run is dry."""
-    return Exam.of(config, evals, tasks) if config.eval.where == "ranks" and not dry else Exam()
+    return Evaluation.of(config, evals, tasks) if config.eval.where == "ranks" and not dry else Evaluation()
 
 
-def described(exam: Exam) -> dict[str, Any]:
+def described(exam: Evaluation) -> dict[str, Any]:
     """The exam in the event that an attempt has started; nothing, if there is nothing to measure."""
     measured, prompts = bool(exam.datasets or exam.tasks), len(exam.prompts)
     return {EVALUATES: {"values": measured, "prompts": prompts}} if measured or prompts else {}
 
 
-def is_missing(place: RunDir, step: int, exam: Exam) -> bool:
+def is_missing(place: RunDir, step: int, exam: Evaluation) -> bool:
     """Whether something of this exam, after this step, is not on record."""
     return _missing(place, step, values=bool(exam.datasets or exam.tasks), prompts=len(exam.prompts))
 
 
-def owes(place: RunDir, step: int, exam: Exam) -> bool:
+def owes(place: RunDir, step: int, exam: Evaluation) -> bool:
     """Whether a run that has come to its end at this step has not been measured there, although it was to be.
 
     Runs of older versions do not say whether they were; what is missing of those is only said.

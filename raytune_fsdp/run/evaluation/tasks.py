@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.answers_alike import TooSlowError, find, same
-from raytune_fsdp.base.batch import PADDING, Batch, Cursor
+from raytune_fsdp.base.batch import PADDING, Cursor, MicroBatch
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.data.batches import filler, to_batch
 from raytune_fsdp.data.questions import NEXT_QUESTION, Choices, Questions, Written
@@ -97,7 +97,7 @@ def _choose(
     return found
 
 
-def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[Batch, np.ndarray[Any, Any]]]:
+def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[MicroBatch, np.ndarray[Any, Any]]]:
     """This rank's blocks of all choices, and the numbers of the choices in each. Every rank has equally many, fillers
     included."""
     rank, ranks = dist.get_rank(), layout.data_ranks

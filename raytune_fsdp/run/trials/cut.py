@@ -17,11 +17,11 @@ from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.base.errors import ConfigError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.network import class_name
-from raytune_fsdp.model.objective.chunked_head import install
+from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import block_loss
 from raytune_fsdp.model.pieces.pieces import cut_piece
 from raytune_fsdp.model.proof import documents
-from raytune_fsdp.model.split.tensor import cut
+from raytune_fsdp.model.split.tensor import split_layers
 from raytune_fsdp.run.trials.probe import small_network
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,11 @@ def try_cut(
 
 def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> str | None:
     """How a small network's losses, or a gradient, differ when its layers are cut; None: by rounding. Collective."""
-    install(whole)
+    install_chunked_loss(whole)
     whole.to(device)
     together = copy.deepcopy(whole)
     try:
-        cut(together, mesh)
+        split_layers(together, mesh)
         loss, gradients = _computed(whole, device)
         found, others = _computed(together, device)
     except Exception as error:  # the code of any model

@@ -11,14 +11,14 @@ from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.adapters.attach import why_not_compiled
-from raytune_fsdp.model.attention.choose import Choice, choose, use
+from raytune_fsdp.model.attention.choose import KernelChoice, choose, set_attention
 from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_blocks, why_it_fails
-from raytune_fsdp.model.objective.chunked_head import choose_loss, install
+from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.precision import computes_in
 
@@ -30,8 +30,8 @@ def _why_parts_forbid(config: FinetuneConfig) -> str | None:
 
 
 def kernels_of(
-    config: FinetuneConfig, prepared: Prepared, standing: Standing, model: PreTrainedModel, device: torch.device
-) -> Mapping[str, Choice]:
+    config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, device: torch.device
+) -> Mapping[str, KernelChoice]:
     """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
     # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
     # compiled nothing that they were not told to compile.
@@ -50,7 +50,7 @@ def kernels_of(
     )  # fmt: skip
     loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
-        install(model)
+        install_chunked_loss(model)
     elif standing.plan.layout.tensor > 1:
         raise ConfigError(
             f"parallel.mesh.tensor={standing.plan.layout.tensor}: nobody would have the logits that the plain loss "
@@ -63,11 +63,11 @@ def kernels_of(
         or why_routers_forbid(config.train)
         or why_on_any_rank(lambda: why_it_fails(device)),
     )  # fmt: skip
-    attention = use(model, attention)
+    attention = set_attention(model, attention)
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
     found = {"attention": attention, "loss": loss, "blocks": blocks}
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
-        found["gradients"] = Choice(name=kept.get("gradients", FP32), why=why)
+        found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)
     return found

@@ -23,11 +23,11 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.model.attention.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
-from raytune_fsdp.model.attention.choose import Heads, Needs, choose, logits_of, takes_position_ids, use
+from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose, logits_of, set_attention, takes_position_ids
 from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.model.layers import ends_of
 from raytune_fsdp.model.network import class_name
-from raytune_fsdp.model.objective.chunked_head import has_plain_head, install
+from raytune_fsdp.model.objective.chunked_head import has_plain_head, install_chunked_loss
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
 from raytune_fsdp.model.split.draws import draws_of, rates_of
 from raytune_fsdp.run.trials.probe import small_network
@@ -49,7 +49,7 @@ _TRIED = f"{PREFIX}tried"
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention_window")
 
 
-def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> Needs:
+def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> KernelNeeds:
     """What this network needs of its attention and its loss. `network` is it, on the meta device."""
     try:
         with torch.random.fork_rng(devices=[]):
@@ -57,7 +57,7 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
             _stir(model)
     except Exception as error:  # sizes that cannot be divided, the code of any model
         logger.debug("no small network could be built: %s", in_one_line(error))
-        return Needs(refused=_UNTRIED, plain_loss=_UNTRIED)
+        return KernelNeeds(refused=_UNTRIED, plain_loss=_UNTRIED)
     eager = _eager(model)
     plain_loss = _plain_loss(config, model)
     ends = _has_ends(model)
@@ -65,7 +65,7 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     # Those of the small network are narrower.
     narrow = () if refused else heads
     heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
-    return Needs(
+    return KernelNeeds(
         refused=refused,
         unshared=unshared or _turns_by_length(config, hf_config),
         softcap=any(each.softcap is not None for each in heads),
@@ -78,12 +78,12 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     )
 
 
-def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> Needs:
+def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> KernelNeeds:
     """Give a loaded model the attention that a run would choose, and say what it needs of one: transformers' own lets
     packed documents of some networks (gpt-oss) see each other."""
     needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
     dtype = network.dtype
-    use(network, choose(
+    set_attention(network, choose(
         "auto", needs, kept=None, device=device, dtype=dtype,
         fails=lambda name: why_kernel_fails(name, needs, device, dtype),
     ))  # fmt: skip
@@ -119,7 +119,7 @@ def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
     if not has_plain_head(model):
         return "its head is not one linear layer"
     try:
-        install(model)
+        install_chunked_loss(model)
         with torch.no_grad():
             error = error_of_loss(model.eval(), _CPU)
     except Exception as failed:  # the code of any model

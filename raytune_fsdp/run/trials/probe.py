@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.errors import ModelError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.model.attention.choose import Needs, logits_of
+from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
 from raytune_fsdp.model.directory.bounds import unknown_word
 from raytune_fsdp.model.layers import run_blocks
 from raytune_fsdp.model.network import build_network, init_buffers
@@ -64,7 +64,9 @@ _SIZES = (
 _NO_SIZES = ("window", "chunk", "block_size", "patch", "image", "kernel", "state_size", "conv", "group")
 
 
-def check_step(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, needs: Needs) -> None:
+def check_step(
+    config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, needs: KernelNeeds
+) -> None:
     """Refuse a network whose first step would fail, and packing for one in which documents would see each other.
 
     `network` is what `hf_config` describes, on the meta device, and stays as it is.

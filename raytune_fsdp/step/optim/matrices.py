@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import OptimConfig
-from raytune_fsdp.model.layers import blocks_of
+from raytune_fsdp.model.layers import layers_of
 
 Parts = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """A whole matrix, as views of those that it is made of. A view of three dimensions is a matrix of all its rows."""
@@ -29,7 +29,7 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Parts]:
     Not the embeddings, the head and what tells experts apart: their rows stand for tokens and experts, and are of very
     different sizes rightly.
     """
-    inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
+    inside = {id(p) for block in layers_of(model) for p in block.parameters()}
     found: dict[str, Parts] = {}
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):

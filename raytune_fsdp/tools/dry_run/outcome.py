@@ -22,7 +22,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.console import duration, gibibytes, short
 from raytune_fsdp.record.jsonl import each_line, read_events
 from raytune_fsdp.record.lines import metrics_of, time_of
-from raytune_fsdp.run.standing import Prepared
+from raytune_fsdp.run.standing import RunInputs
 from raytune_fsdp.step.parallel import memory_of as memory_here
 from raytune_fsdp.tools.dry_run.trial import STEPS
 
@@ -66,7 +66,7 @@ class DryRun:
     """Of these steps, each as long as the second one."""
 
 
-def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: Prepared, began: float) -> DryRun:
+def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs, began: float) -> DryRun:
     """From the record of the trial, which has ended, and began at this time (seconds since 1970)."""
     first, second = _two_steps(prepared)
     one, two = metrics_of(first), metrics_of(second)
@@ -113,7 +113,7 @@ def device_bytes(device: str) -> int | None:
     return memory_here(torch.device("cpu"))
 
 
-def _two_steps(prepared: Prepared) -> list[Mapping[str, Any]]:
+def _two_steps(prepared: RunInputs) -> list[Mapping[str, Any]]:
     found = [line for line in each_line(prepared.place.metrics) if line is not None and line["kind"] == "step"]
     if len(found) != STEPS:
         raise TrainingError(f"{len(found)} of {STEPS} steps are on record: another command has removed what they wrote")
@@ -124,7 +124,7 @@ def _places(plan: Plan, seq_len: int) -> int:
     return plan.division.global_batch * seq_len
 
 
-def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: Prepared) -> tuple[int, bool]:
+def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs) -> tuple[int, bool]:
     """Of the whole run, and whether that is an estimate: of a length in epochs, which takes a count of all the data."""
     if config.train.epochs is None:
         assert config.train.max_steps is not None, "a config has one of the two"

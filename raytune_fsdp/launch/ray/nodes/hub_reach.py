@@ -12,13 +12,13 @@ from raytune_fsdp.launch.ray.resources import Node
 from raytune_fsdp.model.directory.hub_download import why_not
 from raytune_fsdp.model.directory.hub_weights import HubWeights
 from raytune_fsdp.run.fetching import wanted
-from raytune_fsdp.run.standing import Prepared, Standing
+from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 _SECONDS = 20.0
 """For an answer. A node that has to import torch from shared storage first may take longer; ranks ask again."""
 
 
-def check_reach(prepared: Prepared, standing: Standing, nodes: Sequence[Node]) -> None:
+def check_reach(prepared: RunInputs, standing: ResumePoint, nodes: Sequence[Node]) -> None:
     """Refuse weights of the hub that none of these nodes, on which ranks may be, has or can fetch."""
     if standing.checkpoint is not None and not standing.state.base:
         return  # it holds every tensor

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from raytune_fsdp.base.batch import Batch, Cursor, PackedSample, StepBatches
+from raytune_fsdp.base.batch import Cursor, MicroBatch, PackedSample, StepBatches
 from raytune_fsdp.base.errors import TransientError
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.data.batches import fill_up, stream_batch
 from raytune_fsdp.data.stream import StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.launch.ray.tasks.calls import own_errors
-from raytune_fsdp.launch.ray.tasks.stream import TOKEN_COLUMNS, cut
+from raytune_fsdp.launch.ray.tasks.stream import TOKEN_COLUMNS, to_blocks
 from raytune_fsdp.plan.division import Division
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def ray_batches(
     asked = in_thread(lambda: next(arrived, None), "first-block")
     try:
         samples = 0 if first is None else len(first)
-        tables = cut(iter([first]), division.micro_batch, samples, division.first_block(steps[0]))
+        tables = to_blocks(iter([first]), division.micro_batch, samples, division.first_block(steps[0]))
         own_tables = (table for table in tables if table["block"][0].as_py() % division.data_ranks == data_rank)
         blocks = chain(map(to_block, own_tables), map(Future.result, [asked]), arrived)
         for step in steps:
-            own: list[Batch] = []
+            own: list[MicroBatch] = []
             built = 0
             for index, size in enumerate(division.block_sizes(step)):
                 if division.owner(step, index) == data_rank:
@@ -71,7 +71,7 @@ class Block:
     number: int
     """Counted from the start of the run."""
     windows_built: int
-    batch: Batch
+    batch: MicroBatch
 
 
 class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]

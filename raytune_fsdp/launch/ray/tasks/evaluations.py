@@ -23,7 +23,7 @@ from raytune_fsdp.record.lines import step_of
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from raytune_fsdp.run.standing import Prepared
+    from raytune_fsdp.run.standing import RunInputs
 
     Found = tuple[dict[str, float], list[dict[str, Any]], float]
     """The values, the answers, and the seconds it took."""
@@ -43,7 +43,7 @@ class Evaluations:
     def __init__(
         self,
         config: FinetuneConfig,
-        prepared: Prepared,
+        prepared: RunInputs,
         plan: Plan,
         token: Token,
         *,
@@ -132,7 +132,7 @@ class Evaluations:
         self._event(names.EVALUATION_FAILED, step=checkpoint.step, problem=problem)
 
 
-def _measure(prepared: Prepared, config: FinetuneConfig, checkpoint: CommittedCheckpoint, token: Token) -> Found:
+def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedCheckpoint, token: Token) -> Found:
     """Runs in a Ray task."""
     from raytune_fsdp.launch.quiet import quiet
 
@@ -141,7 +141,7 @@ def _measure(prepared: Prepared, config: FinetuneConfig, checkpoint: CommittedCh
 
     from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_checkpoint
     from raytune_fsdp.launch.local import examine
-    from raytune_fsdp.run.evaluation.exam import Exam
+    from raytune_fsdp.run.evaluation.exam import Evaluation
 
     check_seen(token, by="an evaluation")
     started = time.monotonic()
@@ -151,6 +151,6 @@ def _measure(prepared: Prepared, config: FinetuneConfig, checkpoint: CommittedCh
         torch.set_num_threads(chosen.task_cpus)
     whole = find_checkpoint(checkpoint.path)  # compared with its manifest
     model = load_checkpoint(whole, device, trust_remote_code=config.model.trust_remote_code)
-    exam = Exam.of(config, prepared.evals, prepared.tasks)
+    exam = Evaluation.of(config, prepared.evals, prepared.tasks)
     values, answered = examine(config, model, prepared.tokenizer, exam, device)
     return values, answered, time.monotonic() - started

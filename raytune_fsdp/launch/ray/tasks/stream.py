@@ -92,7 +92,7 @@ def first_samples(stream: Stream, cursor: Cursor, division: Division, steps: ran
     return _to_table(samples, seq_len), steps[num:], samples[-1].after if samples else cursor
 
 
-def cut(tables: Iterator[pa.Table], micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
+def to_blocks(tables: Iterator[pa.Table], micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
     """The first `samples` samples of these tables as numbered blocks."""
     rest: pa.Table | None = None
     block, left = first_block, samples
@@ -149,7 +149,7 @@ def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCount
 def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
     """Runs in the source's task."""
     with closing(_sections(held, cursor)) as tables:
-        yield from cut(tables, micro_batch, samples, first_block)
+        yield from to_blocks(tables, micro_batch, samples, first_block)
 
 
 def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None]:
