@@ -61,7 +61,11 @@ def with_checkpoints(directory: Path, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["list", "verify", "now"])
-def test_a_directory_that_is_no_run_is_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_run_is_refused(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # where there may be runs, they are named
     with_checkpoints(recorded(tmp_path, steps=100).path, 100)
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
