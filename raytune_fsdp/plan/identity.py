@@ -98,7 +98,8 @@ def check_identity(
     if differences:
         raise OtherRunError(
             f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
-            "set these back, or choose another run.name:\n  " + "\n  ".join(differences)
+            "set these back, or choose another run.name:",
+            *(f"  {each}" for each in differences),
         )
 
 

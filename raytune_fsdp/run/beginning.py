@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytune_fsdp.base.durable import replace_durably
@@ -21,6 +22,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "order_version": lambda value: value is None or is_known(value),
     "newest_order": lambda value: value is None or is_known(value),
     "gradients": lambda value: value in (AS_WEIGHTS, FP32),
+    "adapters": lambda value: value is None or isinstance(value, str) and len(value) == 64,
 }
 
 
@@ -29,29 +31,36 @@ def gradients_of(state: RunState) -> str:
     return state.kernels.get("gradients", AS_WEIGHTS)  # before there was one, states named none
 
 
-def put_beginning(place: RunDir, state: RunState) -> None:
-    """Have a run that is not there yet begin as the one that has saved this state."""
-    values = {"format": 1, **orders_of(state), "gradients": gradients_of(state)}
+def put_beginning(place: RunDir, state: RunState, adapters: str | None = None) -> None:
+    """Have a run that is not there yet begin as the one that has saved this state, with these `adapters_of`."""
+    values = {"format": 1, **orders_of(state), "gradients": gradients_of(state), "adapters": adapters}
     place.path.mkdir(parents=True, exist_ok=True)
     replace_durably(place.beginning, json.dumps(values))
 
 
-def beginning_of(place: RunDir) -> RunState:
-    """The state in which a run without a checkpoint begins."""
+def adapters_of(tensors: Iterable[str]) -> str:
+    """Return a hash of the modules that LoRA adapts, from the names of its tensors."""
+    modules = sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name})
+    return hashlib.sha256("\n".join(modules).encode()).hexdigest()
+
+
+def beginning_of(place: RunDir) -> tuple[RunState, str | None]:
+    """Return the state in which a run without a checkpoint begins, and its `adapters_of` if they are known."""
     try:
         values = _checked(read_json(place.beginning, limit=_BYTES))
     except FileNotFoundError:
-        return RunState(newest_order=order_of(None))
+        return RunState(newest_order=order_of(None)), None
     except (OSError, ValueError) as error:
         raise ResumeError(
             f"{place.beginning} does not say how this run begins ({reason(error)}): an audit wrote it of a run of "
             "another version; use that version, or remove the file"
         ) from error
-    return RunState(
+    state = RunState(
         identity={"data.order_version": values["order_version"]},
         newest_order=values["newest_order"],
         kernels={"gradients": values["gradients"]},
     )
+    return state, values["adapters"]
 
 
 def orders_of(state: RunState) -> dict[str, int | None]:

@@ -103,7 +103,7 @@ def check_places(
     named: set[str] = set()
     if run is not None and not is_url(run):
         if config is not None:  # not what the command's own arguments have replaced
-            named |= _named_by_config(Path(run)) & places_in(config.model_dump())
+            named |= _named_by_config(Path(run), places_in(config.model_dump()))
         if run == place and (elsewhere := checkpoints_of(Path(run))) != str(Path(run) / CHECKPOINTS):
             named.add(f"{_CHECKPOINTS}{elsewhere}")
     chosen = _chosen_in(run)
@@ -222,12 +222,14 @@ def _beside(run: str, name: str) -> bytes:
     return read_file(Path(run) / MODEL_FILES / name, limit=MOST_BYTES)
 
 
-def _named_by_config(run: Path) -> set[str]:
-    """What the run's own config names, whatever of it the command replaces."""
+def _named_by_config(run: Path, named: set[str]) -> set[str]:
+    """Those of these places that the run's own config names, and not the command's arguments.
+
+    All of them where that config is invalid by itself: arguments may mend it, and then it names them all the same."""
     try:
-        return places_in(load_config(run / CONFIG_FILE).model_dump())
-    except RaytuneError:  # whoever reads it next says what is wrong
-        return set()
+        return named & places_in(load_config(run / CONFIG_FILE).model_dump())
+    except RaytuneError:
+        return named
 
 
 def _began_with(run: str) -> str | None:

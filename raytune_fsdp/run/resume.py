@@ -32,7 +32,7 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.tracker import flatten
-from raytune_fsdp.run.beginning import beginning_of
+from raytune_fsdp.run.beginning import adapters_of, beginning_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,8 @@ class Resumed:
     checkpoint: CommittedCheckpoint | None = None
     state: RunState
     damaged: Damaged
+    adapters: str | None = None
+    """Without a checkpoint: the `adapters_of` with which the run has to begin, if they are known."""
 
 
 def find_resume(
@@ -134,7 +136,8 @@ def find_resume(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
                 "or set run.resume=auto to start anew"
             )
-        return Resumed(state=beginning_of(place), damaged={})
+        state, adapters = beginning_of(place)
+        return Resumed(state=state, damaged={}, adapters=adapters)
     if resume == "never":
         raise ResumeError(
             f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: choose another run.name, "
@@ -158,7 +161,14 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
 def check_same_adapters(found: Resumed, config: FinetuneConfig, network: PreTrainedModel) -> None:
     """Refuse to go on with fewer adapters than a run has: older versions let PEFT take an expression for last names."""
     targets = getattr(config.method, "target_modules", None)
-    if found.checkpoint is None or not is_expression(targets):
+    if not is_expression(targets):
+        return
+    if found.checkpoint is None:
+        if found.adapters not in (None, adapters_of(adapter_tensors(network))):
+            raise ResumeError(
+                f"method.target_modules={shown(targets)}: the run adapted other modules than the expression matches, "
+                "as an older version took it for last names: only that version can train its steps again"
+            )
         return
     try:
         held = CheckpointWeights(found.checkpoint).shapes().keys()

@@ -14,12 +14,18 @@ from safetensors.torch import load_file, save_file
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_trajectory
 from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.beginning import adapters_of, put_beginning
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.run.starting_weights import fill_mode
+from raytune_fsdp.tools.audit.repeat import repeat_of
+from raytune_fsdp.tools.audit.segment import choose_segment
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.forgeries import put, with_hashes
 from tests.models import save_checkpoint
@@ -261,6 +267,12 @@ def _with_cache(cache: str, values: dict[str, Any], stop_after: int | None) -> N
     train_rank(values, stop_after)
 
 
+def _segment_again(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
+    """The run that an audit of the first steps trains."""
+    place = RunDir.of(config)
+    return repeat_of(config, place, choose_segment(place, 0, 4), directory, use_cache=False)
+
+
 def test_a_base_on_the_hub_is_that_of_the_commit_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another commit has come since: the run goes on beside the first, and its export names it."""
     import shutil
@@ -294,6 +306,7 @@ def test_a_base_on_the_hub_is_that_of_the_commit_it_was(tmp_path: Path, monkeypa
     newest(COMMITS[1], 0.9)
     assert rows("run") == whole
     assert rows("later") != whole
+    assert _segment_again(of("run"), tmp_path / "audit").model.revision == COMMITS[0], "as an audit trains it again"
     publish(find_checkpoint(run_dir(of("run"))), tmp_path / "adapter", ExportConfig())
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (said["base_model_name_or_path"], said["revision"]) == ("someone/some-model", COMMITS[0])
@@ -400,6 +413,13 @@ def test_a_run_that_has_adapters_which_its_expression_does_not_match_is_refused_
     with_hashes(state.parent)
     with pytest.raises(ResumeError, match=r"adapts model\.layers\.0\.self_attn\.q_proj .*=\[q_proj\]; to train"):
         prepare(config_of(tmp_path, "mixtral", {**LORA, "target_modules": expression}, **sections), 1)
+    as_written = config_of(tmp_path, "mixtral", {**LORA, "target_modules": expression}, name="again", **sections)
+    held = CheckpointWeights(checkpoints(run_dir(as_it_was))[-1]).shapes()
+    put_beginning(RunDir.of(as_written), RunState(), adapters_of(held))  # as an audit does
+    with pytest.raises(ResumeError, match="the run adapted other modules than the expression matches"):
+        prepare(as_written, 1)
+    put_beginning(RunDir.of(as_written), RunState(), adapters_of(name for name in held if "layers.1" in name))
+    prepare(as_written, 1)
     publish(find_checkpoint(run_dir(as_it_was)), tmp_path / "export", ExportConfig())
     method = {**LORA, "target_modules": ["q_proj"], "adapter": str(tmp_path / "export")}
     prepared, _ = prepare(config_of(tmp_path, "mixtral", method, name="over", **sections), 1)

@@ -11,7 +11,7 @@ import pytest
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.run.beginning import beginning_of, orders_on_record, put_beginning
+from raytune_fsdp.run.beginning import adapters_of, beginning_of, orders_on_record, put_beginning
 
 SAVED = {"time": "", "attempt": 1, "event": "saved", "fields": {"step": 1, "path": "s3://bucket/x"}}
 
@@ -24,13 +24,17 @@ def run_in(directory: Path, plan: Any, *events: dict[str, Any]) -> RunDir:
 
 def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "again", "")
-    assert beginning_of(place) == RunState(newest_order=4), "a new one"
+    assert beginning_of(place) == (RunState(newest_order=4), None), "a new one"
     older = RunState(step=9, identity={"data.order_version": 2}, kernels={"attention": "sdpa"})
     put_beginning(place, older)
-    assert beginning_of(place) == RunState(identity={"data.order_version": 2}, kernels={"gradients": "bf16"})
+    assert beginning_of(place) == (RunState(identity={"data.order_version": 2}, kernels={"gradients": "bf16"}), None)
     later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels={"gradients": "fp32"})
     put_beginning(place, later)
-    assert beginning_of(place) == later
+    assert beginning_of(place)[0] == later
+    adapters = adapters_of(["model.q.lora_A.default.weight", "model.q.lora_B.default.weight", "model.norm.weight"])
+    assert adapters == adapters_of(["model.q.lora_A.default.weight"]) != adapters_of(["model.k.lora_A.weight"])
+    put_beginning(place, later, adapters)
+    assert beginning_of(place) == (later, adapters)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +42,12 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     [
         "", "[]", "{}", '{"format": 2}', '{"format": 1, "order_version": 2, "newest_order": null}',
         *(
-            json.dumps({"format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16"} | change)
+            json.dumps(
+                {"format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16", "adapters": None} | change
+            )
             for change in (
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
-                {"gradients": "fp8"}, {"gradients": None}, {"base": {}}, {"format": 1.0},
+                {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"base": {}}, {"format": 1.0},
             )
         ),
     ],

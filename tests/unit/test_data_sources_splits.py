@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +14,14 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.utils import glob_translate
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DatasetConfig, SourceConfig
 from raytune_fsdp.config.sections.eval import ExactTask
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.places import find_files
-from raytune_fsdp.data.sources.source import Columns
+from raytune_fsdp.data.sources.source import Columns, matcher
 
 HUB = ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl")
 
@@ -228,3 +232,29 @@ def test_questions_are_of_the_test_split_as_before(tmp_path: Path) -> None:
     assert len(asked(tmp_path / HUB[2], "test")) == 1, "as configs from before say of a file"
     with pytest.raises(DataError, match=r"split='train', but a file"):
         asked(tmp_path / HUB[2], "train")
+
+
+def test_no_pattern_of_a_readme_takes_long(tmp_path: Path) -> None:
+    """Its stars are matched part by part; the expression of the whole took minutes for this one."""
+    name = "a" * 60 + ".jsonl"
+    stars = f"configs:\n- data_files: '{'*a' * 12}*b'\n"
+    folder = write(tmp_path / "stars", [name], stars)
+    began = time.process_time()
+    assert chosen(folder)[0] == {name}, "as no file is of its split, names decide"
+    assert time.process_time() - began < 1
+    many = write(tmp_path / "many", [name], "configs:\n- data_files:\n" + "  - 'x*'\n" * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raytune_fsdp.data.sources.splits._MOST_COMPARED", 2)
+        with pytest.raises(DataError, match="have 3 patterns for 1 files, more than are compared"):
+            chosen(many)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_patterns_match_what_they_match_in_fsspec(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(300):
+        pattern = "/".join(draw.choices(["*", "**", "a", "b*", "*a", "?", "[ab]", "a*b", "[!a]"], k=draw.randint(1, 4)))
+        matches, whole = matcher(pattern), re.compile(glob_translate(pattern)).match
+        for _ in range(5):
+            path = "/".join(draw.choices(["a", "b", "ab", "ba", "aab"], k=draw.randint(1, 4)))
+            assert matches(path) == (whole(path) is not None), (pattern, path)

@@ -239,16 +239,21 @@ def test_room_for_a_run_of_a_length_that_is_not_known(tmp_path: Path) -> None:
 def test_what_another_doctor_writes_is_left_alone(tmp_path: Path) -> None:
     place = RunDir.of(make_config(tmp_path))
     token, other = put_token(place.path, "a test"), put_token(place.path, "another")
-    own, beside, old = (
-        place.path / f"{prefix}1" for prefix in (writing.own_prefix(token), writing.own_prefix(other), ".doctor-")
-    )
-    for each in (own, beside, old):
+    end = "1" * 32
+    own, newer, old, users = (
+        place.path / name
+        for name in (
+            f"{writing.own_prefix(token)}{end}", f"{writing.own_prefix(other)}{end}", f".doctor-{end}-{end}",
+            ".doctor-appointments.txt",
+        )
+    )  # fmt: skip
+    for each in (own, newer, old, users):
         each.touch()
-    os.utime(old, (time.time() - 7200,) * 2)
+        os.utime(each, (time.time() - 7200 * (each in (old, users)),) * 2)
     storage.clean(token, place)
-    assert not own.exists() and not old.exists() and beside.exists()
+    assert not own.exists() and not old.exists() and newer.exists()
     storage.clean(other, place)
-    assert not list(place.path.iterdir())
+    assert [*place.path.iterdir()] == [users], "a name of nobody's pattern"
 
 
 def test_how_large_a_checkpoint_is(tmp_path: Path) -> None:

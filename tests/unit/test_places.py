@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError, RaytuneError
 from raytune_fsdp.base.mark import chosen_in, made_with, with_mark
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.run.places import check_beginning, check_places, mark_of, places_in
+from raytune_fsdp.tools.dry_run.two_steps import dry_run
 from tests.forgeries import with_hashes
 from tests.hostile_runs import OLDER, OPENERS, READERS, change, check_all, without_places
 from tests.ranks import run_ranks
@@ -209,9 +210,11 @@ def test_what_one_has_trusted_to_begin_with_is_ones_choice_in_later_exports(
         (mine / "model" / "places.json").write_text(with_mark(b"", mark_of(config, begins=begins) or {}))
         with nullcontext() if code == 0 else pytest.raises(ConfigError, match=f"base={tmp_path / 'private'}"):
             check_places(mine, trusted=False, exports=True)
-            check_beginning(
-                config.model_copy(update={"run": config.run.model_copy(update={"name": "mine"})}), trusted=False
-            )
+            as_mine = config.model_copy(update={"run": config.run.model_copy(update={"name": "mine"})})
+            check_beginning(as_mine, trusted=False)
+    with pytest.raises(RaytuneError) as caught:  # it is tried in another directory, which has no mark
+        dry_run(as_mine)
+    assert "names places" not in str(caught.value) and str(tmp_path / "private") in str(caught.value)
 
 
 def test_runs_that_say_they_began_with_each_other_end(run: Path) -> None:
@@ -245,6 +248,11 @@ def test_the_commands_own_arguments_and_config_choose(
     change(run, ("data", "train", 0, "path"), to="http://127.0.0.1:9/rows.jsonl")
     assert said(capfd, "step", run, 1)[0] == 2
     assert said(capfd, "step", run, 1, "--data.train.0.path", rows) == (0, "")
+    # A config that is wrong by itself, and that an argument mends, names its places all the same.
+    change(run, ("cluster", "device"), to="bogus")
+    code, line = said(capfd, "step", run, 1, "--cluster.device", "cpu")
+    assert code == 2 and "data.train.path=http://127.0.0.1:9/rows.jsonl" in line, line
+    change(run, ("cluster", "device"), to="cpu")
     mine = tmp_path / "mine.yaml"
     shutil.copy(run / "config.yaml", mine)
     mine.write_text(mine.read_text().replace("http://127.0.0.1:9/rows.jsonl", str(rows)))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from fsspec.utils import glob_translate
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
@@ -31,6 +30,7 @@ from raytune_fsdp.data.sources.source import (
     is_hidden,
     is_wanted,
     kind_of,
+    matcher,
     reading,
 )
 from raytune_fsdp.data.sources.splits import SplitFiles
@@ -171,8 +171,9 @@ def _matching(pattern: str) -> tuple[list[str], bool]:
     head = "/".join(parts[:first])
     tops = glob.glob(f"{head}/") if head or parts[0] == "" and first else [""]
     below, again = _walk("", tops, skip=lambda name: name.startswith("."), unreadable=False)
-    matches = re.compile(f"(?:{'|'.join(map(re.escape, tops))}){glob_translate('/'.join(parts[first:]))}").match
-    return [name for name in below if matches(name)], again or parts.count("**") > 1
+    top, matches = re.compile("|".join(map(re.escape, tops))).match, matcher("/".join(parts[first:]))
+    found = [name for name in below if (inside := top(name)) is not None and matches(name[inside.end() :])]
+    return found, again or parts.count("**") > 1
 
 
 def _walk(

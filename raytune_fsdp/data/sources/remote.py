@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
-from fsspec.utils import glob_translate
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import check_size
 from raytune_fsdp.base.urls import split_query, without_secrets
-from raytune_fsdp.data.sources.source import File, has_wildcard, is_wanted, reading
+from raytune_fsdp.data.sources.source import File, has_wildcard, is_wanted, matcher, reading
 
 # Names that file systems give to a value that changes with the content, best first.
 _VERSIONS = (
@@ -82,7 +80,7 @@ def _matching(url: str) -> list[File]:
     system, pattern = file_system(url)
     parts = pattern.split("/")
     fixed = next(index for index, part in enumerate(parts) if has_wildcard(part))
-    matches = re.compile(glob_translate(pattern)).match
+    matches = matcher(pattern)
     try:
         found = sorted(_list(system, "/".join(parts[:fixed]), recursive=fixed < len(parts) - 1))
     except FileNotFoundError:

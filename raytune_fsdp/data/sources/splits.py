@@ -15,13 +15,12 @@ from contextlib import suppress
 from typing import Any
 
 import yaml
-from fsspec.utils import glob_translate
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import EVERY_SPLIT, SourceConfig
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
-from raytune_fsdp.data.sources.source import data_files, expand_stars, reading, shorten
+from raytune_fsdp.data.sources.source import data_files, expand_stars, has_wildcard, matcher, reading, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ _HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 _CONFIGS = re.compile(r"^configs:.*\n?(?:(?:[ \t#-].*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
 _WAYS_OUT = "name the files with a pattern, or set split: all for every file"
 _SHOWN = 8
+_MOST_COMPARED = 10_000_000
+"""Names with patterns, at two microseconds each."""
 
 Splits = Mapping[str, Sequence[str]]
 """The names of each split's files."""
@@ -261,12 +262,19 @@ def _texts(patterns: Any) -> list[str]:
 
 
 def _matching(patterns: Sequence[str], below: Mapping[str, str], *, shown: str) -> list[str]:
+    """Return the files that patterns of a README match. There may be as many patterns without a wildcard as files."""
     try:
         expanded = [expand_stars(posixpath.normpath(pattern)) for pattern in patterns if pattern]
-        matches = [re.compile(glob_translate(pattern)).match for pattern in expanded]
     except ValueError as error:
         raise DataError(f"{shown}: a pattern in the `configs` of its {_README}: {error}; {_WAYS_OUT}") from error
-    return [name for name, relative in below.items() if any(match(relative) for match in matches)]
+    named = {pattern for pattern in expanded if not has_wildcard(pattern)}
+    wild = [matcher(pattern) for pattern in expanded if has_wildcard(pattern)]
+    if len(wild) * len(below) > _MOST_COMPARED:
+        raise DataError(
+            f"{shown}: the `configs` of its {_README} have {len(wild):,} patterns for {len(below):,} files, more than "
+            f"are compared; {_WAYS_OUT}"
+        )
+    return [name for name, relative in below.items() if relative in named or any(each(relative) for each in wild)]
 
 
 def _some(names: Sequence[str]) -> str:

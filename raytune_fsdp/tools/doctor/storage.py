@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 import uuid
@@ -24,6 +25,7 @@ from raytune_fsdp.tools.doctor.writing import PREFIX, own_prefix, write_speed
 _SLOW, _TOO_SLOW = 100e6, 10e6
 """Bytes a second: a disk, or a link of 1 Gbit/s, does 100 MB. At 10 MB a checkpoint of 1B takes 20 minutes."""
 _LISTENING_SECONDS = 5 * BEAT_SECONDS + 0.5
+_WRITTEN = re.compile(rf"{re.escape(PREFIX)}[0-9a-f]{{32}}(-[0-9a-f]{{32}})?")
 _OLD_SECONDS = 3600.0
 """After this, a file of another doctor's is one that was ended in the middle."""
 
@@ -41,6 +43,8 @@ def clean(token: Token, place: RunDir) -> None:
     for directory in (token.path.parent, *([] if is_url(place.checkpoints) else [_there(Path(place.checkpoints))])):
         for left in directory.glob(f"{PREFIX}*"):
             with suppress(OSError):
+                if _WRITTEN.fullmatch(left.name) is None:
+                    continue
                 if left.name.startswith(own) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink()
     token.remove(refused=True)

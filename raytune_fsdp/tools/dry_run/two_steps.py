@@ -16,6 +16,7 @@ from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.plan.run_dir import storage_of
 from raytune_fsdp.run.checks import check_config
+from raytune_fsdp.run.places import check_beginning
 from raytune_fsdp.tools.dry_run.outcome import DryRun, measured
 from raytune_fsdp.tools.dry_run.scratch import scratch
 from raytune_fsdp.tools.dry_run.trial import trial_of
@@ -35,12 +36,14 @@ def dry_run(
     `trust_places`: as in `finetune`. Raises what keeps the run from being trained, its memory included.
     """
     check_config(config, None)  # the trial's config no longer has all of it
+    if is_rank0():  # here, as the directory of the trial has no mark of this user's
+        check_beginning(config, trusted=trust_places)
     began, storage = began or time.time(), storage_of(config)
     # The other ranks of torchrun never ask for the place of the run: rank 0 tells them.
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
     try:
         with here as directory:
-            return _tried(config, directory, began, progress, force, trust_places)
+            return _tried(config, directory, began, progress, force)
     except Interrupted:
         # Training says that what it has saved is there to go on from: not here.
         raise Interrupted("the dry run was stopped, and what it has written is removed") from None
@@ -50,12 +53,12 @@ def dry_run(
 
 
 def _tried(
-    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool, trust_places: bool
+    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool
 ) -> DryRun | None:
     trial = trial_of(config, directory)
     with environment(quieting()), ignoring_warnings(), locked(trial) if is_rank0() else nullcontext():
         with Signals():  # before the imports, which take seconds
             from raytune_fsdp.launch.start import run
 
-            prepared, _ = run(trial, progress, dry=True, force=force, trust_places=trust_places)
+            prepared, _ = run(trial, progress, dry=True, force=force, trust_places=True)
         return measured(config, trial, prepared, began) if is_rank0() else None
