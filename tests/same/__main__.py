@@ -2,7 +2,8 @@
 
 Trains small runs with the code of BASE and with the working tree as it is now, both on this machine, and compares what
 `metrics.jsonl` says of every step and every evaluation, bit by bit. The working tree also goes on with checkpoints, its
-own and those of BASE, which must give what BASE gives without a stop. Ends with 1 if anything differs.
+own and those of BASE, which must give what BASE gives without a stop. Of exports it compares the hashes of files, of
+commands what they print, of wheels the files that are not Python. Ends with 1 if anything differs.
 
 A run that the working tree begins under a higher order version is meant to be another one: then only what BASE has
 begun is compared, which must go on under its own order. A run that the working tree begins with another attention or
@@ -21,15 +22,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
-from tests.models import architecture
+from tests.same.cases import DATA, RUNS, Site, config_of
+from tests.same.outputs import after_runs, before_runs, difference, file_name, files_of_export, files_of_wheel, printed
 
-ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "tests" / "fixtures" / "aae7294" / "data"
-LEAST_RUNS = 12
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_RUNS = 24
 MINUTES = 15
 """A tree that takes longer is stopped."""
 BOUNDS = {
@@ -43,101 +47,11 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ADDRESS": "local",
 }
-
-TOKENS = {"path": str(DATA / "tokens.jsonl"), "format": {"type": "tokens"}}
-TEXTS = {"path": str(DATA / "texts.jsonl"), "format": {"type": "completion"}}
-CHATS = {"path": str(DATA / "chats.jsonl"), "format": {"type": "chat"}}
-LAST_TURNS = {"path": str(DATA / "chats.jsonl"), "format": {"type": "chat", "loss": "last_turn"}}
-ANSWERS = {"path": str(DATA / "answers.jsonl"), "format": {"type": "instruction", "style": "plain"}}
-ANSWERS_AS_CHATS = {"path": str(DATA / "answers.jsonl"), "format": {"type": "instruction", "style": "chat"}}
-
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What is particular about one run."""
-
-    model: Mapping[str, Any]
-    world: int = 1
-    torchrun: bool = False
-    """The ranks are started as torchrun does it, which is quicker here than by the launcher."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    train: Mapping[str, Any] = field(default_factory=dict)
-    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    from_step: int | None = None
-    """The working tree also goes on from the checkpoints of this step: BASE's and, with `own`, its own."""
-    own: bool = False
-
-
-RUNS = {
-    "gpt2-fp64-accumulation": Run(
-        model=architecture("gpt2", **NO_DROPOUT),
-        parallel={"precision": "fp64"},
-        more={"optim": {"schedule": {"type": "linear", "floor": 0.1}}},
-        from_step=4,
-    ),
-    "gpt2-dropout-epochs-mixture-evaluation": Run(
-        model=architecture("gpt2"),
-        data={"train": [LAST_TURNS, {**TOKENS, "weight": 2}], "eval": [TEXTS], "chat_template": "chatml",
-              "long_documents": "truncate"},
-        train={"global_batch": 8, "max_steps": None, "epochs": 2.5},
-        more={"eval": {"every": 4, "at_start": True, "prompts": ["w5 w6"], "max_new_tokens": 4}},
-        from_step=8,
-        own=True,
-    ),
-    "gpt2-fp16": Run(model=architecture("gpt2"), parallel={"precision": "fp16"}, from_step=4, own=True),
-    "llama-bf16-concat-recomputed": Run(
-        model=architecture("llama", attention_dropout=0.1),
-        data={"train": [TEXTS], "packing": "concat", "reshuffle": "full"},
-        parallel={"precision": "bf16", "activation_checkpointing": "full"},
-        from_step=4,
-    ),
-    "llama-shares-chats-split": Run(
-        model=architecture("llama"),
-        data={"train": [{**CHATS, "share": 0.3}, {**ANSWERS, "share": 0.7}], "chat_template": "chatml",
-              "long_documents": "split"},
-        more={"optim": {"schedule": {"type": "wsd", "decay": 0.3}, "max_grad_norm": None}},
-        from_step=8,
-    ),
-    "qwen3-bf16_pure-drop-blocks": Run(
-        model=architecture("qwen3"),
-        data={"long_documents": "drop", "shuffle": "blocks", "seq_len": 32},
-        parallel={"precision": "bf16_pure"},
-        from_step=4,
-        own=True,
-    ),
-    "gemma3-split-in-order": Run(
-        model=architecture("gemma3_text"),
-        data={"train": [ANSWERS], "long_documents": "split", "shuffle": "none"},
-        from_step=4,
-    ),
-    "mistral-bf16-llama-3-chats": Run(
-        model=architecture("mistral"),
-        data={"train": [ANSWERS_AS_CHATS], "chat_template": "llama-3", "long_documents": "truncate"},
-        parallel={"precision": "bf16"},
-    ),
-    "mixtral-no-packing": Run(
-        model=architecture("mixtral"), data={"train": [TEXTS], "packing": "none", "long_documents": "truncate"}
-    ),
-    "qwen3_moe-bf16": Run(model=architecture("qwen3_moe"), parallel={"precision": "bf16"}),
-    "2-ranks-llama-filler": Run(
-        model=architecture("llama", attention_dropout=0.1), world=2, torchrun=True, from_step=4, own=True
-    ),
-    "2-ranks-launched-gpt2-replicate-bf16": Run(
-        model=architecture("gpt2"), world=2,
-        parallel={"strategy": "replicate", "precision": "bf16", "defer_gradient_sync": True},
-    ),
-    "3-ranks-mixtral-shard_grad_op": Run(
-        model=architecture("mixtral"), world=3, torchrun=True, parallel={"strategy": "shard_grad_op"}
-    ),
-    "4-ranks-llama-fp64-hybrid_shard": Run(
-        model=architecture("llama"), world=4, torchrun=True,
-        parallel={"strategy": "hybrid_shard", "shard_size": 2, "precision": "fp64"},
-    ),
-}  # fmt: skip
+SHOWN = ("llama-lora-mixture-of-formats", "gpt2-dropout-epochs-mixture-evaluation")
+"""Runs that commands are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +60,7 @@ class Tree:
 
     code: Path
     runs: Path
+    site: Site
 
     def run_dir(self, name: str, kind: str = "whole") -> Path:
         return self.runs / kind / name
@@ -155,23 +70,44 @@ class Tree:
         return self.runs / f"{kind}-{name}.error"
 
     def job(self, name: str, kind: str = "whole", begun: Path | None = None) -> dict[str, Any]:
-        """A run as tests/same_runs.py wants to be told of it."""
+        """A run as in_tree.py takes it."""
         return {
-            "config": config_of(RUNS[name], name, self.runs / kind),
+            "config": config_of(RUNS[name], name, self.runs / kind, self.site),
             "torchrun": RUNS[name].world if RUNS[name].torchrun else 0,
             "error": str(self.problem(name, kind)),
             "begun": None if begun is None else str(begun),
             "from_step": RUNS[name].from_step,
         }
 
+    @property
+    def before(self) -> dict[str, list[str]]:
+        """Commands that need no run."""
+        return before_runs({name: self.runs / f"{name}.json" for name in SHOWN})
+
+    @property
+    def after(self) -> dict[str, list[str]]:
+        return after_runs(self.runs / "whole", *SHOWN)
+
+    @property
+    def printed(self) -> dict[str, str]:
+        places = {str(self.runs): "RUNS", str(self.code): "CODE"}
+        return dict(printed(self.runs / "printed", [*self.before, *self.after], places))
+
+    def commands(self, lines: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+        """Commands as in_tree.py takes them."""
+        return [{"command": line, "out": str(self.runs / "printed" / file_name(name))} for name, line in lines.items()]
+
     def start(self, jobs: Sequence[Mapping[str, Any]]) -> subprocess.Popen[bytes]:
         """Train these one after the other, in a process of their own."""
-        self.runs.mkdir(exist_ok=True)
+        (self.runs / "printed").mkdir(parents=True, exist_ok=True)
+        for name in SHOWN:
+            shown = config_of(RUNS[name], f"{name}-shown", self.runs, self.site)
+            (self.runs / f"{name}.json").write_text(json.dumps(shown))
         (self.runs / "jobs.json").write_text(json.dumps(jobs))
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 # -P: tests/ray must not be found before Ray.
-                [sys.executable, "-P", str(ROOT / "tests" / "same_runs.py"), str(self.runs / "jobs.json")],
+                [sys.executable, "-P", str(Path(__file__).with_name("in_tree.py")), str(self.runs / "jobs.json")],
                 cwd=self.code,
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(self.code)},
                 stdin=subprocess.DEVNULL,
@@ -194,37 +130,26 @@ class Tree:
         return None
 
 
-def config_of(run: Run, name: str, storage: Path) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "run": {"name": name, "storage": str(storage), "seed": 3},
-        "model": {"init": "random", "architecture": run.model, "tokenizer": str(DATA / "tokenizer")},
-        "data": {"train": [TOKENS], "seq_len": 48, "window": 16, **run.data},
-        "parallel": {"precision": "fp32", **run.parallel},
-        "optim": {"lr": 3e-3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_ratio": 0.1},
-        "train": {"global_batch": 10, "micro_batch": 2, "max_steps": 10, **run.train},
-        "checkpoint": {"every": run.from_step, "keep_last": None},
-        "tracking": {"console": False, "mlflow": {"enabled": False}},
-        "cluster": {"launch": "local", "device": "cpu", "workers": run.world},
-        "export": {"at_end": False},
-    }
-    for section, changes in run.more.items():
-        values[section] = {**values.get(section, {}), **changes}
-    return values
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.same", description="Two trees, the same trajectories.")
     parser.add_argument("base", metavar="BASE", help="the commit to compare the working tree with")
     commit = git("rev-parse", "--verify", f"{parser.parse_args(argv).base}^{{commit}}")
     since = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory, checkout(commit, Path(directory) / "base") as code:
-        base = Tree(code, Path(directory) / "runs-of-base")
-        here = Tree(ROOT, Path(directory) / "runs-of-here")
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        checkout(commit, Path(directory) / "base") as code,
+        served(DATA) as url,
+    ):
+        site = Site(Path(directory) / "bases", url)
+        site.make()
+        base = Tree(code, Path(directory) / "runs-of-base", site)
+        here = Tree(ROOT, Path(directory) / "runs-of-here", site)
         train(base, here)
-        results = list(compare_all(base, here))
+        results = [*compare_all(base, here), *compare_outputs(base, here, Path(directory))]
     width = max(len(each.run) for each in results)
     for each in results:
-        print(f"{each.run:{width}}  {each.steps:3} steps {each.values:4} values  {each.verdict}")
+        steps = f"{each.steps:3} steps " if each.steps else " " * 10
+        print(f"{each.run:{width}}  {steps}{each.values:4} values  {each.verdict}")
     differing = sum(each.difference is not None for each in results)
     compared = sum(each.values > 0 for each in results)
     print(
@@ -240,7 +165,12 @@ def train(base: Tree, here: Tree) -> None:
     """Both trees at once; then the working tree goes on with what BASE has begun."""
     whole = {tree: [tree.job(name) for name in RUNS] for tree in (base, here)}
     own = [here.job(name, "own", here.run_dir(name)) for name, run in RUNS.items() if run.own]
-    run_all([base.start(whole[base]), here.start([*whole[here], *own])])
+    run_all(
+        [
+            base.start([*base.commands(base.before), *whole[base], *base.commands(base.after)]),
+            here.start([*here.commands(here.before), *whole[here], *own, *here.commands(here.after)]),
+        ]
+    )
     going_on = [name for name, run in RUNS.items() if run.from_step is not None]
     run_all([here.start([here.job(name, "across", base.run_dir(name)) for name in going_on])])
 
@@ -275,6 +205,10 @@ class Result:
 def compare_all(base: Tree, here: Tree) -> Iterator[Result]:
     """Whatever the working tree did, with what BASE did without a stop."""
     for name, run in RUNS.items():
+        failed = [why for tree in (base, here) if (why := tree.failure(name, "whole")) is not None]
+        if failed:
+            yield Result(name, difference=f"failed in {'both' if failed[1:] else 'one'}: {failed[0]}")
+            continue
         orders = [order_of(tree.run_dir(name)) for tree in (base, here)]
         if run.from_step is not None and not run.own and None not in orders and orders[0] != orders[1]:
             yield Result(name, note=f"begins with order version {orders[1]}, in BASE with {orders[0]}: not compared")
@@ -298,6 +232,11 @@ def compare(run: str, *both: tuple[Tree, str, str], bounds: tuple[float, float] 
     steps = sum(moment.startswith("step") for moment in was)
     if was.keys() != now.keys():
         return Result(run, steps, 0, f"only one of them has {', '.join(sorted(was.keys() ^ now.keys()))}")
+    if bounds is None:
+        exports = [files_of_export(tree.run_dir(name, kind) / "export") for tree, name, kind in both]
+        if exports[0] != exports[1]:
+            files = sorted(name for name, _ in set(exports[0].items()) ^ set(exports[1].items()))
+            return Result(run, steps, 0, f"other exports: {', '.join(files[:5])}")
     pairs = [(moment, key) for moment in was for key in was[moment] if key in now[moment]]
     largest = dict.fromkeys(("loss", "grad_norm"), 0.0)
     for moment, key in pairs:
@@ -318,6 +257,20 @@ def compare(run: str, *both: tuple[Tree, str, str], bounds: tuple[float, float] 
         f"{kind} {value:.0e} of {bound:.0e}" for (kind, value), bound in zip(largest.items(), bounds, strict=True)
     )
     return Result(run, steps, len(pairs), note=f"within bounds: {found}")
+
+
+def compare_outputs(base: Tree, here: Tree, scratch: Path) -> Iterator[Result]:
+    """What commands print, in words that may be better now, and what a wheel has."""
+    was, now = base.printed, here.printed
+    for name, text in was.items():
+        differs, note = difference(name, text, now[name])
+        if differs is not None or note != "equal":
+            yield Result(name, 0, 1, differs, note)
+    same = sum(difference(name, text, now[name]) == (None, "equal") for name, text in was.items())
+    yield Result(f"{same} commands of {len(was)}", 0, same)
+    wheels = [files_of_wheel(tree.code, scratch / f"wheel-{index}") for index, tree in enumerate((base, here))]
+    other = sorted(set(wheels[0]) ^ set(wheels[1]))
+    yield Result("files of the wheel", 0, len(wheels[0]), f"other files: {', '.join(other)}" if other else None)
 
 
 def kernels_of(run_dir: Path) -> tuple[str | None, ...]:
@@ -346,6 +299,19 @@ def read_record(run_dir: Path) -> dict[str, dict[str, Any]]:
         else:
             record.setdefault(f"evaluation after step {line['step']}", {}).update(line["values"])
     return record
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """The files of a directory by a server of this process."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(directory))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @contextmanager

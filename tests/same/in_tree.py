@@ -1,10 +1,12 @@
-"""One tree trains a list of runs. Started by tests/same.py with PYTHONPATH naming the tree; uses only its public names.
+"""One tree trains a list of runs, and runs a list of commands. Started with PYTHONPATH naming the tree; uses only its
+public names.
 
-    python -P tests/same_runs.py JOBS
+    python -P tests/same/in_tree.py JOBS
 
 JOBS is a JSON file: of each run its config, the number of processes to start as torchrun would (0: none, the launcher
 of the tree starts the ranks), where to write what goes wrong, and, if it goes on with another run's checkpoint, that
-run's directory and the step. Every run has processes of its own, forked from this one, which has imported everything.
+run's directory and the step; of each command its line, and where to write what it prints. All have processes of their
+own, forked from this one, which has imported everything.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import shutil
 import socket
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,11 @@ from typing import Any
 def main(jobs: str) -> None:
     import_everything()
     for job in json.loads(Path(jobs).read_text()):
+        if "command" in job:
+            process = mp.get_context("fork").Process(target=command, args=(job["command"], job["out"]))
+            process.start()
+            process.join()
+            continue
         try:
             if job["begun"] is not None:
                 take_over(job)
@@ -46,6 +53,15 @@ def import_everything() -> None:
     for name in (*ours, "pandas", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         with suppress(ImportError):
             importlib.import_module(name)
+
+
+def command(line: list[str], out: str) -> None:
+    """What it prints, and its exit code."""
+    from raytune_fsdp.cli.main import main
+
+    with open(out, "w") as file, redirect_stdout(file):
+        code = main(line)
+        print(f"exit code {code}")
 
 
 def start(job: dict[str, Any]) -> None:
