@@ -28,7 +28,7 @@ set -euo pipefail
 
 # EDIT, here and in --signal above: the save that is being written, and then the last one. For 828 GB at 1.2 GB/s that is
 # 1400 s; `raytune-fsdp plan --storage SPEED` says it of yours. The run warns if its saves take longer.
-export RAYTUNE_STOP_SECONDS=2400
+export RAYTUNE_FSDP_STOP_SECONDS=2400
 # EDIT: where models from the hub go, on storage that all nodes share. Its token comes from your environment, or from the
 # file that `hf auth login` writes.
 export HF_HOME="${HF_HOME:-$HOME/.cache/huggingface}"

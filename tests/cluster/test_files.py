@@ -35,6 +35,7 @@ from ray.runtime_env import RuntimeEnv
 from raytune_fsdp.config import CheckpointConfig
 from raytune_fsdp.config.load import recipes
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
+from raytune_fsdp.launch.notices import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, SCHEMAS = ROOT / "cluster", Path(__file__).parent / "schemas"
@@ -424,7 +425,7 @@ def waits() -> dict[str, list[float]]:
         # Ray itself takes a while to end after it.
         found[f"kuberay-rayjob.yaml, pod {number}"] = [spec.get("terminationGracePeriodSeconds", 30) - 60, drain, job]
     script = (CLUSTER / "slurm.sh").read_text()
-    patterns = (r"^#SBATCH --signal=B:USR1@(\d+)$", r"^export RAYTUNE_STOP_SECONDS=(\d+)$")
+    patterns = (r"^#SBATCH --signal=B:USR1@(\d+)$", rf"^export {STOP_SECONDS}=(\d+)$")
     found["slurm.sh"] = [float(*re.findall(each, script, re.MULTILINE)) for each in patterns]
     return found
 
@@ -441,7 +442,7 @@ def test_whatever_stops_a_run_waits_until_it_has_saved() -> None:
         assert save < timeout, f"{name}: a save is given up after {timeout:g} s (checkpoint.timeout_minutes)"
         assert [*seconds, 60 + 2 * save] == sorted([*seconds, 60 + 2 * save], reverse=True), (name, seconds, save)
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
-    assert task["envs"]["RAYTUNE_STOP_SECONDS"] == "0", "its pods end at once"
+    assert task["envs"][STOP_SECONDS] == "0", "its pods end at once"
     for cloud, file in (("aws", "aws-p4d-a100.yaml"), ("gcp", "gcp-a2-a100.yaml")):
         most, save = SPOT_NOTICE_SECONDS[cloud] * speeds[file] / 1e9, CHECKPOINT / speeds[file]
         assert SPOT_NOTICE_SECONDS[cloud] < save
@@ -449,6 +450,8 @@ def test_whatever_stops_a_run_waits_until_it_has_saved() -> None:
         for said in (f"{most:.0f} GB at the most", f"{100 * round(save / 100)} s"):
             assert said in page, (cloud, said)
         assert f"{most:.0f} GB" in (CLUSTER / file).read_text()
+    for page in ("start/slurm.md", "operations.md"):
+        assert f"`{STOP_SECONDS}`" in (ROOT / "docs" / page).read_text(), page
 
 
 def test_every_node_finds_the_hub_s_files_on_shared_storage_and_its_token() -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.notices import STOP_SECONDS
 from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
@@ -120,7 +121,7 @@ def test_a_rank_that_dies_in_the_last_evaluation(tmp_path: Path, launch: str) ->
     whole = values | {"run": {**values["run"], "name": "whole"}}
     expected = trajectory(FinetuneConfig.model_validate(whole), 2)
     cluster = {"launch": launch, "workers": 2, "device": "cpu", "max_failures": 2}
-    notice = {"RAYTUNE_FSDP_STOP_SECONDS": "0"}
+    notice = {STOP_SECONDS: "0"}
     first = Command(FinetuneConfig.model_validate(values | {"cluster": cluster}), tmp_path, **notice)
     (first.faults / "at-evaluation-1").touch()
     code, said = first.end()

@@ -11,7 +11,7 @@ import torch
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch import notices
-from raytune_fsdp.launch.notices import notices_of
+from raytune_fsdp.launch.notices import STOP_SECONDS, notices_of
 from raytune_fsdp.launch.worker import alone, work
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -36,8 +36,8 @@ JOB, POD = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, {"KUBERNETES_SERVICE_HOST": "1
         ({"spot_notice": "gcp"}, {}, True, {"spot": 30.0}),
         ({}, POD, True, {"pod": 30.0}),
         ({}, {**POD, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "2400"}, True, {"pod": 2400.0}),
-        ({}, {**POD, "RAYTUNE_FSDP_STOP_SECONDS": "0"}, True, {"scheduler": 0.0}),
-        ({"spot_notice": "aws"}, {**JOB, **POD, "RAYTUNE_FSDP_STOP_SECONDS": "900"}, False, {"scheduler": 900.0}),
+        ({}, {**POD, STOP_SECONDS: "0"}, True, {"scheduler": 0.0}),
+        ({"spot_notice": "aws"}, {**JOB, **POD, STOP_SECONDS: "900"}, False, {"scheduler": 900.0}),
     ],
 )
 def test_who_gives_how_long(
@@ -48,8 +48,8 @@ def test_who_gives_how_long(
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_what_is_no_number_of_seconds_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"RAYTUNE_FSDP_STOP_SECONDS={text} is not a number of seconds"):
-        notices_of(ClusterConfig(), {"RAYTUNE_FSDP_STOP_SECONDS": text}, ray=False)
+    with pytest.raises(ConfigError, match=f"{STOP_SECONDS}={text} is not a number of seconds"):
+        notices_of(ClusterConfig(), {STOP_SECONDS: text}, ray=False)
 
 
 def test_the_defaults_and_names_are_rays() -> None:
@@ -112,7 +112,7 @@ def test_every_kind_has_words() -> None:
     every = {"spot": 120, "job_stop": 3.0, "pod": 30.0, "scheduler": 600.0, "ranks": 120}
     line = event_in_words(names.NOTICE_SHORT, {"step": 1, "seconds": 702.4, "bytes": 1, "notices": every})
     assert line.startswith("a save takes 702 s, longer than the 120 s between a spot machine's notice and its end and ")
-    for what in ("RAY_JOB_STOP_WAIT_TIME_S", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "RAYTUNE_FSDP_STOP_SECONDS"):
+    for what in ("RAY_JOB_STOP_WAIT_TIME_S", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", STOP_SECONDS):
         assert what in line
     assert "signal without Ray" in line and "\n" not in line
     assert event_in_words(names.NOTICE_SHORT, {}).startswith("a save takes ?")
