@@ -14,13 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.base.untrusted import (
@@ -40,6 +37,9 @@ from raytune_fsdp.model.directory.known_files import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_CONFIG_FILE,
 )
+
+if TYPE_CHECKING:  # importing it imports the hub's library, which reads then where the hub and its cache are
+    from transformers import PretrainedConfig
 
 _CONFIG_BYTES = 8 * MIB
 """A config.json has 1 to 10 kB; those of classifiers, with the names of 20,000 classes, 1 MB."""
@@ -306,6 +306,9 @@ def unknown_word(hf_config: PretrainedConfig, error: Exception) -> str | None:
 
     Its message is only that word: `'siluu'`, from a table of activations, of rope types, of kinds of layers.
     """
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     word = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(word, str):
         return None
