@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raytune_fsdp.base.errors import ModelError, TransientError
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.hub_weights import TensorHeader, _parsed
 from raytune_fsdp.model.directory.tensorfile import DTYPES
@@ -64,7 +65,8 @@ def machine(settings, asked, answers):
         print("=", json.dumps(found), flush=True)
 
 def why(name, commit, sizes):
-    return why_not(HubWeights(repository=name, commit=commit, field="model.path", sizes=sizes))
+    found = why_not(HubWeights(repository=name, commit=commit, field="model.path", sizes=sizes))
+    return None if found is None else f"{type(found).__name__}: {found}"
 
 def here(name):
     return str(cached(name, None))
@@ -301,7 +303,7 @@ def test_refusals_name_the_machine_and_its_cache_before_anything_is_fetched(
     full, beforehand, fits = machines.ask(
         hub, home, ("fetch", NAME, COMMIT, larger), ("why", NAME, COMMIT, larger), ("why", NAME, COMMIT, sizes)
     )
-    assert full == f"ModelError: {beforehand}" and fits is None
+    assert full == beforehand and fits is None
     assert f"ModelError: model.path={NAME}: its weights need 1,000,000.0 GB more on " in full
     assert f"HF_HOME={home} has room for " in full
     (offline,) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes), HF_HUB_OFFLINE="1")
@@ -311,3 +313,32 @@ def test_refusals_name_the_machine_and_its_cache_before_anything_is_fetched(
     assert not hub.sent
     for file in home.rglob("*"):
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
+
+
+def test_a_hub_that_is_down_for_a_moment_is_not_taken_for_a_refusal(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    """Exit code 1, after which the run is tried again; 2 ends `cluster/again.sh` for good."""
+    hub.add(NAME, model)
+    asked = ("why", NAME, COMMIT, sizes_of(model))
+    hub.down = 503
+    (away,) = machines.ask(hub, tmp_path / "hf", asked)
+    hub.down = 0
+    (stranger,) = machines.ask(hub, tmp_path / "hf", asked, HF_TOKEN="hf_anotherToken")
+    assert "TransientError: " in away and "the hub cannot be reached" in away
+    assert "ModelError: " in stranger and "check the name and HF_TOKEN" in stranger
+
+
+def test_nodes_whose_reasons_pass_are_no_wrong_request() -> None:
+    pytest.importorskip("ray")
+    from raytune_fsdp.launch.ray.nodes.hub_reach import refusal
+
+    away, full = TransientError("the hub cannot be reached"), ModelError("no room")
+    assert (refusal({"a": away}).exit_code, refusal({"a": full}).exit_code) == (1, 2)
+    both = refusal({"a": away, "b": away, "c": away})
+    assert both.exit_code == 1 and str(both) == (
+        "no node that could hold a rank can have the weights: a: the hub cannot be reached (and 2 more nodes are no "
+        "better off)"
+    )
+    mixed = refusal({"a": away, "b": full})
+    assert mixed.exit_code == 2 and "weights: b: no room (and 1 more node is no better off)" in str(mixed)

@@ -124,13 +124,13 @@ class Download:
             os.fsync(file.fileno())
 
 
-def why_not(hub: HubWeights) -> str | None:
+def why_not(hub: HubWeights) -> RaytuneError | None:
     """Why this machine could not fetch what it lacks of these weights; None if it could, or lacks nothing; network."""
     try:
         if lacking := hub.lacking():
             _checked(hub, lacking)
     except Exception as error:
-        return str(_explained(hub, error))
+        return _explained(hub, error)
     return None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 
-from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError
 from raytune_fsdp.launch.ray.nodes.checked import ask_each
 from raytune_fsdp.launch.ray.resources import Node
 from raytune_fsdp.model.directory.hub_download import why_not
@@ -16,6 +16,7 @@ from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 _SECONDS = 20.0
 """For an answer. A node that has to import torch from shared storage first may take longer; ranks ask again."""
+_REASONS = (ModelError, TransientError)
 
 
 def check_reach(prepared: RunInputs, standing: ResumePoint, nodes: Sequence[Node]) -> None:
@@ -33,9 +34,18 @@ def _check(hub: HubWeights, nodes: Sequence[Node]) -> None:
     if None in reasons.values() or not nodes:
         return
     answers = ask_each(others, why_not, hub, seconds=_SECONDS) if others else {}
-    # An exception is no answer.
-    reasons |= {node.name: each if isinstance(each := answers[node.id], str) else None for node in others}
-    if None not in reasons.values():
-        name, reason = next(iter(reasons.items()))
-        more = f" (and {len(reasons) - 1} more nodes are no better off)" if len(reasons) > 1 else ""
-        raise ModelError(f"no node that could hold a rank can have the weights: {name}: {reason}{more}")
+    # A LateError, or what Ray says of a node that was lost, is no answer.
+    reasons |= {node.name: each if isinstance(each := answers[node.id], _REASONS) else None for node in others}
+    told = {name: reason for name, reason in reasons.items() if reason is not None}
+    if len(told) == len(reasons):
+        raise refusal(told)
+
+
+def refusal(reasons: Mapping[str, RaytuneError]) -> RaytuneError:
+    """The refusal, from each node's reason, by its name: no wrong request where all of them pass."""
+    lasting = {name: reason for name, reason in reasons.items() if not isinstance(reason, TransientError)}
+    name, reason = next(iter((lasting or reasons).items()))
+    others = len(reasons) - 1
+    more = f" (and {others} more node{'s are' if others > 1 else ' is'} no better off)" if others else ""
+    kind = ModelError if lasting else TransientError
+    return kind(f"no node that could hold a rank can have the weights: {name}: {reason}{more}")
