@@ -9,11 +9,14 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import requires as required_by
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,10 @@ from botocore import xform_name
 from botocore.validate import ParamValidator
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._private.authentication.authentication_constants import (
+    TOKEN_AUTH_ENABLED_BUT_NO_TOKEN_FOUND_ERROR_MESSAGE as NO_TOKEN,
+)
+from ray._private.authentication.authentication_constants import TOKEN_INVALID_ERROR_MESSAGE as WRONG_TOKEN
 from ray._private.runtime_env import packaging
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.dashboard.modules.job.job_supervisor import JobSupervisor
@@ -36,6 +43,7 @@ from raytune_fsdp.config import CheckpointConfig
 from raytune_fsdp.config.load import recipes
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.launch.notices import STOP_SECONDS
+from tests.cluster.network import why_not
 
 ROOT = Path(__file__).parents[2]
 CLUSTER, SCHEMAS = ROOT / "cluster", Path(__file__).parent / "schemas"
@@ -571,22 +579,36 @@ def goes_on(job):
     if outcome in ("head lost", "Ray lost"):
         world["head"], world["jobs"], world["stuck"] = False, {{}}, outcome == "Ray lost"
         end(1)
-    world["jobs"][job] = outcome
+    of = {{"out of sight": (3, 0), "gone": (99, 0), "unseen": (0, 2)}}
+    world["hidden"], world["unseen"] = of.get(outcome, (0, 0))
+    world["jobs"][job] = "RUNNING None" if world["hidden"] or world["unseen"] else outcome
     end(outcome != "SUCCEEDED 0")
 
 program, *words = Path(sys.argv[0]).name, *sys.argv[1:]
 if program == "python":
-    found = world["jobs"].get(words[-1]) if world["head"] else None
-    if found is None:
+    if len(words) == 2:
+        assert words == ["-c", "import ray.job_submission"]
+        sys.exit(0)
+    if world["unseen"]:
+        world["unseen"] -= 1
+        end(1)
+    if world["hidden"] or not world["head"]:
         sys.exit(1)
-    print(found)
+    print(world["jobs"].get(words[-1], "unknown"))
     sys.exit(0)
 if words[0] == "dashboard":  # beside the others: it must not write
     sys.exit(0)
 world["said"].append(words)
 match words:
     case ["job", "list"]:
-        end(not world["head"])
+        world["hidden"] = max(0, world["hidden"] - 1)
+        print(world["refuses"], file=sys.stderr)
+        end(bool(world["hidden"] or world["refuses"] or not world["head"]))
+    case ["exec", _, command]:
+        assert "cs_server" in command
+        print(world["exec"] or f"found: {{int(world['stuck'])}}\\r")
+    case ["up", *_] if world["hidden"]:
+        end(1)
     case ["up", *_]:
         world["stuck"] = world["stuck"] and "--no-restart" in words
         world["head"] = world["head"] or (world["cloud"] and not world["stuck"])
@@ -595,6 +617,36 @@ match words:
         goes_on(job)
 end(0)
 """
+
+
+COMMAND = ["python", "jobs/finetune.py", "--run.name", "a run"]
+GENTLE, RESTART = ["up", "--yes", "--no-restart", "the.yaml"], ["up", "--yes", "the.yaml"]
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def called(programs: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """What `again.sh` makes of these programs."""
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PAUSE": "0", "TRIES": "4", **settings}
+    return subprocess.run(
+        [CLUSTER / "again.sh", "the.yaml", *COMMAND], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def again(directory: Path, **state: Any) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The same, with stand-ins for a whole cloud; and what became of that."""
+    world = {
+        "outcomes": [], "jobs": {}, "said": [], "head": False, "stuck": False, "cloud": True, "hidden": 0, "unseen": 0,
+        "refuses": "", "exec": "",
+    }  # fmt: skip
+    place = directory / "world"
+    place.write_text(json.dumps(world | state))
+    for name in ("ray", "python"):
+        program(directory / name, CLOUD.format(python=sys.executable, world=place))
+    return called(directory), json.loads(place.read_text())
 
 
 @pytest.mark.parametrize(
@@ -611,33 +663,124 @@ end(0)
         pytest.param(["STOPPED None"], 130, 1, 1, id="stopped"),
         pytest.param(["FAILED 1"] * 4, 1, 4, 1, id="failing"),
         pytest.param([], 1, 0, 4, id="no cloud"),
+        pytest.param(["out of sight", "SUCCEEDED 0"], 0, 1, 3, id="the way to the head lost for a while"),
+        pytest.param(["unseen", "FAILED 3"], 3, 1, 1, id="its state cannot be had twice"),
+        pytest.param(["gone"], 1, 1, 5, id="the way to the head lost for good"),
     ],
 )
 def test_a_run_whose_driver_or_head_is_lost_is_submitted_again(
     outcomes: list[str], code: int, submitted: int, made: int, tmp_path: Path
 ) -> None:
     """The loop itself, with a cloud that cannot be had here: `ray` and `python` are stand-ins."""
-    world = tmp_path / "world"
-    state = {"outcomes": outcomes, "jobs": {}, "said": [], "head": False, "stuck": False, "cloud": bool(outcomes)}
-    world.write_text(json.dumps(state))
-    for program in ("ray", "python"):
-        (tmp_path / program).write_text(CLOUD.format(python=sys.executable, world=world))
-        (tmp_path / program).chmod(0o755)
-    command = ["python", "jobs/finetune.py", "--run.name", "a run"]
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PAUSE": "0", "TRIES": "4"}
-    done = subprocess.run(
-        [CLUSTER / "again.sh", "the.yaml", *command], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done, found = again(tmp_path, outcomes=outcomes, cloud=bool(outcomes))
     assert done.returncode == code, done.stderr
-    found = json.loads(world.read_text())
     assert found["outcomes"] == []
+    assert ("may go on" in done.stderr) == (outcomes == ["gone"])
     jobs = [words for words in found["said"] if words[:2] == ["job", "submit"]]
-    assert [words[4:] for words in jobs] == [["--working-dir", ".", "--", *command]] * submitted
+    assert [words[4:] for words in jobs] == [["--working-dir", ".", "--", *COMMAND]] * submitted
     assert len({words[3] for words in jobs}) == submitted, "Ray takes an id only once"
     ups = [words for words in found["said"] if words[0] == "up"]
-    gentle, restart = ["up", "--yes", "--no-restart", "the.yaml"], ["up", "--yes", "the.yaml"]
-    assert [up for up in ups if up != restart] == [gentle] * made
-    assert ups.count(restart) == outcomes.count("Ray lost"), "a restart would end a run that goes on"
+    assert [up for up in ups if up != RESTART] == [GENTLE] * made
+    assert ups.count(RESTART) == outcomes.count("Ray lost"), "a restart would end a run that goes on"
+
+
+@pytest.mark.parametrize(
+    ("refuses", "answer", "code", "made", "said"),
+    [
+        (f"Authentication required: no\n\n{NO_TOKEN}", "", 2, 0, "this shell has no token, or not that of"),
+        (f"Authentication failed: no\n\n{WRONG_TOKEN}", "", 2, 0, "this shell has no token, or not that of"),
+        ("Version check returned 404.", "", 1, 4, "Ray runs on the head, so it is not started again"),
+        ("Failed to connect to Ray", "ssh: timed out", 1, 4, "the head does not say whether its Ray runs"),
+    ],
+)
+def test_a_ray_that_this_shell_cannot_ask_is_not_started_again(
+    refuses: str, answer: str, code: int, made: int, said: str, tmp_path: Path
+) -> None:
+    """That would end all jobs on a head that is well."""
+    done, found = again(tmp_path, head=True, refuses=refuses, exec=answer)
+    assert done.returncode == code and said in done.stderr, done.stderr
+    assert code == 2 or f"no answer from http://127.0.0.1:8265: {refuses}" in done.stderr
+    assert [words for words in found["said"] if words[0] == "up"] == [GENTLE] * made
+    assert not [words for words in found["said"] if words[:2] == ["job", "submit"]]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_head_that_refuses_this_shell_is_known_by_what_ray_says(status: int, tmp_path: Path) -> None:
+    """Ray's own program; what answers it is not a head."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address, token = (
+            f"http://127.0.0.1:{server.server_port}",
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64},
+        )
+        done = called(TOOLS, RAY_API_SERVER_ADDRESS=address, NO_PROXY="127.0.0.1", **token)
+        server.shutdown()
+    assert done.returncode == 2 and f"this shell has no token, or not that of {address}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_head_knows_whether_its_ray_runs(runs: bool, tmp_path: Path) -> None:
+    """Also where `ray` is in an environment that only its start command names, as in local.yaml."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    (question,) = re.findall(r"ray exec \"\$cluster\" '(.*)'", (CLUSTER / "again.sh").read_text())
+    server = tmp_path / "gcs_server"
+    shutil.copy("/bin/sleep", server)
+    begin = f"{server} 60 & sleep 0.2; " if runs else ""
+    call = f"{begin}bash --login -c -i {shlex.quote(f'export A=b && ({question})')}"  # as Ray calls it
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c", call], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith(f"found: {0 if runs else 1}\n"), done
+
+
+def test_a_python_without_ray_is_refused(tmp_path: Path) -> None:
+    """It could not see how a run goes."""
+    program(tmp_path / "python", "#!/bin/sh\nexit 1\n")
+    program(tmp_path / "ray", f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    done = called(tmp_path)
+    assert done.returncode == 2 and "the python of this shell has no Ray" in done.stderr
+    assert not (tmp_path / "asked").exists()
+
+
+TUNNELS = """#!/bin/sh
+# The first way leads to a head that is gone; while its ssh is there nobody else gets the port, and the second fails.
+cd {place}
+lives() {{ grep -q sleep /proc/$1/cmdline; }} # a dead one that nobody has asked for is still there, without words
+case "$1" in
+  dashboard)
+    echo x >> ways
+    [ $(wc -l < ways) = 2 ] && exit 1
+    sleep 300 &
+    echo $! >> ssh
+    wait ;;
+  exec) echo "found: 1" ;;
+  up) echo "$*" >> ups ;;
+  job) [ "$2" = list ] || exit 0
+    [ -e ssh ] && [ $(wc -l < ssh) = 2 ] && ! lives $(head -n 1 ssh) && lives $(tail -n 1 ssh) ;;
+esac
+"""
+
+
+def test_a_way_to_the_head_is_dug_until_it_is_there_and_leaves_nothing(tmp_path: Path) -> None:
+    program(tmp_path / "python", '#!/bin/sh\n[ $# = 2 ] || echo "SUCCEEDED 0"\n')
+    program(tmp_path / "ray", TUNNELS.format(place=tmp_path))
+    program(tmp_path / "sleep", '#!/bin/sh\n[ "$1" = 300 ] || set -- 0.1\nexec /bin/sleep "$1"\n')
+    done = called(tmp_path, TRIES="1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ups").read_text().splitlines() == [" ".join(GENTLE), " ".join(RESTART)]
+    assert len((tmp_path / "ways").read_text().split()) == 3
+    for each in (tmp_path / "ssh").read_text().split():
+        words = Path("/proc", each, "cmdline")
+        assert not words.exists() or "sleep" not in words.read_text()
 
 
 def test_a_wheel_brings_its_dependencies_and_what_the_page_says_instead_does_not(

@@ -97,6 +97,13 @@ def details(client: dict[str, str], job: str) -> tuple[str, int | None]:
     return status, None if code == "None" else int(code)
 
 
+def test_a_job_that_the_head_does_not_know_is_said_to_be_so(head: dict[str, str]) -> None:
+    """By this `cluster/again.sh` tells a head that is another one from a head that does not answer."""
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        details(head, "nobodys")
+    assert "RuntimeError: Request failed with status code 404: Job nobodys does not exist" in error.value.stderr
+
+
 def test_submitted_stopped_and_submitted_again(tmp_path: Path, head: dict[str, str]) -> None:
     long = {"train": {**TRAIN, "max_steps": 500}, "checkpoint": {"every": 100}}
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, **long), 2)
