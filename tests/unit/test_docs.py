@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.cli.audit import DIFFERS
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 
@@ -61,3 +64,13 @@ def test_files_that_are_named_exist(page: Path) -> None:
     ):
         places = [ROOT / path, ROOT / "raytune_fsdp" / path]
         assert any(place.exists() for place in places) or path.startswith("data/"), f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "docs/architecture.md"])
+def test_every_exit_code_is_on_the_page(page: str) -> None:
+    kinds = [RaytuneError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    _, _, said = re.split(r"^(\*\*Exit codes\.\*\*|## Exit codes\n)", (ROOT / page).read_text(), flags=re.MULTILINE)
+    listed = {int(code) for code in re.findall(r"\b\d+\b", said.strip().partition("\n\n")[0])}
+    assert listed == {0, DIFFERS, *(kind.exit_code for kind in kinds)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,12 @@ def test_every_kind_has_words() -> None:
         assert what in line
     assert "signal without Ray" in line and "\n" not in line
     assert event_in_words(names.NOTICE_SHORT, {}).startswith("a save takes ?")
+
+
+def test_the_line_is_in_the_table_of_failures() -> None:
+    """With what it means and what to do, as whoever reads it looks there."""
+    line = event_in_words(names.NOTICE_SHORT, {"step": 1, "seconds": 702.4, "bytes": 1, "notices": {"pod": 30.0}})
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = page.partition("| You read |")[2].partition("\n\n")[0]
+    (words,) = re.findall(r"^\| `(a save takes [^`]*)` \|", table, re.MULTILINE)
+    assert re.match(re.escape(words).replace("…", ".*"), line)
