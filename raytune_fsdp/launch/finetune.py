@@ -73,11 +73,7 @@ def finetune(
 
 
 def _result(
-    config: FinetuneConfig,
-    prepared: RunInputs,
-    before: ResumePoint,
-    wait_for_tracking: float,
-    progress: Progress | None,
+    config: FinetuneConfig, prepared: RunInputs, before: ResumePoint, wait: float, progress: Progress | None
 ) -> FinetuneResult:
     """What a complete run leaves; the export and the report are made here."""
     # Not at the top: they bring torch and transformers, and what is wrong in the config alone is said within a second.
@@ -108,7 +104,7 @@ def _result(
                 put_mark(prepared)
             mend_record(place, before)
         # It sends while the export is written.
-        trackers = last_tracking(config, prepared, before, newest.step, seconds=wait_for_tracking, progress=progress)
+        trackers = last_tracking(config, prepared, before, newest.step, seconds=wait, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
                 pushed = publish(

@@ -221,8 +221,7 @@ def trace(
     largest = max(parameter.nbytes for parameter in model.parameters())
     parallel = as_stored(model, config, plan.layout, memory, device)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        mesh = _share(model, plan)
-        per_node = _together(parallel, plan, per_node)
+        mesh, per_node = _share(model, plan), _together(parallel, plan, per_node)
         traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
         kept = range(len(layers_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
         blocks, passes = layers_of(model), min(2, plan.division.full_rounds)
