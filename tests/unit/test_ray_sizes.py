@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +174,7 @@ def test_room_that_others_need_again_is_given_back(clock: Clock, groups: Groups)
     known.growth(lambda: nodes, ranks)
     assert groups.live
     clock.now += growth._STANDS_SECONDS + 1
+    known.growing.look()
     assert known.growth(lambda: nodes, ranks) is None
     assert not groups.live, "it did not come: the next try is later"
     clock.now += growth._FIRST_PAUSE - 1
@@ -185,6 +187,67 @@ def test_room_that_others_need_again_is_given_back(clock: Clock, groups: Groups)
     clock.now += growth._STANDS_SECONDS
     known.growing.look()
     assert not groups.live, "an attempt that takes long to save keeps nobody waiting"
+
+
+def hour(
+    clock: Clock, groups: Groups, *, made: bool, save_seconds: float, others: bool = True
+) -> tuple[Sizes, list[float], list[int]]:
+    """An hour of a run, as the driver follows it: when groups were asked for, and the sizes that it made way for one
+    after another. `made`: whether groups are. `others`: they take what is not kept from them."""
+    known, asked_at, begun = Sizes(asked(), [1, 2]), list[float](), list[int]()
+    ranks, nodes, next_look = {0: Joined(0, "a", "a", 7)}, [node("a", 3, free=2)], 0.0
+    while clock.now < 3600 and len(ranks) < 2:
+        known.growing.look()
+        if clock.now >= next_look:
+            next_look = clock.now + 1.0
+            before = len(groups.live)
+            if known.growth(lambda: nodes, ranks) is not None:
+                saved_at = clock.now + save_seconds
+                while clock.now < saved_at:
+                    clock.now += 0.5
+                    known.growing.look()
+                size = 2 if groups.live or not others else 1
+                known.ended()
+                known.growing.let_go()
+                clock.now += 20
+                known.began(size)
+                begun.append(size)
+                ranks = {rank: Joined(rank, "a", "a", 7) for rank in range(size)}
+            asked_at += [clock.now] * (len(groups.live) > before)
+            for group in groups.live:
+                group.state = "CREATED" if made else "PENDING"
+        clock.now += 0.505
+    return known, asked_at, begun
+
+
+def test_groups_that_are_never_made_are_asked_for_less_and_less(clock: Clock, groups: Groups) -> None:
+    """Ray says that there is room, and does not place them."""
+    _, asked_at, _ = hour(clock, groups, made=False, save_seconds=0)
+    pauses = [round(later - first - growth._STANDS_SECONDS, -1) for first, later in pairwise(asked_at)]
+    assert pauses == [120, 240, 480, 960]
+
+
+def test_a_save_that_takes_longer_than_room_is_kept_does_not_make_a_run_grow_in_vain_again_and_again(
+    clock: Clock, groups: Groups
+) -> None:
+    """The size never came, however long ago that was decided. The next time the room is kept for as long as it takes."""
+    known, _, begun = hour(clock, groups, made=True, save_seconds=130.0)
+    assert begun == [1, 2] and known.growing._pause == growth._FIRST_PAUSE
+
+
+def test_room_is_kept_from_others_for_ten_minutes_at_most(clock: Clock, groups: Groups) -> None:
+    known, _, begun = hour(clock, groups, made=True, save_seconds=700.0)
+    assert begun == [1] * 4 and known.growing._pause == 8 * growth._FIRST_PAUSE
+    assert known.growing._stands_seconds == growth._STANDS_AT_MOST_SECONDS
+
+
+def test_a_larger_size_has_two_minutes_from_its_own_beginning(clock: Clock, groups: Groups) -> None:
+    """And not from the decision to make way for it."""
+    known, _, begun = hour(clock, groups, made=True, save_seconds=130.0, others=False)
+    assert begun == [2]
+    clock.now += growth._LASTS_SECONDS - 1
+    known.began(1)
+    assert known.growing._pause == growth._FIRST_PAUSE, "it did not last"
 
 
 @pytest.mark.parametrize("taken_back", [True, False])
