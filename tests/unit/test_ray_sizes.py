@@ -230,7 +230,7 @@ def test_groups_that_are_never_made_are_asked_for_less_and_less(clock: Clock, gr
 def test_a_save_that_takes_longer_than_room_is_kept_does_not_make_a_run_grow_in_vain_again_and_again(
     clock: Clock, groups: Groups
 ) -> None:
-    """The size never came, however long ago that was decided. The next time the room is kept for as long as it takes."""
+    """The size never came, however long ago that was decided. The next time the room is kept as long as it takes."""
     known, _, begun = hour(clock, groups, made=True, save_seconds=130.0)
     assert begun == [1, 2] and known.growing._pause == growth._FIRST_PAUSE
 
@@ -290,21 +290,31 @@ def test_auto_takes_what_others_do_not_hold(clock: Clock) -> None:
 
         def look() -> list[Node]:
             last[0] = next(answers, last[0])
-            return [node("a", 4, free=last[0])]
+            return [node("a", 5, free=last[0])]
 
         return sizes.that_are_free(most, possible.__contains__, look, said.append)
 
-    assert found(4) == 4 and clock.now == 0
-    assert found(1, 3, 4) == 4 and clock.now == 1, "another run has just ended"
+    assert found(5) == 4 and clock.now == 0
+    assert found(1, 2, 5) == 4 and clock.now == 1, "another run has just ended"
     assert not said
-    assert found(3) == 3 and clock.now == sizes._GIVEN_BACK_SECONDS
+    assert found(4) == 3 and clock.now == sizes._GIVEN_BACK_SECONDS, "one CPU is left for the data"
     assert said == [
         "cluster.workers=auto: of the room for 4 workers others hold that of 1, so the run has 3; with "
         "cluster.workers={min: 3, max: 4} it would grow later"
     ]
-    assert found(3, possible=(2, 4)) == 2, "three cannot share the mesh, or the memory"
-    assert sizes.that_are_free(most, lambda _: True, lambda: [replace(node("a", 4), free={})], said.append) == 4
-    assert found(1, possible=(4,)) == found(0) == 4, "then it waits for them"
+    assert found(4, possible=(2, 4)) == 2, "three cannot share the mesh, or the memory"
+    assert sizes.that_are_free(most, lambda _: True, lambda: [replace(node("a", 5), free={})], said.append) == 4
+    assert found(2, possible=(4,)) == found(0) == found(1) == 4, "then it waits for them"
+
+
+def test_auto_takes_as_many_as_a_range_would(clock: Clock) -> None:
+    """Four GPUs and four CPUs are free: the data needs one of the latter."""
+    most = asked(GPU=1.0)
+    half = Node(id="a", name="a", total={"CPU": 9.0, "GPU": 8.0}, free={"CPU": 4.0, "GPU": 4.0})
+    assert sizes.that_are_free(most, lambda _: True, lambda: [half], lambda _: None) == 3
+    known = Sizes(most, range(1, 9))
+    clock.now += sizes._RETURN_SECONDS
+    assert size(known.next(lambda: [half])) == 3
 
 
 def test_resources_of_our_own_count_as_free(clock: Clock, groups: Groups) -> None:

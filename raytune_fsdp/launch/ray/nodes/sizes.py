@@ -46,7 +46,8 @@ def that_are_free(
 
     def free_now() -> int:
         found = look()  # of a Ray that has just been started nothing may be known
-        return room(most, _free([node if node.free else replace(node, free=node.total) for node in found]))
+        free = _free([node if node.free else replace(node, free=node.total) for node in found])
+        return _fitting(most, range(1, most.workers + 1), free) or 0
 
     began = time.monotonic()
     while (free := free_now()) < most.workers and time.monotonic() - began < _GIVEN_BACK_SECONDS:
@@ -140,14 +141,14 @@ class Sizes:
         return found
 
     def _fitting(self, nodes: Sequence[Node]) -> int | None:
-        cpus = sum(node.total.get("CPU", 0) for node in nodes)
-        most = room(self._asked, nodes)
-        fitting = [
-            size
-            for size in self._valid
-            if size <= most and cpus - size * self._asked.per_worker.get("CPU", 0) >= DATA_CPUS
-        ]
-        return max(fitting, default=None)
+        return _fitting(self._asked, self._valid, nodes)
+
+
+def _fitting(asked: Request, sizes: Sequence[int], nodes: Sequence[Node]) -> int | None:
+    """The largest of these numbers of workers that there is room for, with a CPU left for the data."""
+    most, cpus = room(asked, nodes), sum(node.total.get("CPU", 0) for node in nodes)
+    each = asked.per_worker.get("CPU", 0)
+    return max((size for size in sizes if size <= most and cpus - size * each >= DATA_CPUS), default=None)
 
 
 def _free(nodes: Sequence[Node], taken: Mapping[str, Mapping[str, float]] = {}) -> list[Node]:
