@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 from raytune_fsdp.base.errors import RepeatedError
 from raytune_fsdp.launch.ray import follow
 from raytune_fsdp.launch.ray.attempts import Attempts
-from raytune_fsdp.launch.ray.board import Beat, Joined, Notice, Started
+from raytune_fsdp.launch.ray.board import Beat, Failed, Joined, Notice, Started
 from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.resources import Node, Request
 from tests.unit.test_ray_follow import Silent, begin
@@ -37,6 +37,8 @@ class Ranks(Silent):
         """For how long the driver is away when it looks at these times."""
         self.ends_at = float("inf")
         self.killed_at: float | None = None
+        self.can_be_killed = True
+        self.controller_ended_at: float | None = None
         self.nodes = ["0", "1"]
         """That are there, and answer."""
         self.beat: Callable[[int, float], Beat | None] = trains
@@ -62,7 +64,13 @@ class Ranks(Silent):
 
     def kill(self, ranks: object) -> None:
         self.killed_at = self.now
-        self.fit.set_exception(RuntimeError("killed"))
+        if self.can_be_killed:
+            self.fit.set_exception(RuntimeError("killed"))
+
+    def end_controller(self, actor: object) -> None:
+        """In the place of `ray.kill`: the ranks end with it."""
+        self.controller_ended_at = self.now
+        self.fit.set_exception(RuntimeError("its controller is gone"))
 
     def start(self, ranks: object) -> None:
         pass
@@ -172,6 +180,64 @@ def test_three_hangs_end_the_run_unless_the_driver_was_away(
             with pytest.raises(RepeatedError, match="step 60 has failed 3 times in the same way"):
                 attempts.ended(error)
     assert attempts.failures == 3
+
+
+def controlled(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, where the driver can end Ray Train's controller."""
+    found = of(ranks, tmp_path, monkeypatch)
+    monkeypatch.setattr(follow.ray, "kill", ranks.end_controller)
+    found[0]._controlling = ["its actor"]
+    return found
+
+
+@pytest.mark.parametrize("cause", ["a hang", "a lost node"])
+def test_where_a_kill_has_no_effect_the_controller_is_ended(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    """The actor that ends the ranks may not start, or the kernel may not let them go."""
+    known, attempts, said = controlled(ranks, tmp_path, monkeypatch)
+    ranks.beat, ranks.can_be_killed, ranks.ends_at = until(30.0, trains), False, 4000.0
+    ranks.nodes = ["0"] if cause == "a lost node" else ranks.nodes
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is not None and ranks.controller_ended_at is not None
+    assert 60.0 < ranks.controller_ended_at - ranks.killed_at <= 62.0
+    assert attempts._killed is not None and attempts._killed[1] == 1
+    assert said == ["the attempt has not ended 60 s after its ranks were to end: Ray Train's controller is ended"]
+
+
+def test_a_rank_that_has_failed_is_no_hang_while_ray_train_brings_its_error(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes it some seconds, and says more: the limit for hangs may be over meanwhile."""
+    known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
+    ranks.beat, ranks.ends_at = fails_at(30.0 + 598.0, ranks, until(30.0, starts)), 640.0
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is None and attempts._killed is None and attempts.reports
+
+
+def test_an_attempt_that_does_not_end_after_a_failure_is_ended(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may be stopped, and Ray Train wait for it."""
+    known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
+    ranks.beat = fails_at(30.0, ranks, until(30.0, starts))
+    known.until(ranks.fit, TWO)
+    assert ranks.killed_at is None and ranks.controller_ended_at is not None
+    assert 90.0 < ranks.controller_ended_at <= 93.0
+    assert attempts._killed == ("it raised an error at fetching.py:99, and the attempt did not end in 60 s", 0, False)
+
+
+def fails_at(
+    moment: float, ranks: Ranks, beat: Callable[[int, float], Beat | None]
+) -> Callable[[int, float], Beat | None]:
+    """The same, with rank 0 raising an error at this moment."""
+
+    def told(rank: int, now: float) -> Beat | None:
+        if now == moment and rank == 0:
+            ranks.joined.append(Failed(0, 0, "fetching.py:99"))
+        return beat(rank, now)
+
+    return told
 
 
 def starts(rank: int, now: float) -> Beat:

@@ -113,6 +113,11 @@ class Attempts:
         """The driver ends the ranks of the current attempt, which has failed."""
         self._killed = cause, rank, hang
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether the driver has ended the ranks of the current attempt."""
+        return self._killed is not None
+
     def committed(self, step: int) -> None:
         self._committed = step
 

@@ -62,6 +62,10 @@ _FIT_SECONDS = 10.0
 _BOARD_SECONDS = 30.0
 """How long the board may be out of reach: a busy head, or one that starts again, answers later."""
 
+_ENDS_SECONDS = 60.0
+"""How long an attempt may take to end after a rank has failed, or the ranks were ended. It takes Ray Train seconds, but
+for ever where it waits for a rank that is stopped, or where the ranks are not ended: the kernel may not let them go."""
+
 _GONE_SECONDS = 5.0
 """While no rank could save anything, a stop waits this long for ranks that are just starting. With what follows, it
 takes ten seconds at most."""
@@ -110,6 +114,8 @@ class AttemptSupervisor:
         """Whether the current attempt was asked to end for another one."""
         self._clock = Listening()
         self._watch = Watch(config.cluster, self._clock)
+        self._ending_since: float | None = None
+        """When the first rank has said that it failed, or the ranks were ended."""
         self._lease = lease_of(place.lock)
         self._watches = NodeWatches(config.cluster.spot_notice, board)
         self._next_look = 0.0
@@ -212,7 +218,7 @@ class AttemptSupervisor:
         self._making_way = False
         self._end_controller()
         self._watches.end()
-        self._watch = Watch(self._config.cluster, self._clock)
+        self._watch, self._ending_since = Watch(self._config.cluster, self._clock), None
         if self._attempts.ranks:  # else it is the first one, or the last one has waited in vain, as this one does
             self._phases.restart()
             self._waiting_since = self._clock.now
@@ -270,6 +276,8 @@ class AttemptSupervisor:
                     self._attempts.reached(step)
             case Failed(rank=rank):
                 self._attempts.reports[rank] = notice
+                if self._ending_since is None and rank in self._attempts.ranks:  # else it is a late word
+                    self._ending_since = self._clock.now
             case Committed(step, lasting):
                 self._attempts.committed(step)
                 number, root = self._attempts.number, self._place.checkpoints
@@ -347,6 +355,9 @@ class AttemptSupervisor:
 
     def _check_hang(self, workers: int) -> None:
         """Where no rank gets on: keep the stacks of all, and end them, so that another attempt follows."""
+        if self._ending_since is not None:  # Ray Train brings the error of a rank, which says more than a hang
+            self._check_end(self._clock.now - self._ending_since)
+            return
         ranks, logs = self._attempts.ranks, self._attempts.logs
         if len(ranks) == workers and (word := self._watch.word(workers)) is not None:
             self._say(word)
@@ -357,16 +368,29 @@ class AttemptSupervisor:
         lost = next((number for number, joined in sorted(ranks.items()) if joined.node_id not in there), None)
         if lost is not None:  # Ray may take minutes to say so, and the others wait for this one
             self._attempts.killed("its node was lost", lost)
-            self._watches.kill(ranks)
-            self._watch = Watch(self._config.cluster, self._clock)
+            self._end_ranks()
             return
         stacks = self._watches.stacks(ranks, logs)
         rank, why = culprit(stacks) or (stuck.suspect, what_all_do(stacks))
         kept = "" if logs is None else f"; the stacks are in {logs}/stacks"
         # One that may have begun while this command was away says little of the run: it is not counted among hangs.
         self._attempts.killed(f"{stuck.words}: {why}{kept}", rank, hang=stuck.certain)
-        self._watches.kill(ranks)
-        self._watch = Watch(self._config.cluster, self._clock)
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        self._watches.kill(self._attempts.ranks)
+        self._ending_since = self._clock.now
+
+    def _check_end(self, seconds: float) -> None:
+        """End Ray Train's controller, and the ranks with it, where the attempt should have ended this long ago."""
+        if seconds <= _ENDS_SECONDS or not self._controlling:
+            return
+        limit = f"{_ENDS_SECONDS:.0f} s"
+        self._say(f"the attempt has not ended {limit} after its ranks were to end: Ray Train's controller is ended")
+        if not self._attempts.was_killed:
+            rank, report = next(iter(self._attempts.reports.items()))
+            self._attempts.killed(f"it raised an error at {report.place}, and the attempt did not end in {limit}", rank)
+        self._end_controller()
 
     def _make_way(self, reason: StopReason, cause: str) -> None:
         self._making_way = True
