@@ -7,6 +7,7 @@ that they leave there; the lowest of them fetches. All other ranks wait, for as 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import uuid
@@ -22,36 +23,41 @@ from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.errors import TransientError
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.directory.hub_download import Download
 from raytune_fsdp.model.directory.hub_weights import HubWeights, cache
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
 
 Say = Callable[[str], None]
 
-_MOST_PAUSE, _SAY_SECONDS = 1.0, 30.0
-_SILENT_SECONDS = 600.0
-"""How long all ranks wait while no byte comes."""
+_MOST_PAUSE, _SAY_SECONDS, _MOST_SILENT_SECONDS = 1.0, 30.0, 600.0
 _TOKEN = ".shared-"
 _TOKEN_SECONDS = 2.0
 """For how long a file is looked for that another rank has left: network file systems show it late."""
 _SEEN_SECONDS = 60.0
 """For how long what another rank has fetched is looked for: that it was missing a network file system may remember."""
 _OLD_SECONDS = 3600.0
+"""After which a file is also removed that ranks of another run have left: it may be in use until then."""
+
+
+def silent_seconds(cluster: ClusterConfig) -> float:
+    """How long all ranks wait while no byte comes. Their error has to come long before they are taken for a hang."""
+    return min(_MOST_SILENT_SECONDS, 30 * cluster.start_hang_minutes)
 
 
 def brought(
     config: FinetuneConfig, origin: StartingWeights | None, adapter: AdapterFiles | None, say: Say = print
 ) -> tuple[StartingWeights | None, AdapterFiles | None]:
     """Where this rank has the weights, after those of the hub were fetched to where they are read. Collective."""
-    fill = config.model.fill
     if origin is not None:
         if isinstance(origin.stored, WeightFiles):
-            origin = replace(origin, stored=_brought(origin.stored, fill, say))
+            origin = replace(origin, stored=_brought(origin.stored, config, say))
         elif origin.beside is not None:
-            origin = replace(origin, beside=_brought(origin.beside, fill, say))
+            origin = replace(origin, beside=_brought(origin.beside, config, say))
     if adapter is not None:
-        adapter = replace(adapter, files=_brought(adapter.files, fill, say))
+        adapter = replace(adapter, files=_brought(adapter.files, config, say))
     return origin, adapter
 
 
@@ -62,22 +68,24 @@ def wanted(origin: StartingWeights | None, adapter: AdapterFiles | None) -> list
     return [each.hub for each in files if isinstance(each, WeightFiles) and each.hub is not None]
 
 
-def _brought(files: WeightFiles, fill: str, say: Say) -> WeightFiles:
-    hub, rank = files.hub, dist.get_rank()
+def _brought(files: WeightFiles, config: FinetuneConfig, say: Say) -> WeightFiles:
+    hub, rank, fill = files.hub, dist.get_rank(), config.model.fill
     if hub is None:
         return files
+    _remove_left(_token_of(config))  # before all ranks meet, and leave theirs
     lacking = on_all_ranks(lambda: bool(hub.lacking()))
     readers = [each for each, lacks in enumerate(lacking) if lacks and (fill == "sharded" or each == 0)]
     if readers:
-        owners = list(range(len(lacking))) if fill == "rank0" else _owners()  # there nobody else looks at the files
+        # With rank0 nobody else looks at the files.
+        owners = list(range(len(lacking))) if fill == "rank0" else _owners(config)
         fetching = sorted({owners[each] for each in readers})
-        _follow(hub, rank in fetching, len(fetching), say)
+        _follow(hub, rank in fetching, len(fetching), silent_seconds(config.cluster), say)
         if owners[rank] in fetching:
             _look(hub)
     return files.here()
 
 
-def _follow(hub: HubWeights, mine: bool, places: int, say: Say) -> None:
+def _follow(hub: HubWeights, mine: bool, places: int, most_silent: float, say: Say) -> None:
     """Fetch on the ranks whose part it is, until all are done. Collective, again and again: no wait is a long one."""
     download = Download(hub) if mine else None
     size = f"{hub.total / 1e9:.2f} GB"
@@ -87,7 +95,7 @@ def _follow(hub: HubWeights, mine: bool, places: int, say: Say) -> None:
     before, pause = -1, 0.02
     last = said = time.monotonic()
     while True:
-        found = on_all_ranks(partial(_state, download, silent=time.monotonic() - last > _SILENT_SECONDS))
+        found = on_all_ranks(partial(_state, download, silent=time.monotonic() - last > most_silent))
         came, now = sum(each for _, each, _ in found), time.monotonic()
         if came != before:
             before, last = came, now
@@ -96,8 +104,8 @@ def _follow(hub: HubWeights, mine: bool, places: int, say: Say) -> None:
             return
         if any(each for each, *_ in found):
             raise TransientError(
-                f"{hub.what}: no byte has come from the hub for {_SILENT_SECONDS / 60:.0f} minutes; what has come is "
-                "kept, and another start goes on from there"
+                f"{hub.what}: no byte has come from the hub for {most_silent:.0f} s; what has come is kept, "
+                "and another start goes on from there"
             )
         if dist.get_rank() == 0 and now - said > _SAY_SECONDS:
             said = now
@@ -120,15 +128,14 @@ def _look(hub: HubWeights) -> None:
         time.sleep(0.1)
 
 
-def _owners() -> list[int]:
+def _owners(config: FinetuneConfig) -> list[int]:
     """Of each rank the lowest one that has the same cache of the hub. Collective."""
-    rank, place = dist.get_rank(), cache() / ".locks"  # where the hub's library looks for no models
-    token = place / f"{_TOKEN}{uuid.uuid4().hex}"
+    rank, common = dist.get_rank(), _token_of(config)
+    token, place = common.with_name(f"{common.name}{uuid.uuid4().hex}"), common.parent
 
     def leave() -> str:
         with suppress(OSError):  # one that may only be read; whoever fetches says so
             place.mkdir(parents=True, exist_ok=True)
-            _remove_old(place)
             token.touch()
         return token.name
 
@@ -157,9 +164,15 @@ def _lowest(place: Path, names: Sequence[str]) -> int | None:
     return None
 
 
-def _remove_old(place: Path) -> None:
+def _token_of(config: FinetuneConfig) -> Path:
+    """What the names of the files begin with that ranks of this run leave."""
+    run = hashlib.sha256(str(RunDir.of(config).path).encode()).hexdigest()[:16]
+    return cache() / ".locks" / f"{_TOKEN}{run}-"  # where the hub's library looks for no models
+
+
+def _remove_left(own: Path) -> None:
     """What ranks that were killed have left."""
-    for left in place.glob(f"{_TOKEN}*"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _OLD_SECONDS:
-                left.unlink()
+    with suppress(OSError):
+        for left in own.parent.glob(f"{_TOKEN}*"):
+            if left.name.startswith(own.name) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
+                left.unlink(missing_ok=True)
