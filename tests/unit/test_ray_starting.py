@@ -21,6 +21,7 @@ from raytune_fsdp.launch.ray.watch import beats
 from raytune_fsdp.launch.ray.watch.beats import Beats
 from raytune_fsdp.launch.ray.watch.ranks import Watch
 from raytune_fsdp.launch.ray.watch.starting import Starting
+from tests.clock import Clock
 from tests.unit.test_ray_hangs import AtOnce
 
 BYTES = 1 << 20
@@ -222,6 +223,47 @@ def test_a_call_that_cannot_beat_gets_on_as_long_as_it_computes(
             inside = known.now().beats
         process.kill()
     assert (inside > outside) == expected
+
+
+class EveryFiveSeconds(Clock):
+    """The beats of a rank, without the wait between them. Processor time is that of this thread."""
+
+    thread_time = staticmethod(time.thread_time)
+
+    def monotonic(self) -> float:
+        self.now += 5.0
+        return self.now
+
+
+def gets_on_while_it_waits(looks: int) -> bool:
+    known, _ = rank(0)
+    start, clock = of(1)
+    start.heard(known.now())
+    with computing():
+        start.heard(known.now())
+        for _ in range(looks):
+            clock.now += 5.0
+            start.heard(known.now())
+    return start.got_on > 0.0
+
+
+def test_a_compiler_that_hangs_is_found_however_many_processes_its_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at what its helpers compute reads of every process there is: that is no progress of the rank."""
+    monkeypatch.setattr(beats, "time", EveryFiveSeconds())
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(100)]
+    try:
+        assert not gets_on_while_it_waits(10)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_a_look_at_thousands_of_processes_is_no_computing_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = beats._processor_seconds
+    monkeypatch.setattr(beats, "time", EveryFiveSeconds())
+    monkeypatch.setattr(beats, "_processor_seconds", lambda: (compute(0), look())[1])
+    assert not gets_on_while_it_waits(1)
 
 
 def test_a_rank_says_what_it_reads_and_in_which_phase_it_is(at_once: None, tmp_path: Path) -> None:

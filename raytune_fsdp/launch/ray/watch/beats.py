@@ -28,6 +28,9 @@ class Beats:
         self._first_step = 0
         self._looked = -_LOOK_SECONDS
         self._read = 0
+        """Bytes, without those that looks themselves have read."""
+        self._read_by_looks, self._seconds_of_looks = 0, 0.0
+        """What looks have cost: who looks at helpers reads of all processes of the machine, and that is no progress."""
         self._computed = 0
         """How often a call that cannot beat was seen to get on."""
         self._busy: tuple[float, float] | None = None
@@ -60,8 +63,8 @@ class Beats:
     def now(self) -> Beat:
         found, now = pulse(), time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
-            self._looked, self._read = now, _bytes_read()
-            self._computed += self._computes(found.computing > 0)
+            self._looked = now
+            self._look(now, found.computing > 0)
         left = tuple(self._left)
         return Beat(
             found.step,
@@ -74,12 +77,20 @@ class Beats:
             read=self._read,
         )
 
-    def _computes(self, computing: bool) -> bool:
-        """Whether a call that cannot beat has used the processor since the last look."""
-        before, self._busy = self._busy, (time.monotonic(), _processor_seconds()) if computing else None
-        if before is None or self._busy is None:
-            return False
-        return self._busy[1] - before[1] > _LEAST_LOAD * (self._busy[0] - before[0])
+    def _look(self, now: float, computing: bool) -> None:
+        """At what this process has read, and whether a call that cannot beat has used the processor since the last
+        look."""
+        read, before, self._busy = _bytes_read(), self._busy, None
+        self._read = read - self._read_by_looks
+        if not computing:
+            return
+        began = time.thread_time()
+        used = _processor_seconds()
+        self._seconds_of_looks += time.thread_time() - began
+        self._read_by_looks += _bytes_read() - read
+        self._busy = now, used - self._seconds_of_looks
+        if before is not None:
+            self._computed += self._busy[1] - before[1] > _LEAST_LOAD * (now - before[0])
 
 
 def _processor_seconds() -> float:
