@@ -24,7 +24,7 @@ from raytune_fsdp.base import machine
 from raytune_fsdp.launch.ray.board import Board, Joined
 from raytune_fsdp.launch.ray.nodes import node_watch
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches, _NodeWatch
-from raytune_fsdp.launch.ray.watch.hangs import culprit
+from raytune_fsdp.launch.ray.watch.hangs import culprit, waits_for_storage
 
 RANK = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); input()"
 
@@ -70,8 +70,11 @@ def looked_at(watch: _NodeWatch, pid: int) -> None:
         last = watch._kills[pid]
 
 
-def test_of_ranks_without_logs_it_is_known_whether_they_are_stopped(rank: subprocess.Popen[bytes]) -> None:
+def test_of_ranks_without_logs_it_is_known_whether_they_are_stopped(
+    rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are waiting for each other, and have nowhere to write a stack."""
+    monkeypatch.setattr(node_watch, "_ANSWER_SECONDS", 0.1)
     with started() as other:
         rank.send_signal(signal.SIGSTOP)
         while psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED:
@@ -83,6 +86,42 @@ def test_of_ranks_without_logs_it_is_known_whether_they_are_stopped(rank: subpro
         watch.kill([rank.pid])
         assert rank.wait(10) == -signal.SIGKILL and other.poll() is None
         other.kill()
+
+
+READS = """
+import faulthandler, os, signal, sys, threading
+log = open(sys.argv[1], "w")
+faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+
+def train_rank():
+    # Who starts a process waits in the kernel until that runs; this one first waits for somebody to write.
+    opened = (os.POSIX_SPAWN_OPEN, 0, sys.argv[2], os.O_RDONLY, 0)
+    os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opened])
+
+threading.Thread(target=train_rank).start()
+"""
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_rank_whose_thread_waits_in_the_kernel_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: subprocess.Popen[bytes], logs: bool
+) -> None:
+    """As for a mount that is away. The process itself takes signals: the thread that trains is another one."""
+    monkeypatch.setattr(node_watch, "_ANSWER_SECONDS", 0.3)
+    os.mkfifo(tmp_path / "pipe")
+    log, pipe = tmp_path / "rank-0.log", str(tmp_path / "pipe")
+    with subprocess.Popen([sys.executable, "-c", READS, str(log), pipe]) as process:
+        try:
+            tasks = Path(f"/proc/{process.pid}/task")
+            while not any("State:\tD" in (each / "status").read_text() for each in tasks.iterdir()):
+                time.sleep(0.01)
+            watch = _NodeWatch([process.pid, rank.pid])
+            found = watch.stacks({0: process.pid, 1: rank.pid}, str(tmp_path) if logs else None)
+        finally:
+            open(pipe, "w").close()  # until then it cannot be ended either
+        assert process.wait(10) == 0
+    assert waits_for_storage(found[0]) and not waits_for_storage(found[1])
+    assert ("in train_rank" in found[0]) == logs
 
 
 def test_a_kill_long_before_says_nothing_about_a_death(

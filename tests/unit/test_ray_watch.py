@@ -17,10 +17,15 @@ from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, Failed, Joined, Notice, Started
 from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.resources import Node, Request
+from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL
 from tests.unit.test_ray_follow import Silent, begin
 
 TWO = Request(workers=2, per_worker={"CPU": 1.0}, accelerator_type=None, placement="pack", device="cpu")
 STOPPED = "State:\tT (stopped)\n"
+FRAMES = """Thread 0x2 (most recent call first):
+  File "/x/raytune_fsdp/data/cache.py", line 8 in read
+  File "/x/raytune_fsdp/launch/ray/rank.py", line 99 in train_rank
+"""
 LIMIT = 300.0
 """`cluster.hang_minutes` by default, of short steps."""
 
@@ -238,6 +243,30 @@ def fails_at(
         return beat(rank, now)
 
     return told
+
+
+@pytest.mark.parametrize(
+    ("stacks", "counts"),
+    [
+        ({1: "State:\tD (disk sleep)\nwaits in: rpc_wait_bit_killable\n"}, False),
+        ({0: "", 1: f"{FRAMES}{IN_KERNEL}\n"}, False),
+        ({0: f"{FRAMES}{IN_KERNEL}\n", 1: STOPPED}, True),
+        (dict.fromkeys(range(2), f"{FRAMES}{IN_KERNEL}\n"), False),
+        ({0: FRAMES, 1: FRAMES}, True),
+        ({}, True),
+    ],
+    ids=["its process", "its thread", "of another rank", "of all", "nobody's", "no stacks"],
+)
+def test_a_hang_on_storage_that_is_away_is_none_from_within(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stacks: dict[int, str], counts: bool
+) -> None:
+    """However often it happens: storage that raises an error does not count either."""
+    known, attempts, _ = of(ranks, tmp_path, monkeypatch)
+    ranks.beat = until(30.0, starts)
+    monkeypatch.setattr(ranks, "stacks", lambda *_: stacks)
+    known.until(ranks.fit, TWO)
+    assert attempts._killed is not None and attempts._killed[2] == counts
+    assert ("storage that does not answer" in attempts._killed[0]) == (not counts)
 
 
 def starts(rank: int, now: float) -> Beat:

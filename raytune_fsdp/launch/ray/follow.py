@@ -36,7 +36,7 @@ from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
 from raytune_fsdp.launch.ray.placement_groups import Groups
 from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for, way_out
 from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit
-from raytune_fsdp.launch.ray.watch.hangs import culprit, what_all_do
+from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL, culprit, waits_for_storage, what_all_do
 from raytune_fsdp.launch.ray.watch.listening import Listening
 from raytune_fsdp.launch.ray.watch.ranks import Watch
 from raytune_fsdp.launch.signals import Signals
@@ -372,9 +372,10 @@ class AttemptSupervisor:
             return
         stacks = self._watches.stacks(ranks, logs)
         rank, why = culprit(stacks) or (stuck.suspect, what_all_do(stacks))
-        kept = "" if logs is None else f"; the stacks are in {logs}/stacks"
-        # One that may have begun while this command was away says little of the run: it is not counted among hangs.
-        self._attempts.killed(f"{stuck.words}: {why}{kept}", rank, hang=stuck.certain)
+        away = any(map(waits_for_storage, [stacks[rank]] if rank in stacks else stacks.values()))
+        why += f"; {IN_KERNEL}" * away + ("" if logs is None else f"; the stacks are in {logs}/stacks")
+        # Neither storage that is away, nor a hang that may have begun while this command was, says much of the run.
+        self._attempts.killed(f"{stuck.words}: {why}", rank, hang=stuck.certain and not away)
         self._end_ranks()
 
     def _end_ranks(self) -> None:

@@ -26,6 +26,7 @@ from raytune_fsdp.launch.ray.board import Board, Joined, Line
 from raytune_fsdp.launch.ray.nodes.spot import seconds_left
 from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.launch.ray.private import drain
+from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL
 from raytune_fsdp.launch.signals import STACKS_SIGNAL
 
 _ASK_SECONDS = 2.0  # between two questions to the metadata service
@@ -89,21 +90,27 @@ class _NodeWatch:
     def stacks(self, ranks: Mapping[int, int], logs: str | None) -> dict[int, str]:
         """The stacks of these ranks (their processes by rank), also written below `logs`. None: they have no logs yet,
         and of those that are stopped or dead it is said that they are."""
-        if logs is None:
-            found = {rank: _by_proc(pid) for rank, pid in ranks.items()}
-            return {rank: text if _NOT_RUNNING.search(text) else "" for rank, text in found.items()}
-        sizes = {rank: _size(_log(logs, rank)) for rank in ranks}
-        self._signal(ranks.values(), STACKS_SIGNAL)
+        sizes = {} if logs is None else {rank: _size(_log(logs, rank)) for rank in ranks}
+        before = {rank: _in_kernel(pid) for rank, pid in ranks.items()}
+        if logs is not None:
+            self._signal(ranks.values(), STACKS_SIGNAL)
         time.sleep(_ANSWER_SECONDS)
         found = {}
         for rank, pid in ranks.items():
-            text = _from(_log(logs, rank), sizes[rank])
+            text = "" if logs is None else _from(_log(logs, rank), sizes[rank])
             if "most recent call first" not in text:  # stopped, or in the kernel: it takes no signal
-                text = f"{_by_py_spy(pid)}{_by_proc(pid)}"
+                text = _by_proc(pid)
+                if logs is not None:
+                    text = f"{_by_py_spy(pid)}{text}"
+                elif not _NOT_RUNNING.search(text):
+                    text = ""
+            if before[rank] & _in_kernel(pid):  # all the time
+                text += f"{IN_KERNEL}\n"
             found[rank] = text
-            place = Path(logs) / "stacks" / f"rank-{rank}.txt"
-            place.parent.mkdir(exist_ok=True)
-            place.write_text(text)
+            if logs is not None:
+                place = Path(logs) / "stacks" / f"rank-{rank}.txt"
+                place.parent.mkdir(exist_ok=True)
+                place.write_text(text)
         return found
 
     def watch(self, cloud: str, board: Board) -> None:
@@ -238,6 +245,16 @@ def _from(path: Path, offset: int) -> str:
         file.seek(offset)
         return file.read().decode(errors="replace")
     return ""
+
+
+def _in_kernel(pid: int) -> set[str]:
+    """The threads of a process that wait in the kernel, and take no signal until what they wait for has come."""
+    found = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            if "\nState:\tD" in (thread / "status").read_text():
+                found.add(thread.name)
+    return found
 
 
 def _by_py_spy(pid: int) -> str:

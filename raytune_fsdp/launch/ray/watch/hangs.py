@@ -16,6 +16,8 @@ _KEPT = 50  # steps of which the median is taken
 _COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py|cuda/streams\.py")
 """Where a rank waits for others: on a GPU also for the device, which does."""
 _STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
+IN_KERNEL = "a thread waits in the kernel, as for storage that does not answer"
+"""What is added to the stacks of a rank of which that is true."""
 
 
 class Hang:
@@ -69,6 +71,12 @@ def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
         ((rank, frames),) = busy.items()
         return rank, f"it is at {frames[0].strip()}"
     return None
+
+
+def waits_for_storage(text: str) -> bool:
+    """Whether a rank with these stacks does: then its run has not caused the hang."""
+    state = _STATE.search(text)
+    return IN_KERNEL in text or (state is not None and state[1].startswith("D"))
 
 
 def what_all_do(stacks: Mapping[int, str]) -> str:
