@@ -1,19 +1,19 @@
 """A model directory in, a sharded network out; trained tensors in, a model directory out.
 
-directory/              a model as it lies on disk or on the hub
+directory/              a model on disk or on the hub
 network.py              its config -> the network on the meta device, and which weights are trained
 layers.py               its repeated layers, and how their forward pass runs in training
 adapters/               adapters and the frozen weights that they change
 added_rows.py           rows of new tokens that are trained alone; tables.py: tensors of constants
-attention/              documents stay apart; proof.py: shown at every start
+attention/              kernels that keep documents apart; proof.py: proves it at every start
 objective/              what a step minimises
-compile_layers.py       compiled forward passes that give way to plain ones
+compile_layers.py       compiled forward passes that fall back to plain ones
 precision/              weights and products in fewer than 16 bits
 split/                  ranks that share samples or layers
 pieces/                 what a rank has of a tensor
-weights/                where the values of tensors come from; fill.py: into a network on the meta device
-offload_activations.py  what layers keep for backward, in the memory of the host
-export/                 a model directory that others load
+weights/                where the values of tensors come from; fill.py: puts them into a network on the meta device
+offload_activations.py  what layers keep for backward, in the host's memory
+export/                 writes a model directory that others load
 
 Nothing here knows of runs, checkpoints, data or Ray.
 """

@@ -1,7 +1,7 @@
-"""Rows of new tokens that are trained alone, beside an embedding and a head that stay frozen.
+"""Rows of new tokens that are trained alone, next to an embedding and a head that stay frozen.
 
-They are parameters of their own, so that a checkpoint, a gradient and an optimizer's state are as large as the rows.
-Where head and embedding share their weight they share the rows, too.
+The rows are parameters of their own, so that checkpoint, gradient and optimizer state are only as large as the rows.
+A head and an embedding that share their weight share the rows, too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.tables import table
 
 ROWS = "added_rows"
-"""What the parameter is called in its module."""
+"""The parameter's name in its module."""
 
 
 @table
 def _on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
-    """The ids on a device. No buffer: those that no checkpoint holds are computed anew by their owner's class."""
+    """Return the ids on a device. Not a buffer: its owner's class has to compute buffers that no checkpoint holds."""
     return torch.tensor(ids, device=device)
 
 
 class EmbeddingWithRows(nn.Module):
-    """Around an embedding: what it returns, with rows of their own for some ids."""
+    """An embedding with rows of their own for some ids, wrapped around the frozen one."""
 
     def __init__(self, base: nn.Embedding, rows: nn.Parameter, ids: tuple[int, ...]) -> None:
         super().__init__()
@@ -36,13 +36,14 @@ class EmbeddingWithRows(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen one, for who asks whether the head shares it."""
+        """The frozen weight, for callers that ask whether the head shares it."""
         return self.base_layer.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         ids = _on(tokens.device, self.ids)
         place = torch.searchsorted(ids, tokens).clamp(max=len(self.ids) - 1)
-        # Of every token, of which the most are none of these: their number would have to come from the device.
+        # Looked up for every token, though most are not among these ids: to pick them, the host would have to get
+        # their number from the device.
         rows = F.embedding(place, self.added_rows)
         scale = getattr(self.base_layer, "embed_scale", None)
         if scale is not None:
@@ -62,14 +63,14 @@ class HeadWithRows(nn.Linear):
 
     @classmethod
     def beside(cls, linear: nn.Linear, rows: nn.Parameter, ids: tuple[int, ...]) -> HeadWithRows:
-        """With the same parameters, tied or not."""
+        """Return a head that has the parameters of `linear`, tied or not, and these rows."""
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias, head.added_rows, head.ids = linear.weight, linear.bias, rows, ids
         return head.train(linear.training)
 
     @property
     def places(self) -> torch.Tensor:
-        """The ids, where the weight is."""
+        """The ids, on the weight's device."""
         return _on(self.weight.device, self.ids)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ class HeadWithRows(nn.Linear):
 def with_rows(
     logits: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Logits with those of the rows in their places: in place, since nobody needs the others for a gradient."""
+    """Put the rows' logits into `logits`, in place: no gradient needs the logits that they replace."""
     return logits.index_copy_(-1, ids, F.linear(hidden, rows, None if bias is None else bias[ids]))
 
 
@@ -124,21 +125,21 @@ def why_not_alone(network: PreTrainedModel) -> str | None:
                     f"{_name(network, module)} of a {kind} is trained by method.{field}, its rows of new tokens too: "
                     f"leave it out of method.{field}, or set method.train_added_tokens=false"
                 )
-    # A subclass scales what it looks up, or does more (normalizes it): the first is repeated for the rows.
+    # A subclass may scale what it looks up, which is repeated for the rows, or do more (normalize it), which is not.
     plain = type(inputs) is nn.Embedding or (isinstance(inputs, nn.Embedding) and hasattr(inputs, "embed_scale"))
     wrong = outputs if plain else inputs
     if plain and type(outputs) is nn.Linear:
         return None
     return (
-        f"rows are trained alone beside a plain embedding and a plain linear head only, and a {kind} has a "
+        f"rows are trained alone only next to a plain embedding and a plain linear head, and a {kind} has a "
         f"{type(wrong).__name__}: set it to false, and name both modules in method.modules_to_save"
     )
 
 
 def weights_with_rows(network: PreTrainedModel) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of each module with such rows: the names of the rows, of the weight that they are beside, and the rows' ids.
+    """Yield, for each module with such rows, the rows' name, the name of the frozen weight next to them, and their ids.
 
-    Those that two modules share come under both names.
+    Rows that two modules share come under both names.
     """
     for name, module in network.named_modules():
         if isinstance(module, EmbeddingWithRows | HeadWithRows) and module.ids:

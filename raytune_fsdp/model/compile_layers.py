@@ -1,7 +1,7 @@
-"""Compiled forward passes that give way to plain ones: a compiler may be missing, or fail, and the run goes on.
+"""Compiled forward passes that fall back to plain ones: a compiler may be missing, or fail, and the run goes on.
 
-One graph serves all blocks of a kind. The borders of documents are of another length in every micro-batch, so the
-second one makes a graph for any length. From then on nothing should be compiled anew; what is, is counted and said.
+One graph serves all layers of a kind. Every micro-batch has borders of another length, so the second micro-batch makes
+a graph for any length. From then on nothing should be compiled again; what is, is counted and reported.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from raytune_fsdp.model.attention.choose import KernelChoice
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
-"""A block's forward pass, called with the block."""
+"""A layer's forward pass, called with the layer."""
 
 COMPILED, EAGER = "compiled", "eager"
 
 _MOST_GRAPHS = 16
-"""Of one function. Layers with two kinds of attention, with and without experts, use up torch's 8: each kind has a
-graph for the first micro-batch and one for all others."""
+"""Most graphs of one function. Layers with two kinds of attention, with and without experts, use up torch's 8: each
+kind has a graph for the first micro-batch and one for all others."""
 
 
 def choose_blocks(
     asked: bool | str, *, kept: str | None, device: torch.device, fails: Callable[[], str | None]
 ) -> KernelChoice:
-    """Whether the blocks of a run are compiled. `kept` is how its checkpoint was trained; None: it has none yet.
+    """Choose whether the layers of a run are compiled.
 
-    `fails` says why nothing can be compiled here, or None.
+    `kept` says how the run's checkpoint was trained; None: there is no checkpoint yet. `fails` returns why nothing can
+    be compiled here, or None.
     """
     if asked is False:
         return KernelChoice(name=EAGER, why="as parallel.compile says")
@@ -57,7 +58,7 @@ def choose_blocks(
 
 
 def why_it_fails(device: torch.device) -> str | None:
-    """Why this machine cannot compile for this device, or None."""
+    """Return why this machine cannot compile for this device, or None."""
     compiler = Compiler()
     try:
         weight = torch.ones(8, device=device, requires_grad=True)
@@ -73,12 +74,12 @@ _SETTINGS = (
     (torch._functorch.config, "force_non_lazy_backward_lowering"),
     (torch._inductor.config, "fallback_random"),
 )
-"""What a `Compiler` changes for its process."""
+"""The settings that a `Compiler` changes for its process."""
 
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """What is compiled behind this, by whoever called for the run, is compiled as if there had been none."""
+    """Restore the compiler's settings afterwards: what the caller compiles after a run is as if there had been none."""
     before = [getattr(config, name) for config, name in _SETTINGS]
     try:
         yield
@@ -90,7 +91,7 @@ def settings_restored() -> Iterator[None]:
 
 
 def _begins(_: object) -> None:
-    """Torch compiles, which may take half an hour in a single call."""
+    """Note that torch compiles, which may take half an hour in a single call."""
     pulse().computing += 1
 
 
@@ -99,7 +100,7 @@ def _ends(_: object) -> None:
 
 
 def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the CPU, and of this rank's GPU if it has one. Neither waits for the device."""
+    """Return the CPU's random state, and that of this rank's GPU if it has one. Neither waits for the device."""
     on_a_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.get_rng_state(), torch.cuda.get_rng_state() if on_a_gpu else None
 
@@ -118,21 +119,22 @@ class Compiler:
         self.failure: str | None = None
         """Why it gave up."""
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
-        # Which that has forgotten, if they were there.
+        # The reset has removed these callbacks if they were there.
         callback_handler.register_start_callback(_begins)
         callback_handler.register_end_callback(_ends)
         self._before = self._graphs = counters["stats"]["unique_graphs"]
         self._said = False
-        # These hold for the process until `settings_restored` ends. Past the limit torch would only log a line and run
-        # what does not fit its graphs eagerly. And what fails in backward could not be done again without the compiler.
+        # These settings hold for the process until `settings_restored` ends. Past the limit torch would only log a line
+        # and run eagerly what does not fit its graphs. What fails in backward could not be repeated without the
+        # compiler, so backward is compiled with forward.
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         torch._functorch.config.force_non_lazy_backward_lowering = True
-        # The compiler's own random numbers are others: with dropout, a compiled block would be another block.
+        # The compiler's own random numbers differ: with dropout, a compiled layer would compute something else.
         torch._inductor.config.fallback_random = True
 
     def compiled(self, forward: Forward) -> Forward:
-        """The same function, compiled as long as that works."""
+        """Return `forward`, compiled as long as that works."""
         fast = torch.compile(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -142,30 +144,31 @@ class Compiler:
                     return fast(*args, **kwargs)
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                     self.give_up(error)
-                # Raised while something compiles: the whole function, or what comes after a break in its graph. Then
-                # what comes before has run, and drawn the random numbers that the whole is to draw.
+                # The error is raised while something compiles: the whole function, or what comes after a break in its
+                # graph. In the second case the part before the break has run, and has drawn random numbers that the
+                # whole function is to draw again.
                 _set_random_state(before)
             return forward(*args, **kwargs)
 
         return run
 
     def give_up(self, why: Exception | str) -> None:
-        """Run everything as it is from here on."""
+        """Run everything without the compiler from here on."""
         self.failure = why if isinstance(why, str) else f"torch.compile fails here: {in_one_line(why)}"
         logger.warning("%s; the run goes on without it", self.failure)
 
     def agree(self) -> None:
         """Give up on all ranks if one did, or if there was nothing to compile in the first steps. Collective."""
         if counters["stats"]["unique_graphs"] == self._before and self.failure is None:
-            # The code of a block may keep torch from following it, which raises nothing.
-            self.give_up("torch.compile finds nothing to compile in the blocks of this network")
+            # A layer's code may keep torch from following it, which raises nothing.
+            self.give_up("torch.compile finds nothing to compile in the layers of this network")
         gave_up = torch.tensor(float(self.failure is not None))
         dist.all_reduce(gave_up)
         if gave_up and self.failure is None:
             self.give_up("torch.compile has failed on another rank")
 
     def news(self) -> tuple[int, str | None]:
-        """How many graphs were compiled since the last call, and why this gave up, if it did since then."""
+        """Return how many graphs were compiled since the last call, and why this gave up if it did since then."""
         graphs, self._graphs = counters["stats"]["unique_graphs"] - self._graphs, counters["stats"]["unique_graphs"]
         failure, self._said = None if self._said else self.failure, self.failure is not None
         return graphs, failure

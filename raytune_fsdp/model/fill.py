@@ -1,7 +1,7 @@
-"""Give a sharded network on the meta device its memory and its weights, without any rank holding more than its share.
+"""Give a sharded network on the meta device its memory and its weights; no rank ever holds more than its share.
 
 `sharded`: every rank reads its own piece of every tensor. `rank0`: rank 0 reads one tensor at a time and scatters the
-pieces. Both are driven by the same list of targets in the same order, so that ranks never disagree about the next one.
+pieces. Both go through the same list of targets in the same order, so that ranks never disagree about the next one.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from raytune_fsdp.model.precision.quantized import ends_of
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.model.weights.source import Weights, all_finite
 
-# Copied at a time. Mapped files take no memory before they are copied; a checkpoint's or a conversion's tensors do.
+# Bytes copied at a time. Mapped files take no memory before they are copied; tensors of a checkpoint or of a conversion
+# do.
 _READ_BYTES = 4 << 20
 
 
 FillMode = Literal["sharded", "rank0", "empty"]
-"""Who reads: every rank its own piece, rank 0 for all, or nobody, as a checkpoint follows."""
+"""Who reads: every rank its own piece, rank 0 for all, or nobody because a checkpoint is loaded next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A tensor of the network, and what of it each rank keeps."""
+    """A tensor of the network, and the piece of it that each rank keeps."""
 
     name: str
     local: torch.Tensor
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the whole tensor."""
     pieces: tuple[Piece, ...]
-    """Of every rank."""
+    """The piece of every rank."""
 
     def numbers(self, rank: int) -> int:
-        """How many of them a rank keeps."""
+        """Return how many of the tensor's numbers a rank keeps."""
         piece = self.pieces[rank]
         columns = self.shape[1:].numel()
         if piece.columns is not None:
@@ -61,11 +62,11 @@ def fill(
     shards_at: torch.device | None = None,
     before: Callable[[str], None] | None = None,
 ) -> None:
-    """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint does that later. Collective.
+    """Allocate every shard on `device` and fill it; with mode `empty` a checkpoint fills it later. Collective.
 
-    With `shards_at` the shards of weights are there, and only buffers on `device`. With `rank0` only rank 0 needs
-    `weights`. Every rank calls `before` with the name of each tensor, before its rows are read. Values that are not
-    finite are refused, on every rank alike.
+    If `shards_at` is given, the shards of weights are put there, and only buffers on `device`. With `rank0` only rank 0
+    needs `weights`. Every rank calls `before` with the name of each tensor, before its rows are read. Values that are
+    not finite are refused, on every rank alike.
     """
     owned = list(owned_tensors(model))
     place = shards_at or device
@@ -102,16 +103,16 @@ def _refuse(wrong: Mapping[str, str], weights: Weights | None) -> None:
 
 
 def _problem(rows: torch.Tensor, local: torch.Tensor) -> str | None:
-    """Why these rows cannot be the values of a tensor of the network."""
+    """Return why these rows cannot be the values of a tensor of the network, or None."""
     if rows.is_floating_point() != local.is_floating_point():
         return f"has the type {rows.dtype}, where the network has {local.dtype}"
-    # The only integers among weights are those of quantized rows.
+    # Only quantized rows are integers.
     shown = ends_of(rows) if rows.dtype == torch.uint8 else rows
     return None if all_finite(shown) else "has values that are not finite (NaN or infinity)"
 
 
 def _read(target: Target, weights: Weights, piece: Piece) -> str | None:
-    """Read this piece; returns what is wrong with it."""
+    """Read this piece; return what is wrong with it, or None."""
     local, (start, stop) = target.local, piece.rows
     if not local.ndim:
         value = weights.read(target.name, start, stop)
@@ -125,13 +126,14 @@ def _read(target: Target, weights: Weights, piece: Piece) -> str | None:
         rows = piece.of(weights.read(target.name, first, last))
         assert rows.shape == local[first - start : last - start].shape, f"{target.name}: {tuple(rows.shape)} were read"
         local[first - start : last - start].copy_(rows)
-        # Of 4 MiB that were just copied, so that it reads the processor's cache, not memory: 0.1 s a GB.
+        # Checked 4 MiB at a time, just after the copy, so that it reads the processor's cache and not memory: 0.1 s a
+        # GB.
         problem = problem or _problem(rows, local)
     return problem
 
 
 def allocate(model: PreTrainedModel, device: torch.device) -> None:
-    """Give every tensor memory, in place: by default `to_empty` makes new parameters, and tied weights would be two."""
+    """Give every tensor memory, in place: by default `to_empty` makes new parameters, which unties tied weights."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -156,9 +158,9 @@ def _target(name: str, tensor: torch.Tensor, world: int) -> Target:
 def _scatter(
     targets: list[Target], weights: Weights | None, device: torch.device, before: Callable[[str], None] | None
 ) -> dict[str, str]:
-    """Rank 0 reads a tensor, and every rank receives its piece of it. Returns, on rank 0, what is wrong with which.
+    """Scatter each tensor that rank 0 reads: every rank gets its piece. Return, on rank 0, each bad tensor's problem.
 
-    Pieces travel as bytes of the stored type. Those that are shorter than the longest (the last rank's) are padded.
+    Pieces travel as bytes of the stored type. A piece that is shorter than the longest (the last rank's) is padded.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     dtypes = _agree_on_dtypes(targets, weights)
@@ -166,8 +168,8 @@ def _scatter(
         dtype.itemsize * max(target.numbers(each) for each in range(world))
         for target, dtype in zip(targets, dtypes, strict=True)
     ]
-    # One buffer for all tensors: freed pieces of many sizes would stay with the allocator. With it, ranks that keep 893
-    # MiB of weights peak at 963; the largest tensor has 125 (docs/results.md).
+    # One buffer for all tensors: the allocator would keep freed pieces of many sizes. With one buffer, ranks that keep
+    # 893 MiB of weights peak at 963 MiB; the largest tensor has 125 (docs/results.md).
     buffer = torch.empty(max(most), dtype=torch.uint8, device=device)
     spare = torch.empty_like(buffer) if rank == 0 else None
     wrong: dict[str, str] = {}
@@ -193,7 +195,7 @@ def _scatter(
 def _pieces(
     target: Target, whole: torch.Tensor, size: int, spare: torch.Tensor, device: torch.device
 ) -> list[torch.Tensor]:
-    """One tensor's bytes for every rank: views of the tensor, except where a piece is short and needs padding."""
+    """Return one tensor's bytes for every rank: views of the tensor, unless a piece is short and needs padding."""
     whole = whole.contiguous().to(device)
     made: dict[Piece, torch.Tensor] = {}  # replicas have the same piece
     used = 0
@@ -202,7 +204,7 @@ def _pieces(
             continue
         numbers = piece.of(whole[piece.rows[0] : piece.rows[1]]) if whole.ndim else whole
         made[piece] = sent = numbers.reshape(-1).view(torch.uint8)
-        if sent.numel() < size:  # mostly it is one, and fits into `spare`
+        if sent.numel() < size:  # usually only one piece is short, and fits into `spare`
             made[piece] = spare[used : used + size] if used + size <= spare.numel() else torch.empty_like(spare[:size])
             made[piece][: sent.numel()].copy_(sent)
             used += size
@@ -210,7 +212,7 @@ def _pieces(
 
 
 def _agree_on_dtypes(targets: list[Target], weights: Weights | None) -> list[torch.dtype]:
-    """Send around the stored types, which only rank 0 can see."""
+    """Broadcast the stored types, which only rank 0 can see."""
     box: list[list[torch.dtype] | None] = [None]
     if dist.get_rank() == 0:
         assert weights is not None, "rank 0 reads in rank0 mode"

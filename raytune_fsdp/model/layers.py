@@ -1,8 +1,8 @@
-"""A network's repeated blocks: which modules they are, and how their forward pass runs in training.
+"""A network's repeated layers: which modules they are, and how their forward pass runs in training.
 
-In training a block may be computed again in backward instead of being kept (activation checkpointing), what it keeps
-may wait in the host's memory, and it may be compiled. All of that is inside the block's own forward, so FSDP's hooks
-are outside of it: nothing is gathered twice, and a graph has no collectives. In evaluation a block is what transformers
+In training a layer may be computed again in backward instead of being kept (activation checkpointing), what it keeps
+may wait in the host's memory, and it may be compiled. All of that is inside the layer's own forward, so FSDP's hooks
+are outside of it: nothing is gathered twice, and a graph has no collectives. In evaluation a layer runs as transformers
 made it: texts of every length would be compiled one by one, and use up the limit that training needs.
 """
 
@@ -25,41 +25,41 @@ from raytune_fsdp.model.offload_activations import Offload
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, outermost only: the units of sharding, of activation checkpointing and of compilation.
+    """Return the repeated layers, outermost only: the units of sharding, activation checkpointing and compilation.
 
     No two of them hold the same weight: FSDP gathers and frees a unit on its own.
     """
     names = set(model._no_split_modules or ())
     found = list(_outermost(model, names))
     if found:
-        # Zamba uses one attention block in many layers. Of such a layer the rest is the unit (its Mamba block); what
-        # the layers share belongs to the root, and stays gathered from forward to backward.
+        # Zamba uses one attention module in many layers. The unit is then the rest of such a layer (its Mamba module);
+        # what the layers share belongs to the root, and stays gathered from forward to backward.
         shared = _shared(found)
         return list(_outermost(model, names, shared)) if shared else found
-    # Models whose code came with them may name none. Their decoder is then the list with the most weights.
+    # A model that brings its own code may name none. The list with the most weights is then its decoder.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise ModelError(
-            f"model: {type(model).__name__} names no blocks (_no_split_modules) and has no list of them: "
-            "it cannot be sharded block by block; train one that has at least one layer"
+            f"model: {type(model).__name__} names no layers (_no_split_modules) and has no list of them: "
+            "it cannot be sharded layer by layer; train one that has at least one layer"
         )
-    largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
-    return [block for block in largest if not _holds(block, _shared(list(largest)))]
+    largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    return [layer for layer in largest if not _holds(layer, _shared(list(largest)))]
 
 
 def ends_of(model: PreTrainedModel) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
-    """The embedding, and what comes behind the blocks: the last norm and the head."""
+    """Return the embedding, and the modules after the layers: the last norm and the head."""
     modules = list(model.modules())
     places = {id(module): place for place, module in enumerate(modules)}
-    last = max(places[id(module)] for block in layers_of(model) for module in block.modules())
+    last = max(places[id(module)] for layer in layers_of(model) for module in layer.modules())
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
-    inside = {*first.modules()}  # an embedding may have another one inside, and may come behind the blocks
+    inside = {*first.modules()}  # an embedding may have another one inside, and may come after the layers
     behind = [m for m in modules[last + 1 :] if any(True for _ in m.parameters(recurse=False)) and m not in inside]
     return (first,), (*(m for m in behind if m is not head), head)
 
 
 def _outermost(module: nn.Module, class_names: set[str], shared: frozenset[int] = frozenset()) -> Iterator[nn.Module]:
-    """The outermost modules of these classes that hold none of the `shared` parameters (by their ids)."""
+    """Yield the outermost modules of these classes that hold none of the `shared` parameters (by their ids)."""
     for child in module.children():
         if type(child).__name__ in class_names and not _holds(child, shared):
             yield child
@@ -68,8 +68,8 @@ def _outermost(module: nn.Module, class_names: set[str], shared: frozenset[int] 
 
 
 def _shared(blocks: Sequence[nn.Module]) -> frozenset[int]:
-    """Ids of the parameters that more than one of the blocks holds."""
-    holders = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    """Return the ids of the parameters that more than one of the layers holds."""
+    holders = Counter(id(parameter) for layer in blocks for parameter in layer.parameters())
     return frozenset(key for key, count in holders.items() if count > 1)
 
 
@@ -88,21 +88,21 @@ def run_blocks(
     offload: Offload | None = None,
     compiler: Compiler | None = None,
 ) -> None:
-    """Give the blocks of a network the forward pass that they have in training.
+    """Give the layers of a network the forward pass that they have in training.
 
-    `recompute` is what they compute in backward again, with the same random numbers. `none`: nothing. `full`:
-    everything from their inputs. `every_n`: the same, in one block of `every`. `selective`: everything but the results
-    of attention and of large products, those of experts among them.
+    `recompute` is what they compute again in backward, with the same random numbers. `none`: nothing. `full`:
+    everything, from their inputs. `every_n`: everything, in one layer out of `every`. `selective`: everything but the
+    results of attention and of large products, those of experts included.
     """
     again, once = _recomputing(recompute, model), _plain
     if compiler is not None:  # around what is computed again, so that the graph can fuse it
         again, once = compiler.compiled(again), compiler.compiled(once)
-    for number, block in enumerate(layers_of(model)):
+    for number, layer in enumerate(layers_of(model)):
         forward = again if number % (every or 1) == 0 else once
         if offload is not None:
             forward = partial(_offloaded, offload, number, forward)
         if forward is not _plain:
-            block.forward = partial(_in_training, forward, block)
+            layer.forward = partial(_in_training, forward, layer)
 
 
 def _in_training(forward: Forward, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def _offloaded(offload: Offload, number: int, forward: Forward, block: nn.Module
 
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What the block's class does."""
+    """Run the forward pass of the layer's class."""
     return type(block).forward(block, *args, **kwargs)
 
 
@@ -147,23 +147,23 @@ def _has_biased_experts(module: nn.Module) -> bool:
 
 
 _MOST_RANK = 256
-"""Inner terms of a product that are few, if the result is far wider."""
+"""Largest inner size of a product that counts as an adapter's, if the result is far wider."""
 
 _PRODUCTS = ("aten::mm", "aten::addmm")
 
 _OF_EXPERTS = "aten::_grouped_mm"
-"""How transformers computes the products of all experts, in 16 bits on a GPU."""
+"""The operation with which transformers computes the products of all experts, in 16 bits on a GPU."""
 
 _ATTENTION = re.compile("attention|attn|sdpa")
 
 
 def _keeps(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -> CheckpointPolicy:
-    """Keep what took long for its size: results of attention, of products that do not narrow, and of experts.
+    """Keep results that took long for their size: those of attention, of products that do not narrow, and of experts.
 
-    A product that narrows is the last one of a block, which nothing needs in backward: it is neither kept nor computed
-    again. An adapter's second one makes as much as a layer does, out of next to nothing. Those of experts are all
-    needed, the last one for the gradient of its share in the sum. Products in batches are the scores of eager
-    attention, the largest tensors of all.
+    A product that narrows is the last one of a layer, whose result nothing needs in backward: it is neither kept nor
+    computed again. An adapter's second product has a result as large as a linear layer's, and costs next to nothing: it
+    is not kept. The products of experts are all needed, the last one for the gradient of its share in the sum. Batched
+    products are the scores of eager attention, the largest tensors of all: they are not kept.
     """
     name: str = operation.name().partition(".")[0]  # type: ignore[no-untyped-call]
     if name in _PRODUCTS:
@@ -176,7 +176,7 @@ def _keeps(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -
 
 
 def _keeps_but_experts(_: object, operation: torch._ops.OpOverload, *args: Any, **__: Any) -> CheckpointPolicy:
-    """Where experts have a bias (gpt-oss): it is added in place, which a tensor that is kept does not allow."""
+    """Keep no products of experts that have a bias (gpt-oss): it is added in place, which a kept tensor forbids."""
     if operation.name().startswith(_OF_EXPERTS):  # type: ignore[no-untyped-call]
         return CheckpointPolicy.PREFER_RECOMPUTE
     return _keeps(_, operation, *args)

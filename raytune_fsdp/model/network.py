@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a network on the meta device: every shape, no memory. `fill.py` fills it."""
+"""Build a network on the meta device from a Hugging Face config: every shape, no memory. `fill.py` fills it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ MASTER_DTYPE = {
 
 
 def load_architecture(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
-    """The Hugging Face config: from the model's directory or inline, with overrides."""
+    """Return the Hugging Face config, from the model's directory or inline, with overrides."""
     hf_config = _read(config, directory)
-    # A model that also sees or hears keeps its language model's sizes in a config of their own.
+    # A model that also sees or hears keeps its language model's sizes in a separate config.
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")
@@ -72,7 +72,7 @@ def _has(text: PretrainedConfig, key: str) -> bool:
         return hasattr(text, key)
     except Exception as error:
         # Gemma 4's head_dim is one number for some layers and another for the rest: transformers refuses to read it,
-        # and whoever set it here would set it for all.
+        # and setting it here would set it for all.
         raise ModelError(
             f"model.overrides.{key}: it is not the same in all layers of a {text.model_type!r}, so it cannot be set "
             f"for all of them; leave it out, or change it in a config.json ({first_line(error)})"
@@ -119,27 +119,27 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
 
 
 def _checked(read: Callable[[], Any], what: str) -> Any:
-    """Call `read`, and turn what transformers raises about a config into one line that says where that came from."""
+    """Call `read`, and turn what transformers raises about a config into one line that says where it came from."""
     try:
         return read()
     except Exception as error:  # its checks, and code that comes with a model, may raise anything
         if wants_code(error):
             raise ModelError(f"{what} {NEEDS_CODE}, then set model.trust_remote_code=true") from error
-        # The first line of this one only names the field; the reason is its cause.
+        # The first line of a StrictDataclassError only names the field; the reason is in its cause.
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise ModelError(f"{what} is not a config that transformers accepts: {first_line(cause)}") from error
 
 
 def class_name(model: nn.Module) -> str:
-    """The name of a network's class. `fully_shard` puts one of its own, FSDP<name>, before it."""
+    """Return the name of a network's class. `fully_shard` puts a class of its own, FSDP<name>, before it."""
     kind = type(model)
     return (kind.__bases__[-1] if isinstance(model, FSDPModule) else kind).__name__
 
 
 def build_network(hf_config: PretrainedConfig, config: FinetuneConfig, added: Collection[int] = ()) -> PreTrainedModel:
-    """The network that a run trains, on the meta device. Whoever needs one builds it here, so all have the same.
+    """Build the network that a run trains, on the meta device. All who need one call this, so all have the same.
 
-    It is in one type throughout, which is that of master weights; `precision.store_frozen` gives frozen ones theirs.
+    All weights have the type of master weights; `precision.store_frozen` gives frozen weights their own later.
     `added`: the ids of new tokens, whose rows may be trained alone.
     """
     network = build_base(hf_config, config.model, config.parallel.precision)
@@ -148,7 +148,7 @@ def build_network(hf_config: PretrainedConfig, config: FinetuneConfig, added: Co
 
 
 def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
-    """The network of the architecture on the meta device, in the type of its master weights, tied weights tied."""
+    """Build the architecture's network on the meta device, in the type of master weights, with tied weights tied."""
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
     if config.attention not in ("auto", "documents"):  # those are chosen later, for the device
         kwargs["attn_implementation"] = config.attention
@@ -179,8 +179,8 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except ImportError as error:
-        # transformers refuses it wherever there is no GPU or no flash-attn, as where a run is prepared or measured:
-        # `attention.use` asks again on the ranks.
+        # transformers refuses flash attention on a machine without a GPU or flash-attn, and a run may be prepared or
+        # measured on one: `attention.use` asks again on the ranks.
         if not asked.startswith("flash_attention_") or "FlashAttention" not in str(error):
             raise
         hf_config._attn_implementation = None
@@ -195,13 +195,13 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
 
 
 def choose_experts(model: PreTrainedModel) -> None:
-    """Have the experts of a network in fp64 computed one after the other: torch has grouped products up to fp32."""
+    """Have the experts of an fp64 network computed one after the other: torch has grouped products only up to fp32."""
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 
 def stored_network(directory: Path) -> PreTrainedModel | None:
-    """The network that a directory's config.json describes, on the meta device; None if it needs code of its own."""
+    """Build the network of a directory's config.json on the meta device; None if it needs code of its own."""
 
     def make(hf_config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
@@ -211,8 +211,8 @@ def stored_network(directory: Path) -> PreTrainedModel | None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Names of the tensors that are in fp32 when the rest of the network has this type."""
-    # Some are made so whatever the type is (Zamba's A_log), which only a network of that type shows.
+    """Return the names of the tensors that are in fp32 when the rest of the network has this type."""
+    # Some are always made in fp32 (Zamba's A_log), which only a network built in this type shows.
     with torch.device("meta"):
         twin = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     made = {name for name, tensor in twin.state_dict().items() if tensor.dtype == torch.float32 != dtype}
@@ -229,7 +229,7 @@ def _listed_for_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Keep those buffers in fp32. Refuse weights: FSDP gathers a block in one buffer, so its weights need one type."""
+    """Keep listed buffers in fp32. Refuse weights: FSDP gathers a layer in one buffer, so its weights need one type."""
     kept = _listed_for_fp32(model, torch.bfloat16)
     weights = sorted(kept & {name for name, _ in model.named_parameters()})
     if weights:
@@ -248,13 +248,13 @@ def fp32_in_bf16(model: PreTrainedModel, weights: Sequence[str]) -> ModelError:
 
 
 def _sees_ahead(hf_config: PretrainedConfig) -> bool:
-    """Whether this is an encoder such as BERT, which transformers builds as a causal LM without making it causal."""
+    """Return whether this is an encoder such as BERT: transformers builds it as a causal LM, but not causal."""
     encoder = hf_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return encoder and not hf_config.is_encoder_decoder and getattr(hf_config, "is_decoder", True) is False
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """How many numbers a network has, and how many of them are trained. Before sharding: of whole tensors."""
+    """Count a network's numbers, and those of them that are trained. Call it before sharding, on whole tensors."""
     parameters = list(model.parameters())
     return ParameterCount(
         total=sum(p.numel() for p in parameters), trainable=sum(p.numel() for p in parameters if p.requires_grad)
@@ -263,10 +263,10 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales), which are on meta until now.
+    """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales); until now they are on meta.
 
-    transformers computes them in `_init_weights`, module by module. It draws weights there too, and leaves alone only
-    tensors that are marked as initialised.
+    transformers computes them in `_init_weights`, module by module. There it also draws weights, unless they are marked
+    as initialised.
     """
     check_buffers(model)
     for tensor in [*model.parameters(), *model.state_dict(keep_vars=True).values()]:
@@ -275,7 +275,7 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for prefix, module, owner in _with_owner(model, "", model):
         names = [n for n, _ in module.named_buffers(recurse=False) if _join(prefix, n) not in persistent]
         for name in names:
-            # NaN shows a buffer that nothing computes. Integers have no such value.
+            # A NaN that is left shows that nothing computes the buffer. Integers have no such value.
             empty = torch.empty_like(module.get_buffer(name), device="cpu")
             module._buffers[name] = empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
         if names:
@@ -291,7 +291,7 @@ def init_buffers(model: PreTrainedModel, device: torch.device) -> None:
                     "another model"
                 )
             module._buffers[name] = buffer.to(device)
-        # Rotary modules keep a second reference to it, which would stay on the meta device.
+        # Rotary modules keep a second reference to inv_freq, which would stay on the meta device.
         if "inv_freq" in names and "original_inv_freq" not in module._buffers and hasattr(module, "original_inv_freq"):
             module.original_inv_freq = module.get_buffer("inv_freq")
 
@@ -301,7 +301,7 @@ def _unset(buffer: torch.Tensor) -> bool:
 
 
 def _compute_from_outside(model: PreTrainedModel, prefix: str, buffer: torch.Tensor, owner: PreTrainedModel) -> None:
-    """Have the modules around a module compute its buffer: Falcon-H1 computes those of all layers in the decoder."""
+    """Have the modules around a module compute its buffer: Falcon-H1's decoder computes the buffers of all layers."""
     if not type(owner).__module__.startswith("transformers."):
         return  # other code may draw weights there, whether they are marked as initialised or not
     while prefix and _unset(buffer):
@@ -312,7 +312,7 @@ def _compute_from_outside(model: PreTrainedModel, prefix: str, buffer: torch.Ten
 def _with_owner(
     module: nn.Module, prefix: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Every module, children first, with its name and the innermost model around it, whose `_init_weights` knows it."""
+    """Yield every module, children first, with its name and the innermost model around it (its `_init_weights`)."""
     if isinstance(module, PreTrainedModel):
         owner = module
     for name, child in module.named_children():
@@ -328,7 +328,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def choose_trained(network: PreTrainedModel, method: Method, added: Collection[int] = ()) -> None:
-    """Freeze what the method does not train, and add what it trains beside. The network is on the meta device.
+    """Freeze what the method does not train, and add the weights that it brings. The network is on the meta device.
 
     `added`: the ids of new tokens.
     """
@@ -341,7 +341,7 @@ def choose_trained(network: PreTrainedModel, method: Method, added: Collection[i
 
 
 def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:
-    """Train only the weights in whose names one of these expressions is found. A tied weight has all of its names."""
+    """Train only weights whose name contains a match of one of these expressions. A tied weight counts by any name."""
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,12 +1,12 @@
-"""What blocks keep for backward, in the memory of the host.
+"""Keep what layers need for backward in the host's memory.
 
-A block's tensors leave on a stream of their own while the block behind it computes, and come back while backward is in
-the block behind it. With activation checkpointing only the inputs of blocks are kept, so that is all that travels: 32
-inputs of 8,192 tokens are 2 GiB for an 8B, which a GPU moves in 80 ms at 25 GB/s and computes for seconds.
+A layer's tensors are copied out on a separate stream while the next layer computes, and come back while backward is in
+the next layer. With activation checkpointing only the inputs of layers are kept, so only these travel: 32 inputs of
+8,192 tokens are 2 GiB for an 8B, which a GPU moves in 80 ms at 25 GB/s and computes for seconds.
 
-The device holds the tensors of a few blocks at a time, however far the host is ahead. All of its memory here is that of
-the computing stream, which waits for a copy before it may have the memory of it for something else; and a copy back
-waits until backward has come to the block behind.
+The device holds the tensors of a few layers at a time, however far the host is ahead. All device memory used here
+belongs to the computing stream, which waits for a copy before it reuses the copied memory; and a copy back waits until
+backward has come to the next layer.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from torch import nn
 from raytune_fsdp.model.pieces.pieces import local_piece
 
 _SMALLEST = 2**20
-"""Bytes of a tensor that is worth a transfer."""
+"""Bytes of the smallest tensor that is worth a transfer."""
 
 _BEHIND = 1
-"""How many blocks the copies may be behind the computation. The tensors of so many blocks, and of the one that
+"""How many layers the copies may lag behind the computation. The tensors of this many layers, and of the one that
 computes, are on the device at a time."""
 
 
 class Copies(Protocol):
-    """Where copies are made, beside what the device computes."""
+    """Makes copies while the device computes."""
 
     def behind_compute(self) -> AbstractContextManager[None]:
-        """What is copied in here begins when everything is done that was to be computed until now."""
+        """Copy, in this context, only after everything that was queued for computation until now is done."""
 
     def mark(self) -> Any:
-        """The end of all copies until now."""
+        """Mark the end of all copies until now."""
 
     def hold_compute(self, mark: Any) -> None:
-        """What is computed from now on begins when the copies before the mark are done."""
+        """Hold what is computed from now on until the copies before the mark are done."""
 
 
 class _OnStream:
-    """Copies on a stream of their own. Never run on a GPU in this form."""
+    """Copies on a separate stream. Never run on a GPU in this form."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class _OnStream:
 
 
 class _AtOnce:
-    """On a CPU, a copy is done when the host goes on."""
+    """Copies on a CPU, where a copy is done before the host goes on."""
 
     def behind_compute(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -78,7 +78,7 @@ class _AtOnce:
 
 @dataclass(slots=True)
 class _Away:
-    """A tensor that is in the host's memory, or on its way from or to it."""
+    """A tensor that is in the host's memory, or on its way there or back."""
 
     host: torch.Tensor
     device: torch.device
@@ -86,27 +86,27 @@ class _Away:
 
 
 class Offload:
-    """The tensors of all blocks that are kept on the host between forward and backward."""
+    """Keeps tensors of all layers on the host between forward and backward."""
 
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self._cuda = device.type == "cuda"
         self._copies: Copies = copies or (_OnStream(device) if self._cuda else _AtOnce())
         self._blocks: dict[int, list[_Away]] = {}
-        # References, so that the memory of what is being copied is not given to something else: what was sent and the
-        # end of its copies, block by block, and what was fetched for blocks that backward has not come to.
+        # References, so that memory that is being copied is not given to something else: what was sent and the mark
+        # after its copies, layer by layer, and what was fetched for layers that backward has not come to.
         self._leaving: deque[tuple[Any, list[torch.Tensor]]] = deque()
         self._coming: dict[int, tuple[Any, list[torch.Tensor]]] = {}
 
     @contextmanager
     def of(self, number: int, block: nn.Module) -> Iterator[None]:
-        """In here, `block` computes, the `number`th of a forward pass."""
+        """Move what `block` keeps in this context to the host. It is layer `number` of a forward pass."""
         self._give_up_coming()
-        # Weights have a place of their own, which FSDP frees and fills again. A DTensor computes with its local tensor.
+        # Weights stay: FSDP frees and refills their memory itself. A DTensor computes with its local tensor.
         weights = {_storage(local_piece(parameter)) for parameter in block.parameters()}
-        # A tensor that several operations keep goes once. It is held until the block ends, so that none is taken for
+        # A tensor that several operations keep is sent once. It is held until the layer ends, so that none is taken for
         # another one at the same address.
         sent: list[tuple[torch.Tensor, _Away]] = []
-        mine = self._blocks.setdefault(number, [])  # a block may run twice in a pass
+        mine = self._blocks.setdefault(number, [])  # a layer may run twice in a pass
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[int, _Away]:
             elsewhere = self._cuda and not tensor.is_cuda
@@ -115,7 +115,7 @@ class Offload:
             away = next((away for known, away in sent if _same(known, tensor)), None)
             if away is None:
                 host = torch.empty_like(tensor, device="cpu", pin_memory=self._cuda, requires_grad=False)
-                if host.stride() != tensor.stride():  # a part of another tensor would come back in another layout
+                if host.stride() != tensor.stride():  # a view into another tensor would come back with other strides
                     return tensor
                 away = self._send(tensor, host)
                 sent.append((tensor, away))
@@ -124,7 +124,7 @@ class Offload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
-        # Detached: with its graph, a tensor would hold all that was computed before it.
+        # Detached: with its graph, a tensor would hold everything that was computed before it.
         self._leaving.append((self._copies.mark(), [tensor.detach() for tensor, _ in sent]))
         sent.clear()
         self._let_go(_BEHIND)
@@ -135,13 +135,13 @@ class Offload:
         return _Away(host=host, device=tensor.device)
 
     def _let_go(self, behind: int) -> None:
-        """Forget what was sent by all but the latest blocks. What is computed from here on may use its memory."""
+        """Forget what all but the latest `behind` layers sent. What is computed from here on may use its memory."""
         while len(self._leaving) > behind:
             mark, _ = self._leaving.popleft()
             self._copies.hold_compute(mark)
 
     def _give_up_coming(self) -> None:
-        """A backward pass did not come to what was fetched for it: it was left in its middle."""
+        """Drop what was fetched for a backward pass that was abandoned halfway."""
         for mark, _ in self._coming.values():
             self._copies.hold_compute(mark)
         self._coming.clear()
@@ -151,12 +151,12 @@ class Offload:
             return kept
         number, away = cast("tuple[int, _Away]", kept)
         self._let_go(0)
-        # Whole blocks at a time, and the next one that backward will come to as well: not before it is in this block,
-        # or a host that is ahead would fetch them all.
+        # Fetch whole layers, this one and the next that backward will come to. No earlier than when backward is in this
+        # layer, or a host that is ahead would fetch them all.
         for needed in (number, number - 1):
             if needed in self._blocks:
                 self._fetch(needed, self._blocks.pop(needed))
-        if away.back is None:  # its block began to run again before backward came to it
+        if away.back is None:  # its layer began to run again before backward came to it
             self._fetch(number, [away])
         if number in self._coming:
             mark, _ = self._coming.pop(number)
@@ -164,7 +164,8 @@ class Offload:
         return cast(torch.Tensor, away.back)
 
     def _fetch(self, number: int, kept: list[_Away]) -> None:
-        # Allocated outside: memory of the computing stream, which the copies wait for.
+        # Allocated outside of the copies' context, so that the memory is the computing stream's, which the copies wait
+        # for.
         backs = [torch.empty_like(away.host, device=away.device) if self._cuda else away.host for away in kept]
         with self._copies.behind_compute():
             for away, back in zip(kept, backs, strict=True):
@@ -174,7 +175,7 @@ class Offload:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Whose memory it is. Not the address, which a plan's tensors do not have."""
+    """Identify a tensor's memory. Not by its address, which a plan's tensors do not have."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,7 +1,7 @@
-"""The proof, at every start, that attention keeps documents apart and that attention and loss compute what they should.
+"""Prove, at every start, that attention keeps documents apart, and that attention and loss compute what they should.
 
-On two rows of several documents: transformers' flash attention finds the borders in a batch of one row, and lets the
-documents of two see each other without a word.
+Two samples of several documents are needed: transformers' flash attention finds the borders in a batch of one sample,
+and silently lets the documents of two see each other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.objective.loss import block_loss, plain_losses
 
 LENGTHS = ((7, 3, 9), (11, 8))
-"""Documents of each row."""
+"""Lengths of the documents of each sample."""
 
 WINDOW = 5
-"""The window of layers that have one, in a check: shorter than most of these documents."""
+"""The attention window, in a check, of layers that have one: shorter than most of these documents."""
 
 _CHECKED = f"{PREFIX}checked"
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def documents(model: PreTrainedModel, device: torch.device) -> MicroBatch:
-    """Two rows of documents, each token another one unless the vocabulary is small."""
+    """Return two samples of documents. No two tokens are equal unless the vocabulary is small."""
     vocabulary = model.config.get_text_config().vocab_size
     samples, first = [], 0
     for row in LENGTHS:
@@ -51,27 +51,26 @@ def documents(model: PreTrainedModel, device: torch.device) -> MicroBatch:
 
 
 def leak_between_documents(model: PreTrainedModel, device: torch.device) -> float:
-    """How much the logits of documents change, relatively, when the one packed before them changes. Collective.
+    """Return how much documents' logits change, relatively, when the document packed before them changes. Collective.
 
     Not every architecture that takes position_ids takes the borders of documents from them (state spaces and
     convolutions run on, some masks ignore them), so it is tried. Needs evaluation mode, without gradients.
     """
-    block, first = documents(model, device), LENGTHS[0][0]
-    other = block.input_ids.clone()
+    batch, first = documents(model, device), LENGTHS[0][0]
+    other = batch.input_ids.clone()
     other[0, :first] = (other[0, :first] + 1 + first) % model.config.get_text_config().vocab_size
     seen = [
-        logits_of(model, ids, block.position_ids, block.borders).flatten(0, 1)[first:].double()
-        for ids in (block.input_ids, other)
+        logits_of(model, ids, batch.position_ids, batch.borders).flatten(0, 1)[first:].double()
+        for ids in (batch.input_ids, other)
     ]
     return float((seen[0] - seen[1]).abs().max() / seen[0].abs().max().clamp(min=1e-30))
 
 
 def error_of_kernel(model: PreTrainedModel, device: torch.device) -> float:
-    """How far a network's attention is, relatively, from attention by the book, over the calls of one forward pass;
-    NaN if a result is. Collective. Needs evaluation mode, without gradients.
+    """Return the largest relative error of a network's attention against `reference`, over one forward pass.
 
-    On the device and with the scale and shapes of the run. Windows are made shorter than the documents. 0 where the
-    network's attention is transformers' own.
+    NaN if a result is. It runs on the run's device, with the run's scale and shapes. Windows are made shorter than the
+    documents. 0 if the network's attention is transformers' own. Collective. Needs evaluation mode, without gradients.
     """
     name = model.config._attn_implementation
     if name not in KERNELS:
@@ -87,31 +86,33 @@ def error_of_kernel(model: PreTrainedModel, device: torch.device) -> float:
     AttentionInterface.register(_CHECKED, partial(attend, compared))
     model.set_attn_implementation(_CHECKED)
     try:
-        block = documents(model, device)
-        logits_of(model, block.input_ids, block.position_ids, block.borders)
+        batch = documents(model, device)
+        logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
     finally:
         model.set_attn_implementation(name)
     return float(torch.stack(worst).max()) if worst else 0.0  # Python's max would lose a NaN
 
 
 def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:
-    """How far the loss without logits is, relatively, from the one of the network's logits. Collective.
+    """Return the relative error of the loss without logits against the loss of the network's logits. Collective.
 
-    Needs evaluation mode, without gradients. 0 where there is no `LossHead`.
+    Needs evaluation mode, without gradients. 0 if there is no `LossHead`.
     """
     if not isinstance(model.get_output_embeddings(), LossHead):
         return 0.0
-    block = documents(model, device)
-    right = plain_losses(logits_of(model, block.input_ids, block.position_ids, block.borders), block).each.double()
-    found = block_loss(model, block).each.double()
+    batch = documents(model, device)
+    right = plain_losses(logits_of(model, batch.input_ids, batch.position_ids, batch.borders), batch).each.double()
+    found = block_loss(model, batch).each.double()
     return float((found - right).abs().max() / right.abs().max())
 
 
 def error_of_parts(
     model: PreTrainedModel, group: dist.ProcessGroup, whole: torch.Tensor, device: torch.device
 ) -> float:
-    """How far logits that ranks compute each for a part of the tokens are, relatively, from those of the `whole`.
-    Collective. Needs evaluation mode, without gradients, and attention in parts."""
+    """Return the relative error of logits that ranks compute, each for its part of the tokens, against `whole`.
+
+    Collective. Needs evaluation mode, without gradients, and attention in parts.
+    """
     part = part_of(documents(model, CPU), group.rank(), group.size())
     part = mapped(part, lambda tensor: tensor.to(device))
     mine = logits_of(model, part.input_ids, part.position_ids, part.borders)[0]

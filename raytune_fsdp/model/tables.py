@@ -13,8 +13,10 @@ P = ParamSpec("P")
 
 
 def table(make: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
-    """Keep what `make` returns, by its arguments, and make it real: where the first who asks works on fake tensors (the
-    planner does), whoever computes after it in the same process would get a fake one."""
+    """Cache what `make` returns, by its arguments, and make it real.
+
+    If the first caller works on fake tensors (the planner does), later callers in the process would get a fake one.
+    """
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:

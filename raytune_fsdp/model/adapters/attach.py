@@ -1,7 +1,7 @@
-"""Adapters beside a network's frozen weights (LoRA and its kin): PEFT's modules, and the values they begin with.
+"""Attach adapters to a network's frozen weights (LoRA and its kin): PEFT's modules, and the values they begin with.
 
-PEFT puts a layer of its own around every module that it adapts, on the meta device like the rest of the network. What
-that does to names: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight`.
+PEFT wraps every module that it adapts in a module of its own, on the meta device like the rest of the network. This
+changes names: `q_proj.weight` becomes `q_proj.base_layer.weight`, next to `q_proj.lora_A.default.weight`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 ADAPTER = "default"
-"""The name that PEFT gives to an adapter unless told otherwise. It is in the names of the tensors, not in files."""
+"""PEFT's default name of an adapter. It is in the names of the tensors, not in files."""
 
-# What PEFT's layers add to the name of a weight that is not theirs. The last is a copy that is trained whole.
+# What PEFT's modules add to the name of a weight that is not theirs. The last marks a copy that is trained whole.
 _AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.|$)")
 
 # Where PEFT keeps the rows of tokens that are trained alone, by the name of their module.
@@ -53,11 +53,11 @@ def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
         from peft import inject_adapter_in_model
 
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # what they say is checked here, or is an error below
+            warnings.simplefilter("ignore")  # what warnings say is checked here, or is an error below
             inject_adapter_in_model(peft_config, network, ADAPTER, low_cpu_mem_usage=True)
     except ConfigError:
         raise
-    except Exception as error:  # nothing matched, or PEFT cannot adapt what did, of which it has many ways to fail
+    except Exception as error:  # nothing matched, or PEFT cannot adapt what did, which can fail in many ways
         raise _unfit(network, method, error) from error
     _check_each(network, method)
     for parameter in adapter_tensors(network).values():
@@ -65,7 +65,7 @@ def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
 
 
 def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfig:
-    """The method in PEFT's words."""
+    """Return PEFT's config for the method."""
     try:
         from peft import IA3Config, LoraConfig
     except ImportError as error:
@@ -134,7 +134,7 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
     _check_shared(network, method)
     adapted = [base_name(name) for name in adapter_tensors(network)]
     targets = method.target_modules
-    # The modules of target_parameters have adapters, too, and are not meant.
+    # The modules of target_parameters have adapters, too, but are not meant here.
     own = {
         base_name(name)
         for name, module in network.named_modules()
@@ -155,7 +155,7 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
 
 
 def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
-    """Refuse an adapter of a weight that two modules share: trained beside one, it would be merged into both."""
+    """Refuse an adapter of a weight that two modules share: trained on one of them, it would be merged into both."""
     uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
     for name, module in network.named_modules():
         if not is_adapter_layer(module):
@@ -164,7 +164,7 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
         if any(uses[id(p)] > 1 for p in base.parameters(recurse=False)):
             raise ConfigError(
                 f"method.target_modules: {base_name(name)} of a {type(network).__name__} shares its weight with "
-                "another module, and an adapter would be trained beside one of them only: leave it out"
+                "another module, and an adapter would be trained on one of them only: leave it out"
             )
         if isinstance(base, nn.Embedding) and getattr(method, "dora", False):
             raise ConfigError(
@@ -178,7 +178,7 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
 
 
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
-    """A way out: the names of modules, or of weights, that are most like these."""
+    """Return a way out: the names of modules, or of weights, that are most like these."""
     parts = 2 if weights else 1
     if weights:
         own = (base_name(name) for name, _ in network.named_parameters() if ".lora_" not in name)
@@ -187,7 +187,7 @@ def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = Fals
         names = (base_name(name) for name, module in network.named_modules() if isinstance(module, linear))
         own = (name for name in names if ".lora_" not in name)
     known = sorted({".".join(name.split(".")[-parts:]) for name in own})[:1000]
-    # Of ten, and 100 characters of each: a search costs as much as both lists are long, and what it finds repeats.
+    # Only ten names, and 100 characters of each: a search costs the product of both lists' lengths, and finds repeat.
     wanted = (".".join(name.split(".")[-parts:])[:100] for name in asked)
     unknown = [name for name in dict.fromkeys(wanted) if name not in known][:10]
     near = dict.fromkeys(match for each in unknown for match in difflib.get_close_matches(each, known, n=3, cutoff=0.4))
@@ -198,68 +198,68 @@ def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = Fals
 
 
 def is_adapted(network: nn.Module) -> bool:
-    """Whether a network has adapters: its checkpoints then hold those and nothing else."""
+    """Return whether a network has adapters: its checkpoints then hold only these."""
     return hasattr(network, "peft_config")
 
 
 def keep_beginning(network: nn.Module, names: Iterable[str]) -> None:
-    """Note what these adapters are now, before the first step."""
+    """Keep a copy of these adapters as they are now, before the first step."""
     network.began_as = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
 
 
 def initial_adapters(network: nn.Module) -> Mapping[str, torch.Tensor]:
-    """What `keep_beginning` has noted."""
+    """Return the copies that `keep_beginning` has made."""
     found: Mapping[str, torch.Tensor] = getattr(network, "began_as", {})
     return found
 
 
 def left_out(network: PreTrainedModel) -> list[str]:
-    """Names of the experts' weights that have no adapter, without the numbers of their blocks."""
+    """Return the names of the experts' weights that have no adapter, without the numbers of their layers."""
     adapted = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
     return sorted(name for name in frozen_experts(network) if name.rpartition(".")[2] not in adapted)
 
 
 def frozen_experts(network: PreTrainedModel) -> Counter[str]:
-    """How many numbers the experts' frozen weights have, by their names without the numbers of their blocks."""
+    """Count the numbers of the experts' frozen weights, by name without the numbers of their layers."""
     found: Counter[str] = Counter()
     for name, parameter in network.named_parameters():
-        # A convolution of a state-space layer has three dimensions, too, but one of them is 1.
+        # A convolution of a state-space layer also has three dimensions, but one of them is 1.
         if parameter.ndim == 3 and min(parameter.shape) > 1 and not parameter.requires_grad:
             found[re.sub(r"^.*\.\d+\.", "", base_name(name))] += parameter.numel()
     return found
 
 
 def why_not_compiled(network: nn.Module) -> str | None:
-    """Why the blocks of a network with adapters are not to be compiled, or None."""
+    """Return why the layers of a network with adapters are not to be compiled, or None."""
     wrapped = any(type(module).__name__ == "ParamWrapper" for module in network.modules())
-    return "PEFT puts adapters of method.target_parameters in place anew in every pass" if wrapped else None
+    return "PEFT puts adapters of method.target_parameters in place again in every pass" if wrapped else None
 
 
 def base_name(name: str) -> str:
-    """The name that a weight has in the network without adapters."""
+    """Return the name that a weight has in the network without adapters."""
     return _AROUND.sub("", name)
 
 
 def adapter_tensors(network: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """What is trained, by name; a tied one only under its first name."""
+    """Return the trained tensors by name; a tied one only under its first name."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
 def rows_of(network: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Rows that are trained alone, by name: the weight that they are beside, and their ids. Tied ones come once."""
+    """Return, by the name of rows trained alone, the frozen weight next to them and their ids. Tied rows come once."""
     trained = adapter_tensors(network)
     return {name: (weight, ids) for name, weight, ids in weights_with_rows(network) if name in trained}
 
 
 def stored_names(network: PreTrainedModel) -> dict[str, str]:
-    """The key that each of those has in PEFT's `adapter_model.safetensors`."""
+    """Return the key that each trained tensor has in PEFT's `adapter_model.safetensors`."""
     from peft import get_peft_model_state_dict
 
     tensors = adapter_tensors(network)
     names = {id(parameter): name for name, parameter in tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # With the parameters themselves as values, so that it shows which key has become of which.
+        # The parameters themselves are the values, so that the result shows which key each of them got.
         found = get_peft_model_state_dict(
             network, state_dict=dict(network.state_dict(keep_vars=True)), save_embedding_layers=False
         )
@@ -275,13 +275,13 @@ def stored_names(network: PreTrainedModel) -> dict[str, str]:
 class AdaptedWeights:
     """The weights of a network with adapters: its own from `base`, adapters as they begin.
 
-    What an adapter begins with is drawn under a key of its name, or taken from `adapter`. A new one changes nothing:
+    An adapter's first values are drawn under a key of its name, or taken from `adapter`. A new adapter changes nothing:
     one of LoRA's two matrices is zero, IA3's factors are one, and rows of new tokens are those of the base.
     """
 
     def __init__(self, base: Weights, network: PreTrainedModel, seed: int, adapter: Weights | None = None) -> None:
         self._base = base
-        self._stored = base.shapes()  # once: it is asked for with every few MiB that are read
+        self._stored = base.shapes()  # kept: it is needed for every few MiB that are read
         self._seed = seed
         self._adapter = adapter
         self._given = {} if adapter is None else adapter.shapes()
@@ -318,7 +318,7 @@ class AdaptedWeights:
         return self._base.where(stored) if stored in self._stored else f"{name}, drawn at random,"
 
     def _draw(self, name: str) -> torch.Tensor:
-        """As PEFT begins: of a linear layer's adapter the first matrix is drawn, of an embedding's the second."""
+        """Draw an adapter as PEFT does: the first matrix for a linear layer, the second for an embedding."""
         tensor = torch.zeros(self._tensors[name].shape)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_key("adapter", self._seed, name))
@@ -331,7 +331,7 @@ class AdaptedWeights:
         return tensor
 
     def _lengths(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """DoRA's magnitudes: the lengths of the rows of the adapted weight, which stand in columns in a Conv1D."""
+        """Return DoRA's magnitudes: the lengths of the adapted weight's rows, which are columns in a Conv1D."""
         prefix = name.partition(".lora_magnitude_vector.")[0]
         weight = f"{base_name(prefix)}.weight"
         rows, *rest = self._stored[weight]
@@ -346,7 +346,7 @@ class AdaptedWeights:
 
 
 def _turned(network: PreTrainedModel) -> Iterator[str]:
-    """Names of the adapted modules whose weights are stored input first (GPT-2's Conv1D)."""
+    """Yield the names of the adapted modules whose weights are stored input first (GPT-2's Conv1D)."""
     for name, module in network.named_modules():
         if getattr(module, "fan_in_fan_out", False):
             yield name
@@ -355,7 +355,7 @@ def _turned(network: PreTrainedModel) -> Iterator[str]:
 def check_adapter_shapes(
     network: PreTrainedModel, adapter: Weights, where: str, names: Collection[str] | None = None
 ) -> None:
-    """Refuse an adapter of another rank or of other modules. `names`: those that it should have, if not all."""
+    """Refuse an adapter of another rank or of other modules. `names`: the tensors that it should have, if not all."""
     tensors = adapter_tensors(network)
     wanted = {name: tuple(tensors[name].shape) for name in (tensors if names is None else names)}
     found = {name: tuple(shape) for name, shape in adapter.shapes().items()}
@@ -369,7 +369,7 @@ def check_adapter_shapes(
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Whether PEFT put this module around another to adapt it. One that is trained whole is not meant."""
+    """Return whether PEFT wrapped another module in this one to adapt it. One that is trained whole does not count."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(module, BaseTunerLayer)

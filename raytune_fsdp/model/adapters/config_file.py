@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what PEFT and inference servers read beside an adapter, and what may come from a stranger."""
+"""Read and write `adapter_config.json`, which PEFT and inference servers read, and which may come from a stranger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytune_fsdp.model.directory.files import commit_of
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, read_object
 
 _OF_MODULE = re.compile(r"(?:base_model\.model\.)?(.+?)\.(?:lora_|ia3_l)")
-"""A tensor of an adapter, here or in PEFT's files, and the module that it adapts."""
+"""Matches the name of an adapter's tensor, here or in PEFT's files; finds the module that it adapts."""
 
 _LORA = {
     "r": "rank",
@@ -42,39 +42,39 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "layer_replication": (None, []),
     "use_qalora": (None, False),
     "qalora_group_size": (None, 16),
-    # Others change the base's weights.
+    # Other values change the base's weights.
     "init_lora_weights": (None, True, False, "gaussian"),
 }
-"""Fields of PEFT's config that would make it another function, with the values that do not."""
+"""Fields of PEFT's config that would make the adapter another function, with the values that do not."""
 
 _ABOUT = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
-    # How a layer is stored, which is that of the network here.
+    # How a linear layer is stored, which follows from the network here.
     "fan_in_fan_out",
-    # Of what is initialized anew, of other libraries, and of names.
+    # About initializing a new adapter, about other libraries, and about names.
     "eva_config", "corda_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core",
     "init_ia3_weights", "layers_pattern", "ensure_weight_tying", "runtime_config",
-    # What is left out has no tensors.
+    # A module that is left out has no tensors.
     "exclude_modules",
 }  # fmt: skip
-"""Fields that say nothing of what the adapter computes."""
+"""Fields that do not change what the adapter computes."""
 
 _MOST_NAMES, _LONGEST = 5_000, 2_000
-"""PEFT compares every two names: 5,000 take it 1.4 s, 20,000 take 34. A network of 126 layers has 882 linear layers."""
+"""PEFT compares every two names: 5,000 take 1.4 s, 20,000 take 34 s. A network of 126 layers has 882 linear layers."""
 
 _IA3 = {name: name for name in ("target_modules", "feedforward_modules", "modules_to_save")}
 _KINDS: dict[str, tuple[type[LoraMethod] | type[Ia3Method], dict[str, str]]] = {
     "LORA": (LoraMethod, _LORA),
     "IA3": (Ia3Method, _IA3),
 }
-"""By PEFT's name of a kind: the method, and what it calls the fields of PEFT's config."""
+"""For PEFT's name of a kind, the method, and the method's names for the fields of PEFT's config."""
 
 
 def put_adapter_config(network: PreTrainedModel, directory: Path, **more: Any) -> None:
-    """Write the `adapter_config.json` that PEFT and inference servers read, with what `more` is known."""
+    """Write the `adapter_config.json` that PEFT and inference servers read, with the fields of `more`."""
     network.peft_config[ADAPTER].save_pretrained(directory)  # type: ignore[union-attr, operator]
     values = read_object(directory / ADAPTER_CONFIG_FILE)
-    # Out of sets, in another order each time.
+    # PEFT writes sets, in another order each time.
     values |= {
         key: sorted(value) for key, value in values.items() if key in {*_LORA, *_IA3} and isinstance(value, list)
     }
@@ -83,7 +83,7 @@ def put_adapter_config(network: PreTrainedModel, directory: Path, **more: Any) -
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """What an adapter says of itself. In the hub's cache every file is a link; in other places none may be."""
+    """Read an adapter's own config. In the hub's cache every file is a link; in other places none may be."""
     file, cached = directory / ADAPTER_CONFIG_FILE, commit_of(directory) is not None
     if cached:
         check_links(file)
@@ -93,10 +93,11 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 def adapter_method(
     directory: Path, held: Iterable[str], own: Callable[[str], str] = lambda name: name
 ) -> AdapterMethod:
-    """The method in a directory's `adapter_config.json`, read by our own rules: it may be a stranger's.
+    """Return the method in a directory's `adapter_config.json`, read by our own rules: it may be a stranger's.
 
-    `held`: the names of the adapter's tensors. Where the config has an expression, they tell what it was found in: to
-    look for a stranger's expression may take for ever. `own`: from its names to those of the network, if others.
+    `held`: the names of the adapter's tensors. Where the config has an expression, these names tell what it matched: to
+    search with a stranger's expression may take forever. `own` turns the file's names into those of the network, if
+    they differ.
     """
     file, values = directory / ADAPTER_CONFIG_FILE, read_adapter_config(directory)
     if str(values.get("peft_type")) not in _KINDS:
@@ -119,7 +120,7 @@ def adapter_method(
             )
     known = {ours: values[theirs] for theirs, ours in fields.items() if values.get(theirs) is not None}
     if kind is LoraMethod:
-        known = {"target_modules": [], **known}  # absent, it is none there and all here
+        known = {"target_modules": [], **known}  # where it is absent, PEFT's default is none, ours all-linear
     if isinstance(known.get("target_modules"), str) or values.get("exclude_modules"):
         known["target_modules"] = _adapted(held, known.get("target_parameters"))
     for field in ("target_modules", "modules_to_save", "feedforward_modules"):
@@ -132,7 +133,7 @@ def adapter_method(
 
 
 def _adapted(held: Iterable[str], parameters: object) -> list[str]:
-    """The modules that an adapter has tensors for, without those of which it adapts a weight alone."""
+    """Return the modules that an adapter has tensors for, except those of which it adapts only a single weight."""
     matches = filter(None, map(_OF_MODULE.match, held))
     found = {base_name(match[1]) for match in matches}
     owners = [str(each).rpartition(".")[0] for each in parameters] if isinstance(parameters, list) else []

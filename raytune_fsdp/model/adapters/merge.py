@@ -1,4 +1,4 @@
-"""Adapters and what they are beside as one network: each weight is merged when it is read, by PEFT's own arithmetic."""
+"""Merge adapters into their base, weight by weight: each when it is read, by PEFT's own arithmetic."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from raytune_fsdp.model.weights.source import Weights
 
 
 class MergedWeights:
-    """The weights of a network without adapters, which hold what the adapters have learned.
+    """The weights of a network without adapters, with what the adapters have learned merged into them.
 
-    A weight with an adapter is in fp32 at least, whatever it is stored in: rounded once, when it is written.
+    A weight with an adapter is at least in fp32, whatever it is stored in: it is rounded once, when it is written.
     """
 
     def __init__(self, base: Weights, adapter: Weights, network: PreTrainedModel) -> None:
-        """`network` has the adapters, on the meta device; `adapter` holds what is trained, by its names there."""
+        """Take `network` with the adapters, on the meta device, and in `adapter` the trained tensors by its names."""
         self._base = base
         self._adapter = adapter
         self._trained = adapter_tensors(network)
         self._layers: dict[str, list[tuple[str, nn.Module]]] = {}
-        """By the name of the weight they adapt. One weight may have several."""
+        """PEFT's modules, by the name of the weight that they adapt. One weight may have several."""
         for prefix, module in network.named_modules():
             if is_adapter_layer(module):
                 for own in _changed(module):
                     self._layers.setdefault(f"{base_name(prefix)}.{own}", []).append((prefix, module))
         self._whole = {base_name(name): name for name in self._trained if base_name(name) in base.shapes()}
-        """What is trained whole, by the name of what it takes the place of."""
+        """Tensors that are trained whole, by the name of the tensor that they replace."""
         self._rows = {weight: (name, ids) for name, (weight, ids) in rows_of(network).items()}
-        """Rows that are trained alone and their ids, by the weight they go into."""
+        """Rows that are trained alone and their ids, by the name of the weight that they go into."""
         self._last: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -48,11 +48,11 @@ class MergedWeights:
         return torch.promote_types(stored, torch.float32) if changed else stored
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Several whole tensors, on the CPU."""
+        """Read several whole tensors, on the CPU."""
         return {name: self._read(name) for name in names}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) on the CPU. A tensor without dimensions is read whole."""
+        """Read rows [start, stop), on the CPU. A tensor without dimensions is read whole."""
         if name in self._rows:
             return self._with_rows(name, start, stop)
         if name in self._whole:
@@ -60,9 +60,9 @@ class MergedWeights:
         if name not in self._layers:
             return self._base.read(name, start, stop)
         shape = self._base.shapes()[name]
-        if start == stop:  # who only asks for the type does not have a whole tensor merged
+        if start == stop:  # an empty read asks for the type only: do not merge
             return torch.empty((0, *shape[1:]), dtype=self._dtype(name, shape))
-        if self._last is None or self._last[0] != name:  # kept: the other rows come next
+        if self._last is None or self._last[0] != name:  # kept, because the other rows are read next
             self._last = None
             self._last = name, self._read(name)
         return self._last[1][start:stop]
@@ -90,18 +90,18 @@ class MergedWeights:
         return tensor
 
     def _merged(self, prefix: str, layer: nn.Module, own: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What PEFT makes of this tensor of a layer. Only it and the adapter's tensors have memory."""
+        """Have PEFT merge the adapter into this tensor of a layer. Only these tensors have memory."""
         layer = copy.deepcopy(layer)
         for name in self._trained:
             inner = name.removeprefix(f"{prefix}.")
             if inner != name and not inner.startswith("base_layer."):
-                # In fp32 at least, as an exported adapter is: products of bf16 would be rounded to it.
+                # At least in fp32, as an exported adapter is: products in bf16 would be rounded to bf16.
                 found = _whole(self._adapter, name)
                 _set(layer, inner, found.to(torch.promote_types(found.dtype, torch.float32)))
         base = layer.get_base_layer()  # type: ignore[operator]
         for each in _changed(layer):
             of_layer = base._parameters[each]
-            # What is not asked for is only there to be merged, too.
+            # Zeros for the tensor that is not asked for, since PEFT merges both.
             found = tensor if each == own else torch.zeros(of_layer.shape, dtype=of_layer.dtype)
             _set(base, each, found.to(torch.promote_types(found.dtype, torch.float32)))
         layer.merge()  # type: ignore[operator]
@@ -110,7 +110,7 @@ class MergedWeights:
 
 
 def _changed(layer: nn.Module) -> tuple[str, ...]:
-    """The parameters of the base layer that a merge changes."""
+    """Return the names of the base layer's parameters that a merge changes."""
     weight = getattr(layer, "parameter_name", "weight")
     base = layer.get_base_layer()  # type: ignore[operator]
     factors = hasattr(layer, "ia3_l") and not layer.is_feedforward and base.bias is not None

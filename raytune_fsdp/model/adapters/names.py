@@ -1,4 +1,4 @@
-"""What an adapter is called in PEFT's directory: by the names of the class that its base's config names.
+"""Translate an adapter's names to those in PEFT's directory: the names of the class that its base's config names.
 
 Older versions wrote the names of the class that was trained, which the other class does not have. Both are read.
 """
@@ -20,14 +20,14 @@ from raytune_fsdp.model.directory.named_class import Named
 from raytune_fsdp.model.weights.source import Weights
 
 _PEFT = "base_model.model."
-"""Before every name in PEFT's files."""
+"""Prefix of every name in PEFT's files."""
 
 
 def keys_there(network: PreTrainedModel, named: Named, *, outside: bool = False) -> dict[str, str]:
-    """The key in PEFT's file of every tensor of an adapter, by its name in the network that it was trained in.
+    """Return the key in PEFT's file of every tensor of an adapter, by its name in the network that was trained.
 
-    Without those of parts that see or hear, unless they do something (`outside`): their last names are those of the
-    language model's layers, so they get an adapter where the run trains the whole class.
+    Tensors of parts that see or hear are left out unless they do something (`outside`): the last parts of their names
+    are those of the language model's layers, so they get an adapter where the run trains the whole class.
     """
     keys = {name: f"{_PEFT}{named.there(key.removeprefix(_PEFT))}" for name, key in stored_names(network).items()}
     kept = {name: key for name, key in keys.items() if outside or not named.sees(key.removeprefix(_PEFT))}
@@ -35,8 +35,11 @@ def keys_there(network: PreTrainedModel, named: Named, *, outside: bool = False)
 
 
 def acts_outside(named: Named, adapter: Weights, initial: Weights) -> bool:
-    """Whether adapters of parts that see or hear do something: those that a run began with, as training on texts leaves
-    them as they began. `initial`: what they began as, if that was taken out of the base."""
+    """Return whether adapters of parts that see or hear do something.
+
+    Only adapters that a run began with can: training on texts leaves them as they began. `initial`: their initial
+    values, if these were taken out of the base.
+    """
     began, shapes = initial.shapes(), adapter.shapes()
     for name in (name for name in shapes if named.sees(named.there(name))):
         if not (neutral := _neutral(name)) and name not in began:
@@ -49,14 +52,14 @@ def acts_outside(named: Named, adapter: Weights, initial: Weights) -> bool:
 
 
 def _neutral(name: str) -> tuple[float, ...]:
-    """The value of a tensor with which an adapter changes nothing; empty if another one of it has to have that."""
+    """Return the value of this tensor with which its adapter changes nothing; empty if another tensor decides that."""
     if ".lora_B." in name or ".lora_embedding_A." in name:
         return (0.0,)
     return (1.0,) if ".ia3_l." in name else ()
 
 
 def keys_held(network: PreTrainedModel, named: Named, held: Iterable[str]) -> dict[str, str]:
-    """The same, in the words of a file with the keys `held`, which may be of an older version."""
+    """Return every tensor's key by its name, in the naming (ours or an older one) of a file with the keys `held`."""
     held = set(held)
     return max(
         (keys_there(network, named), stored_names(network)), key=lambda keys: len(held.intersection(keys.values()))
@@ -64,29 +67,29 @@ def keys_held(network: PreTrainedModel, named: Named, held: Iterable[str]) -> di
 
 
 def own_names(named: Named) -> Callable[[str], str]:
-    """From the name of a module or tensor in PEFT's files, of either naming, to that in the run's network."""
+    """Return a function from a name in PEFT's files (module or tensor, either naming) to that in the run's network."""
     return lambda name: (None if named.is_own else named.here(name.removeprefix(_PEFT))) or name.removeprefix(_PEFT)
 
 
 def targets_there(
     network: PreTrainedModel, named: Named, written: Mapping[str, Any], *, outside: bool
 ) -> dict[str, Any]:
-    """What PEFT's config says so that the named class gets these adapters and no others.
+    """Return the fields of PEFT's config with which the named class gets these adapters and no others.
 
-    `written`: the config of the run. `outside`: as in `keys_there`. The last names of modules are kept where they mean
-    the same there, with what is to be left out; else the modules have their whole names.
+    `written`: the config of the run. `outside`: as in `keys_there`. The last parts of modules' names are kept if they
+    mean the same in the named class, with what is to be left out; otherwise the modules are listed by whole names.
     """
     targets, saved = written.get("target_modules"), written.get("modules_to_save")
     if named.is_own and (outside or not named.outside):
         return {"target_modules": targets}
     modules = [name for name, _ in named.network.named_modules()]
-    # Absent, they are PEFT's choice for the class, which for the run's was none.
+    # If targets were absent, PEFT would choose them for the named class; for the run's class it chose none.
     found: dict[str, Any] = {"target_modules": [] if targets is None else targets}
     copies = [name for name in modules if isinstance(saved, list) and name.endswith(tuple(saved))]  # as PEFT finds them
     if any(map(named.sees, copies)):
         found["modules_to_save"] = [name for name in copies if not named.sees(name)]
     adapted = {name for name, module in network.named_modules() if is_adapter_layer(module)}
-    # Around a weight alone: PEFT finds those by target_parameters.
+    # Adapters around a single weight: PEFT finds these by target_parameters.
     alone = {name for name in adapted if type(network.get_submodule(name)).__name__ == "ParamWrapper"}
     there = {named.there(base_name(name)) for name in adapted - alone}
     wanted = {name for name in there if not named.sees(name)} or there
@@ -100,20 +103,20 @@ def targets_there(
         if isinstance(within := written.get("feedforward_modules"), list):
             found["feedforward_modules"] = sorted(_ending(wanted, within))
     elif parts:
-        # As an expression: a vision tower has hundreds of modules with these names.
+        # An expression, because a vision tower has hundreds of modules with these names.
         found["exclude_modules"] = rf"({'|'.join(map(re.escape, parts))})\..*"
     return found
 
 
 def _ending(modules: Iterable[str], ends: list[str]) -> list[str]:
-    """The names that PEFT takes a list of targets for."""
+    """Return the modules that PEFT adapts for this list of targets."""
     return [name for name in modules if name in ends or name.endswith(tuple(f".{each}" for each in ends))]
 
 
 def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Have PEFT load the keys of an adapter's file into the named class, without values: all of them, and no more.
+    """Check that PEFT can load the keys of an adapter's file into the named class: all of them, and no others.
 
-    On the meta device, so that it takes names and shapes only, whatever the size of the model.
+    It is done on the meta device, without values, so that it needs only names and shapes, whatever the model's size.
     """
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
 
@@ -126,11 +129,11 @@ def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, .
             found: Any = set_peft_model_state_dict(model, held)
     except ModelError:
         raise
-    except Exception as error:  # of whatever PEFT cannot do with them
+    except Exception as error:  # whatever PEFT raises
         raise _not_loaded(named, first_line(error)) from error
     tensors = dict(model.named_parameters(remove_duplicate=False))
     lacking = {key for key in found.missing_keys if ADAPTER in key.split(".")}
-    # Rows of a head that is the embedding are stored once.
+    # Rows of a head that shares the embedding's weight are stored once.
     loaded = {id(tensor) for key, tensor in tensors.items() if key not in lacking}
     missing = [key for key in sorted(lacking) if id(tensors.get(key)) not in loaded]
     if missing or found.unexpected_keys:

@@ -1,7 +1,7 @@
 """Adapters that begin as the largest part of their weight (PiSSA, OLoRA), which is taken out of the weight.
 
-What they began as stays in every checkpoint: the rest of a weight is always the stored one less that, and never the
-outcome of another decomposition.
+Their initial values stay in every checkpoint: the residual of a weight is always the stored weight less these values,
+and never the result of another decomposition.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from raytune_fsdp.model.adapters.attach import ADAPTER, base_name, is_adapter_la
 from raytune_fsdp.model.weights.source import Weights, all_finite
 
 _AT_ONCE = 1 << 20
-"""Numbers of a weight that are computed at a time, in fp64. From fixed rows on, so that a row has the same bits whoever
-asks for it, and with which others: how a product is summed up may depend on its size."""
+"""Numbers of a weight that are computed at a time, in fp64. Each part starts at a fixed row, so that a row has the same
+bits whatever rows are read with it: how a product is summed up may depend on its size."""
 
 _ROUNDS, _SPARE = 16, 10
-"""Of the subspace iteration that finds the largest singular vectors, and how many more it looks for than are kept. A
-whole decomposition of a matrix of 4096 x 14336 would take minutes."""
+"""Rounds of the subspace iteration that finds the largest singular vectors, and how many more vectors it looks for than
+are kept. A whole decomposition of a matrix of 4096 x 14336 would take minutes."""
 
 _AHEAD = 4 << 20
-"""Bytes of pairs that each rank has ready, as weights are of many sizes: one at a time, eight ranks would wait for the
-largest of every eight weights of a Llama, and take 1.9 times as long. With 16 MiB the allocator kept up to 77 MiB more
-between them, and two ranks that begin with OLoRA of rank 64 held 659 MiB where 645 are allowed; with these, 604."""
+"""Bytes of pairs that each rank has ready, as weights are of many sizes: with one pair at a time, eight ranks would
+wait for the largest of every eight weights of a Llama, and take 1.9 times as long. With 16 MiB the allocator kept up to
+77 MiB more between pairs, and two ranks that begin with OLoRA of rank 64 held 659 MiB where 645 are allowed; with 4
+MiB, 604."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Pair:
 
 
 def pairs_of(network: PreTrainedModel) -> dict[str, Pair]:
-    """By the names of the weights they are beside."""
+    """Return the pair of every adapter, by the name of the weight that it adapts."""
     return {
         f"{base_name(name)}.weight": Pair(
             a=f"{name}.lora_A.{ADAPTER}.weight",
@@ -62,7 +63,7 @@ def pairs_of(network: PreTrainedModel) -> dict[str, Pair]:
 
 
 def check_ranks(network: PreTrainedModel, init: str) -> None:
-    """Refuse adapters of a higher rank than their weight has."""
+    """Refuse adapters of a higher rank than their weight can have."""
     shapes = {base_name(name): tuple(parameter.shape) for name, parameter in network.named_parameters()}
     for name, pair in pairs_of(network).items():
         if pair.rank > min(shapes[name]):
@@ -74,14 +75,14 @@ def check_ranks(network: PreTrainedModel, init: str) -> None:
 
 
 class PrincipalInit:
-    """What adapters begin as, in their own type: of one weight at a time, found when that weight is to be filled.
+    """The initial values of adapters, in their own type, for one weight at a time, found when that weight is filled.
 
-    Each weight is taken apart by one of the ranks that read, and the others get its pair from there. No rank has the
-    pairs of all weights: of rank 64, in fp32, those of a model of 468 million numbers are 138 MiB.
+    One of the ranks that read decomposes each weight, and the others get the pair from it. No rank has the pairs of all
+    weights: for rank 64, in fp32, the pairs of a model of 468 million numbers are 138 MiB.
     """
 
     def __init__(self, base: Weights | None, network: PreTrainedModel, init: str, seed: int) -> None:
-        """`base` is None on ranks that do not read. Collective."""
+        """Find the ranks that read: `base` is None on the others. Collective."""
         self._base, self._init, self._seed = base, init, seed
         self._readers = [rank for rank, reads in enumerate(on_all_ranks(lambda: base is not None)) if reads]
         self._pairs = pairs_of(network)
@@ -92,14 +93,16 @@ class PrincipalInit:
         }
         self._weight_of = {name: weight for weight, pair in self._pairs.items() for name in (pair.a, pair.b)}
         self._owner_of: dict[str, int] = {}
-        """Of the weights that have been taken apart and were not needed yet."""
+        """The rank that has the pair, by weight, for the weights that are decomposed and not yet needed."""
         self._own: dict[str, dict[str, torch.Tensor]] = {}
-        """The pairs of those that this rank has."""
+        """The pairs, by weight, that this rank has of these."""
         self._now: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def turn_to(self, name: str) -> None:
-        """Have the pair that this tensor of the network is made with, and drop the one before. Collective: all ranks
-        name the same tensors in the same order."""
+        """Make the pair ready that this tensor of the network needs, and drop the one before.
+
+        Collective: all ranks name the same tensors in the same order.
+        """
         weight = self._weight_of.get(name) or f"{base_name(name).rpartition('.')[0]}.weight"
         if weight not in self._pairs or weight == self._now[0]:
             return
@@ -115,8 +118,10 @@ class PrincipalInit:
         self._now = weight, held or {}
 
     def _next(self, first: str) -> list[str]:
-        """Weights to take apart together: one for each rank that reads, or more while their pairs are small. One that
-        reads alone waits for nobody."""
+        """Return the weights to decompose together: one for each rank that reads, or more while their pairs are small.
+
+        A rank that reads alone waits for nobody, so it takes no more than its share.
+        """
         names, size = list(self._pairs), 0
         found: list[str] = []
         for name in names[names.index(first) :]:
@@ -135,16 +140,17 @@ class PrincipalInit:
                 if self._base is not None and self._owner_of[name] == dist.get_rank():
                     with computing():
                         found = _parts(self._base, name, self._pairs[name], self._init, self._seed)
-                    # As it will be read from a checkpoint: what is taken out of a weight must be the same then.
+                    # In the type that a checkpoint stores: what is taken out of a weight must be the same after a
+                    # restart.
                     self._own[name] = {each: tensor.to(self._empty[each].dtype) for each, tensor in found.items()}
 
-        on_all_ranks(mine)  # one that finds a weight that cannot be taken apart stops all
+        on_all_ranks(mine)  # a rank that finds a weight that cannot be decomposed stops all
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._empty.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if start == stop:  # asked for the type only, of any
+        if start == stop:  # asks for the type only, and may name any tensor
             return torch.empty_like(self._empty[name][:0], device="cpu")
         weight, tensors = self._now
         assert weight == self._weight_of[name], f"{name} is read, and the pair at hand is that of {weight or 'none'}"
@@ -173,12 +179,12 @@ def _parts(base: Weights, name: str, pair: Pair, init: str, seed: int) -> dict[s
 
 
 def _triangular(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first columns of Q and rows of R, to the bits of torch.linalg.qr, which holds four matrices of this size.
+    """Return the first columns of Q and rows of R, bit for bit as torch.linalg.qr, which holds four such matrices.
 
-    Here LAPACK's two steps work in place, in one.
+    Here LAPACK's two steps work in place, in one matrix.
     """
     rows, columns = weight.shape
-    matrix = torch.empty(columns, rows).T  # by columns, as LAPACK has it: it would copy another
+    matrix = torch.empty(columns, rows).T  # stored by columns as LAPACK wants it, or it would make a copy
     matrix.copy_(weight)
     factors = torch.empty(min(rows, columns))
     torch.geqrf(matrix, out=(matrix, factors))
@@ -189,7 +195,7 @@ def _triangular(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Te
 
 
 class ResidualWeights:
-    """Weights without what their adapters began as."""
+    """Weights less the initial values of their adapters."""
 
     def __init__(self, inner: Weights, initial: Weights, network: PreTrainedModel) -> None:
         self._inner, self._initial = inner, initial
@@ -197,7 +203,7 @@ class ResidualWeights:
         self._began = initial.shapes()
         self._pairs = pairs_of(network)
         self._last: tuple[Pair, torch.Tensor, torch.Tensor | None] | None = None
-        """What all rows of a weight need: the pair's first matrix, and the second if the weight is turned."""
+        """What all rows of a weight need: the pair's first matrix, and the second if the weight is `turned`."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -211,7 +217,7 @@ class ResidualWeights:
         for first in range(start - start % at_once, stop, at_once):
             last = min(count, first + at_once)
             rows = self._rest(name, first, last)[max(0, start - first) : min(last, stop) - first]
-            # In one piece from the start: put together at the end, all rows would be held twice.
+            # One tensor from the start: concatenated at the end, all rows would be held twice.
             found = torch.empty(stop - start, numbers, dtype=rows.dtype) if found is None else found
             found[max(first, start) - start : min(last, stop) - start] = rows
         assert found is not None
@@ -219,7 +225,7 @@ class ResidualWeights:
 
     def _rest(self, name: str, start: int, stop: int) -> torch.Tensor:
         rows, pair = self._inner.read(name, start, stop), self._pairs[name]
-        if self._last is None or self._last[0] != pair:  # kept: the other rows come next
+        if self._last is None or self._last[0] != pair:  # kept, because the other rows are read next
             self._last = pair, self._whole(pair.a), self._whole(pair.b) if pair.turned else None
         _, a, b = self._last
         part = self._initial.read(pair.b, start, stop).double() @ a if b is None else a[:, start:stop].T @ b.T
@@ -233,17 +239,17 @@ class ResidualWeights:
 
 
 class PlainAdapter:
-    """An adapter for the weights as they are stored, of twice the rank: what it has learned, less what it began as."""
+    """An adapter of twice the rank, for the weights as they are stored: its trained values less its initial values."""
 
     def __init__(self, adapter: Weights, initial: Weights, network: PreTrainedModel) -> None:
         self._adapter, self._initial = adapter, initial
         pairs = pairs_of(network).values()
         self._first, self._second = {pair.a for pair in pairs}, {pair.b for pair in pairs}
         peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
-        # Twice the rank, and alpha with it, leave alpha / rank as it was; alpha / sqrt(rank) they do not.
+        # Doubling both rank and alpha leaves alpha / rank as it was, but not alpha / sqrt(rank).
         self._factor = 2**-0.5 if peft.use_rslora else 1.0
         self.config = {"r": 2 * peft.r, "lora_alpha": 2 * peft.lora_alpha}
-        """Of PEFT, where it differs."""
+        """The fields of PEFT's config that differ."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._doubled(name, tuple(shape)) for name, shape in self._adapter.shapes().items()}

@@ -1,7 +1,7 @@
-"""The names of the modules to adapt, in PEFT's words: so that PEFT adapts what the method says, and nothing else.
+"""Name the modules to adapt for PEFT, so that it adapts what the method says, and nothing else.
 
 In transformers 4 the experts of many architectures were linear layers, and now they are stacked weights. For these
-architectures PEFT takes the last names of those layers for the weights, and an expression for the last names of what it
+architectures PEFT reads the old layers' last names as the weights, and an expression as the last names of what it
 matches: `model\\.layers\\.1\\..*q_proj` would be every `q_proj`, here and where others load the adapter.
 """
 
@@ -17,7 +17,7 @@ from raytune_fsdp.config.sections.method import ALL_LINEAR, LoraMethod
 
 
 def targets_of(network: PreTrainedModel, method: LoraMethod) -> str | list[str]:
-    """What PEFT is given as `target_modules`: names, or an expression that it keeps as one."""
+    """Return what PEFT gets as `target_modules`: names, or an expression that it keeps as one."""
     asked = method.target_modules
     if asked == ALL_LINEAR:
         return _linear_names(network)
@@ -25,13 +25,16 @@ def targets_of(network: PreTrainedModel, method: LoraMethod) -> str | list[str]:
 
 
 def is_expression(targets: object) -> bool:
-    """Whether modules are adapted whose whole names an expression matches."""
+    """Return whether the targets are an expression, which has to match the whole names of modules."""
     return isinstance(targets, str) and targets.lower() != ALL_LINEAR
 
 
 def _whole_names(network: PreTrainedModel, expression: str | list[str], parameters: list[str]) -> str | list[str]:
-    """The whole names that an expression matches, if PEFT would not keep it. One in which it finds experts stays as it
-    is: PEFT then says what it lacks, or `attach` refuses them by name."""
+    """Return the whole names that an expression matches, if PEFT would not keep it as an expression.
+
+    An expression in which PEFT finds experts stays as it is: PEFT then says what it lacks, or `attach` refuses the
+    experts by name.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -46,10 +49,10 @@ def _whole_names(network: PreTrainedModel, expression: str | list[str], paramete
 
 
 def _linear_names(network: PreTrainedModel) -> list[str]:
-    """What all linear layers but the head are called, the last part of their names.
+    """Return the last parts of the names of all linear layers but the head.
 
-    Not in PEFT's word for it, which stands for the experts, too, and they take no dropout. So the names are left out
-    that PEFT would take for experts.
+    PEFT's own `all-linear` is not used: it includes the experts, which take no dropout. Names that PEFT would take for
+    experts are left out.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -58,7 +61,7 @@ def _linear_names(network: PreTrainedModel) -> list[str]:
     linear = (nn.Linear, Conv1D)
     modules = dict(network.named_modules())
     names = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, linear)}
-    # Some routers are linear layers that return two tensors (Llama 4's), of which an adapter knows nothing.
+    # Some routers are linear layers that return two tensors (Llama 4's), which an adapter cannot handle.
     kept = {
         name.rpartition(".")[2]
         for name, module in modules.items()

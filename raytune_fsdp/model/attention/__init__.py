@@ -2,6 +2,6 @@
 
 choose.py   which attention a network gets, and what a forward pass hands to it
 kernels.py  functions that transformers calls by name; flash.py: those of flash attention
-calls.py    what a kernel is called with, and attention by the book
-trial.py    a kernel is tried before a run relies on it
+calls.py    what a kernel is called with, and attention by the book to compare with
+trial.py    tries a kernel before a run relies on it
 """

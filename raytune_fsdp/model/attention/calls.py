@@ -17,12 +17,12 @@ class Unfit(Exception):
 
 
 class AttentionDropout(Unfit):
-    """It drops weights of attention, and kernels here have none that anybody could drop."""
+    """The network drops attention weights, and kernels here never hold such weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a layer asks of its attention, besides queries, keys and values."""
+    """What a layer passes to its attention besides queries, keys and values."""
 
     borders: Borders
     scale: float
@@ -31,18 +31,21 @@ class Call:
     softcap: float | None = None
     """Scores are squeezed into (-softcap, softcap) before the softmax."""
     sinks: torch.Tensor | None = None
-    """One more score of every head (heads,) in each softmax, of a token whose value is zero."""
+    """One more score per head (heads,) in each softmax, as of a token whose value is zero."""
 
 
 class Kernel(Protocol):
-    """Queries (tokens, heads, width), keys and values (tokens, key heads, width) of one row of documents."""
+    """Computes attention from queries (tokens, heads, width), keys and values (tokens, key heads, width).
+
+    The tokens are a micro-batch laid out as one row of documents.
+    """
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor: ...
 
 
 PREFIX = "documents_"
-"""Of the names under which the kernels are registered. None has "sdpa" or "flash" in it: transformers looks for those
-words, and would ask whether the network supports its own."""
+"""Prefix of the names under which the kernels are registered. No name has "sdpa" or "flash" in it: transformers looks
+for these words, and would ask whether the network supports its own kernel."""
 
 
 def attend(
@@ -64,7 +67,7 @@ def attend(
     max_length_q: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: (1, heads, tokens, width) in, (1, tokens, heads, width) out."""
+    """Call the kernel for transformers: (1, heads, tokens, width) in, (1, tokens, heads, width) out."""
     if cu_seq_lens_q is None or max_length_q is None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise Unfit("it does not pass on where documents begin")
     for present, what in (
@@ -90,7 +93,7 @@ def attend(
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
-    """Attention by the book, with a mask: what the kernels are measured against."""
+    """Compute attention by the book, with a mask: the kernels are compared with it."""
     groups, tokens = q.shape[1] // k.shape[1], torch.arange(len(q), device=q.device)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
@@ -113,16 +116,16 @@ def without_softcap(call: Call) -> None:
 
 
 def with_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results and log-sum-exps (tokens, heads) of attention, as if the sinks had been among the scores.
+    """Change results and log-sum-exps (tokens, heads) of attention as if the sinks had been among the scores.
 
-    The backward of a flash kernel computes its weights anew from scores and sums, and the rest from the results: given
-    these, it returns the gradients of attention with sinks.
+    The backward of a flash kernel recomputes its weights from scores and sums, and the rest from the results: from the
+    changed ones it returns the gradients of attention with sinks.
     """
     sunk = torch.logaddexp(sums, sinks.to(sums.dtype))
     return (out * (sums - sunk).exp()[..., None]).to(out.dtype), sunk
 
 
 def gradient_of_sinks(grad: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Of results and sums of `with_sinks`."""
+    """Return the gradient of the sinks, from the results and sums of `with_sinks`."""
     share = (sinks.to(sums.dtype) - sums).exp()
     return -(share * (grad.to(sums.dtype) * out.to(sums.dtype)).sum(-1)).sum(0).to(sinks.dtype)

@@ -1,4 +1,4 @@
-"""Which attention a network gets, and what a forward pass hands to it. `proof.py` shows that documents stay apart."""
+"""Choose a network's attention, and what a forward pass hands to it. `proof.py` shows that documents stay apart."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 """The types that flash kernels compute in."""
 
 _WIDEST = 256
-"""Of a head in flash kernels."""
+"""The widest head of flash kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """What a layer asks of a kernel."""
+    """What a layer needs from a kernel."""
 
     many: int
     keys: int
@@ -38,12 +38,12 @@ class Heads:
     softcap: float | None = None
     sinks: bool = False
     layers: int | None = None
-    """How many of these a forward pass has; None: not known."""
+    """How many layers of this kind a forward pass has; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelNeeds:
-    """What a network asks of a kernel that is told where documents begin, of its loss, and of its sharding."""
+    """What a network needs from a kernel that knows where documents begin, from its loss, and from its sharding."""
 
     refused: str | None = None
     """Why no such kernel is right for it; None if one may be."""
@@ -52,36 +52,36 @@ class KernelNeeds:
     softcap: bool = False
     sinks: bool = False
     heads: tuple[Heads, ...] = ()
-    """Each kind once, in the sizes of the run; empty where they are not known."""
+    """Each kind once, in the sizes of the run; empty if they are not known."""
     eager: str | None = None
-    """Why sdpa of transformers is wrong for it, and eager has to do; None if it is right."""
+    """Why transformers' sdpa is wrong for it, and eager has to be used; None if sdpa is right."""
     width: int = 0
-    """Of its widest head."""
+    """Width of its widest head."""
     plain_loss: str | None = None
     """Why its losses need its logits; None if its hidden states and output embedding give the same."""
     ends: bool = False
-    """Whether its embedding, and its last norm and head, can be gathered and freed on their own."""
+    """Whether its embedding, and its last norm with its head, can be units of sharding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """What a run computes with, and why it is this."""
+    """A kernel that a run computes with, and why."""
 
     name: str
-    """Of an attention as transformers knows it; empty: what transformers chooses."""
+    """The kernel's name; an attention has the one that transformers knows. Empty: what transformers chooses."""
     why: str
 
 
 Fails = Callable[[str], str | None]
-"""Why a kernel does not do what the network needs, on any rank; None if it does on all of them."""
+"""Returns why a kernel does not do what the network needs on some rank; None if it does on all."""
 
 
 def choose(
     asked: str, needs: KernelNeeds, *, kept: str | None, device: torch.device, dtype: torch.dtype, fails: Fails
 ) -> KernelChoice:
-    """The attention of a run. `kept` is the one that its checkpoint was trained with; None: it has none yet.
+    """Choose the attention of a run. `kept`: the one that its checkpoint was trained with; None: no checkpoint yet.
 
-    `fails` is asked on GPUs, of one kernel after the other until one does not fail, by all ranks alike.
+    On GPUs all ranks alike call `fails` for one kernel after the other, until one does not fail.
     """
     if asked == "sdpa" and needs.eager and kept != "sdpa":
         raise ConfigError(f"model.attention=sdpa: {needs.eager}; set model.attention=auto")
@@ -108,14 +108,14 @@ def choose(
 
 
 def _needs_gpu(kept: str, device: torch.device) -> bool:
-    """Whether a run that began on GPUs cannot keep its attention here."""
+    """Return whether a run that began on GPUs cannot keep its attention on this device."""
     return device.type == "cpu" and kept.startswith(("flash_attention_", "flex_attention"))
 
 
 def _candidates(
     asked: str, kept: str | None, needs: KernelNeeds, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """The kernels to try, in this order. The same on all ranks, so it does not depend on what is installed."""
+    """Return the kernels to try, in order. All ranks return the same, so it does not depend on what is installed."""
     possible = [] if needs.refused else _possible(needs, device, dtype)
     if asked.startswith("flash_attention_"):
         return [name for name in possible if name == f"{PREFIX}fa{asked[-1]}"]
@@ -123,7 +123,7 @@ def _candidates(
 
 
 def _first(candidates: list[str], fails: Fails) -> tuple[str | None, list[str]]:
-    """The first kernel that does not fail, and why those before it do."""
+    """Return the first kernel that does not fail, and why those before it do."""
     failed: list[str] = []
     for name in candidates:
         reason = fails(name)
@@ -134,15 +134,17 @@ def _first(candidates: list[str], fails: Fails) -> tuple[str | None, list[str]]:
 
 
 def forget_flash_attention(hf_config: PretrainedConfig) -> None:
-    """Take it out of a config: transformers builds no network with it where there is no GPU, and which attention a run
-    has is for `model.attention` to say."""
+    """Take flash attention out of a config.
+
+    transformers builds no network with it where there is no GPU, and `model.attention` says which attention a run has.
+    """
     for each in (hf_config, hf_config.get_text_config()):
         if str(each._attn_implementation).startswith("flash_attention"):
             each._attn_implementation = None
 
 
 def set_attention(model: PreTrainedModel, choice: KernelChoice) -> KernelChoice:
-    """Give the network this attention; returns the choice with its name."""
+    """Give the network this attention; return the choice with the attention's name."""
     built = model.config._attn_implementation
     if choice.name not in ("", built):
         try:
@@ -152,7 +154,7 @@ def set_attention(model: PreTrainedModel, choice: KernelChoice) -> KernelChoice:
                 f"model.attention={choice.name}: {first_line(error)}; set model.attention=auto (where the run began "
                 "with it: sdpa, or eager if that is refused)"
             ) from error
-        if model.config._attn_implementation == built:  # of Falcon and GPT-J, for which transformers only warns
+        if model.config._attn_implementation == built:  # as for Falcon and GPT-J, where transformers only warns
             install = ", with flash-attn on all nodes" * choice.name.startswith("flash_attention_")
             raise ConfigError(
                 f"model.attention: a {model.config.model_type} keeps the attention that it is built with, here "
@@ -163,7 +165,7 @@ def set_attention(model: PreTrainedModel, choice: KernelChoice) -> KernelChoice:
 
 
 def _possible(needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The kernels that fit, the fastest first."""
+    """Return the kernels that fit, the fastest first."""
     if device.type == "cpu":
         return [] if needs.softcap else [f"{PREFIX}cpu"]
     if device.type != "cuda" or dtype not in SIXTEEN_BITS or needs.width > _WIDEST or needs.width % 8:
@@ -186,8 +188,8 @@ def _why_not(needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> st
 def inputs_of(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, borders: Borders | None = None
 ) -> dict[str, Any]:
-    """What to call the network with, for samples in rows."""
-    # No attention mask: transformers takes the borders of packed documents from where the positions restart.
+    """Return the arguments to call the network with, for tensors with a sample in each row."""
+    # No attention mask: transformers finds the borders of packed documents where the positions restart.
     if not model.config._attn_implementation.startswith(PREFIX):
         return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
     borders = borders or borders_of(position_ids.numpy())
@@ -205,20 +207,19 @@ def inputs_of(
 def logits_of(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, borders: Borders | None = None
 ) -> torch.Tensor:
-    """The network's forward pass over packed documents: logits for every token, in rows as they came."""
+    """Run the network over packed documents; return logits for every token, in the rows of `input_ids`."""
     logits: torch.Tensor = model(**inputs_of(model, input_ids, position_ids, borders)).logits
     return logits.view(*input_ids.shape, -1)
 
 
 def generating(model: PreTrainedModel, needs: KernelNeeds) -> str:
-    """The attention of transformers that is right for a network without borders."""
+    """Return the attention of transformers that is right for a network when it gets no borders."""
     return "sdpa" if model._supports_sdpa and not needs.eager else "eager"
 
 
 @contextmanager
 def without_borders(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """Use an attention of transformers' own in the place of our kernels: to generate text, which has a cache and no
-    borders."""
+    """Use an attention of transformers in place of our kernels, to generate text with a cache and without borders."""
     chosen = model.config._attn_implementation
     if not chosen.startswith(PREFIX):
         yield
@@ -231,13 +232,13 @@ def without_borders(model: PreTrainedModel, attention: str) -> Iterator[None]:
 
 
 def takes_position_ids(model: PreTrainedModel) -> bool:
-    """Whether documents packed together can be kept apart: transformers sees where they begin by their positions."""
+    """Return whether packed documents can be kept apart: transformers finds their borders by their positions."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def positions_of(config: PretrainedConfig) -> int:
-    """How many tokens the model can look at; a large number where its config does not say."""
+    """Return how many tokens the model can look at; a large number if its config does not say."""
     text = config.get_text_config()
-    # MPT, whose bias for distances ends there, has another name for it.
+    # MPT, whose bias for distances ends there, calls it max_seq_len.
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     return positions if isinstance(positions, int) else sys.maxsize

@@ -1,4 +1,4 @@
-"""Flash attention on GPUs, of torch and of the flash-attn packages, that is told where documents begin."""
+"""Flash attention on GPUs, from torch and the flash-attn packages, that gets the borders of documents."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MODULES = {
     f"{PREFIX}fa2": ("flash_attn", "flash_attn_varlen_func"),
     f"{PREFIX}varlen": ("torch.nn.attention.varlen", "varlen_attn"),
 }
-"""Where the functions are that kernels call."""
+"""The module and name of the function that each kernel calls."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether what a kernel calls has been installed; not whether it runs."""
-    if name == f"{PREFIX}fa3":  # in a module of its own, from several distributions
+    """Return whether the package that a kernel calls is installed; not whether it runs."""
+    if name == f"{PREFIX}fa3":  # a module of its own, that several distributions have
         return find_spec(_MODULES[name][0]) is not None
     if name not in FLASH:
         return True
-    # Versions 2 and 4 are in one package, and version 2 comes with the files of 4, without what those import.
+    # Versions 2 and 4 are in one package, and version 2 comes with the files of version 4, without what those import.
     try:
         return distribution(FLASH[name]) is not None
     except PackageNotFoundError:
@@ -41,18 +41,18 @@ def is_installed(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function of a package, and which of the arguments that not all versions have it takes."""
+    """A package's function, and the names of its arguments, as not all versions have all."""
 
     call: Callable[..., Any]
     takes: frozenset[str]
 
 
 _FUNCTIONS: dict[str, _Function] = {}
-"""By kernel. An import, or a look at a signature, breaks a compiled graph in two: `load` does both beforehand."""
+"""Functions by kernel. Importing one or reading its signature would split a compiled graph: `load` does both before."""
 
 
 def load(name: str) -> None:
-    """Import what a kernel calls."""
+    """Import the function that a kernel calls."""
     if name in _MODULES:
         module, function = _MODULES[name]
         call = getattr(import_module(module), function)
@@ -66,14 +66,14 @@ def _function(name: str) -> _Function:
 
 
 def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
-    """torch's own flash attention over documents."""
+    """Compute attention over documents with torch's own flash attention."""
     without_softcap(call)
     starts, longest = call.borders.starts, call.borders.longest
     if call.sinks is not None:
         out, _ = _varlen_with_sinks(q, k, v, starts, longest, call.scale, call.window or 0, call.sinks)
         return cast(torch.Tensor, out)
     function = _function(f"{PREFIX}varlen")
-    # torch 2.11 has grouped heads without this flag.
+    # torch 2.11 groups heads without this flag.
     grouped: dict[str, Any] = {}
     if "enable_gqa" in function.takes and q.shape[1] != k.shape[1]:
         grouped["enable_gqa"] = True
@@ -83,7 +83,7 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tor
     return cast(torch.Tensor, out)
 
 
-# varlen_attn returns log-sum-exps, but its backward ignores their gradients: so this is an operation of its own.
+# varlen_attn returns log-sum-exps, but its backward ignores their gradients, so sinks need an operation of their own.
 @torch.library.custom_op("raytune_fsdp::varlen_attention_with_sinks", mutates_args=())
 def _varlen_with_sinks(
     q: torch.Tensor,
@@ -153,7 +153,7 @@ def _sides(window: int) -> dict[str, int]:
 
 
 def flash(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
-    """The flash-attn packages; they agree on these arguments, and the newer ones return a tuple."""
+    """Call a flash-attn package. All agree on these arguments; the newer ones return a tuple."""
     if call.sinks is not None:  # their backward has no gradient for the sums that they return
         raise Unfit("it has attention sinks")
     function = _function(name)
@@ -171,5 +171,5 @@ def flash(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
 
 
 def _before(window: int | None) -> tuple[int, int]:
-    """A window as flash kernels count it: how many tokens before a token it sees, and how many after it."""
+    """Return a window as flash kernels count it: how many tokens a token sees before it, and how many after it."""
     return (-1 if window is None else window - 1, 0)

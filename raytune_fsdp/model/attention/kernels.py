@@ -1,10 +1,10 @@
-"""Attention that is told where documents begin, as functions that transformers calls by name.
+"""Attention that gets the borders of documents, as functions that transformers calls by name.
 
-A micro-batch is laid out as one row, document after document, and each kernel here gets the borders. None can look
-across one, so no mask is built: a mask for 8,192 tokens is 64 MiB of booleans, and 128 MiB more in every layer once it
-is a bf16 bias; it makes a kernel compute the whole square, and it rules out the flash kernels.
+A micro-batch is laid out as one row, document after document, and each kernel here gets the borders. No kernel looks
+across a border, so no mask is built: a mask for 8,192 tokens is 64 MiB of booleans, and 128 MiB more in every layer
+once it is a bf16 bias; it makes a kernel compute the whole square, and it rules out the flash kernels.
 
-`attention.py` decides which one a network gets.
+`choose.py` decides which kernel a network gets.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from raytune_fsdp.model.attention.flash import FLASH, flash, varlen
 
 
 def sdpa_by_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
-    """torch's flash attention for CPUs, document by document."""
+    """Compute attention with torch's flash attention for CPUs, document by document."""
     without_softcap(call)
     borders = call.borders
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # it has no grouped heads
+    if groups > 1:  # it does not support grouped heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     out, _ = _by_document(q, k, v, borders.starts, call.scale, call.window or 0, call.sinks)
     return cast(torch.Tensor, out)
 
 
 def _pieces(starts: list[int], window: int) -> Iterator[tuple[slice, slice]]:
-    """Queries and the keys that they see. A document longer than the window comes in pieces of it, or its scores would
-    be a square of which most is masked."""
+    """Yield queries and the keys that they see.
+
+    A document longer than the window comes in pieces of the window's size: its scores would otherwise be a square that
+    is mostly masked.
+    """
     for start, end in zip(starts, starts[1:], strict=False):
         step = window if 0 < window < end - start else end - start
         for first in range(start, end, max(1, step)):
@@ -49,7 +52,7 @@ def _pieces(starts: list[int], window: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _band(queries: slice, keys: slice, window: int, like: torch.Tensor) -> torch.Tensor | None:
-    """The mask of a piece; None where it is the causal one."""
+    """Return the mask of a piece; None if it is the causal mask."""
     if queries.start == keys.start and not 0 < window < queries.stop - queries.start:
         return None
     rows = torch.arange(queries.start, queries.stop)[:, None]
@@ -62,7 +65,7 @@ def _row(tensor: torch.Tensor, part: slice) -> torch.Tensor:
     return tensor[part].transpose(0, 1)[None]
 
 
-# One operation for torch.compile, with its backward as another, so that no graph depends on how many documents came.
+# One operation for torch.compile, and one for its backward, so that no graph depends on the number of documents.
 @torch.library.custom_op("raytune_fsdp::sdpa_by_document", mutates_args=())
 def _by_document(
     q: torch.Tensor,
@@ -143,7 +146,7 @@ KERNELS: dict[str, Kernel] = {
     f"{PREFIX}varlen": varlen,
     **{name: partial(flash, name) for name in FLASH},
 }
-"""All kernels, by the names that transformers and checkpoints know them by."""
+"""All kernels, by their names in transformers and in checkpoints."""
 
 
 for _name, _kernel in KERNELS.items():

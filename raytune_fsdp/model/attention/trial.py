@@ -1,7 +1,7 @@
-"""One kernel on one device, forward and backward, before a run relies on it.
+"""Try a kernel on a device, forward and backward, before a run relies on it.
 
-That a package is installed says little: it may be built for other devices or for another torch, lack what it imports,
-refuse the widths or windows of a network, or have no backward for them.
+An installed package proves little: it may be built for other devices or for another torch, lack what it imports, refuse
+the widths or windows of a network, or have no backward for them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from raytune_fsdp.model.attention.kernels import KERNELS
 _LENGTHS = (97, 1, 40, 150)
 
 _WINDOW = 33
-"""Shorter than documents."""
+"""The largest window that is tried: shorter than two of the documents."""
 
 _BOUND = 4e-2
-"""Of the largest value; in 16 bits. A gradient of another document's, or of another window's, is off by 1."""
+"""Largest error in 16 bits, relative to the largest value. With a wrong document or window, a gradient is off by 1."""
 
 _MAJORS = {f"{PREFIX}fa3": (8, 9)}
-"""Devices by major capability, where a kernel would end the process on others instead of raising something."""
+"""Major capabilities of the devices that a kernel is for, if it would end the process on others instead of raising."""
 
 
 def why_kernel_fails(name: str, needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a kernel does not do what a network needs on this device, or None."""
+    """Return why a kernel does not do what a network needs on this device, or None."""
     if not is_installed(name):
         return f"{FLASH[name]} is not installed"
     try:
@@ -41,7 +41,7 @@ def why_kernel_fails(name: str, needs: KernelNeeds, device: torch.device, dtype:
         load(name)
         for heads in needs.heads or (Heads(many=8, keys=2, width=needs.width),):
             for what, error in _errors(name, heads, device, dtype):
-                if not error <= _BOUND:  # NaN is not
+                if not error <= _BOUND:  # written so that NaN fails, too
                     return f"its {what} is off by {error:.1e} from attention by the book"
     except Exception as error:  # whatever a package raises; a rank that ends here would leave the others waiting
         return in_one_line(error)
@@ -49,8 +49,8 @@ def why_kernel_fails(name: str, needs: KernelNeeds, device: torch.device, dtype:
 
 
 def _errors(name: str, heads: Heads, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """How far result and gradients are, relatively, from those of attention by the book."""
-    drawn = torch.Generator().manual_seed(0)  # of its own: the run's random numbers stay where they are
+    """Yield the relative error of the result and of each gradient against attention by the book."""
+    drawn = torch.Generator().manual_seed(0)  # a separate generator: the run's random state does not change
     tokens = sum(_LENGTHS)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the files of a stranger's model may ask for. Checked before a library acts on them.
+"""Bounds on what the files of a stranger's model may ask for, checked before a library acts on them.
 
 transformers builds what a config says: with `num_hidden_layers: 10000000` that never ends, and with `num_labels:
 1000000000` it fills the memory. The bounds are far above every model there is: they refuse damage and malice only.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # importing it imports the hub's library, which reads then wh
     from transformers import PretrainedConfig
 
 _CONFIG_BYTES = 8 * MIB
-"""A config.json has 1 to 10 kB; those of classifiers, with the names of 20,000 classes, 1 MB."""
+"""A config.json has 1 to 10 kB; that of a classifier, with the names of 20,000 classes, 1 MB."""
 _TOKENIZER_BYTES = 128 * MIB
 """A tokenizer.json has up to 35 MB; a vocabulary of a million tokens would take 100."""
 _TOKENIZER_VALUES = 4_000_000
@@ -54,13 +54,12 @@ _TOKENIZER_FILES = (
     "normalizer.json", "*.model", "*.spm", "*.tiktoken", "prophetnet.tokenizer", "target_vocab.json", "tekken.json",
     "vocab*.json", "vocab.txt", "word_pronunciation.json", "word_shape.json",
 )  # fmt: skip
-"""What a tokenizer, and the way a model generates, are read from; with the vocabularies of all of transformers'
-classes."""
+"""Files that a tokenizer and generation settings are read from, with vocabularies of all of transformers' classes."""
 # The libraries that read these have limits of depth; a generation config that is broken is ignored.
 _NOT_PARSED = ("tokenizer.", GENERATION_CONFIG_FILE)
 _HASH = re.compile(r"[0-9a-f]{40,64}")
 _MOST_STOPS, _STOP_CHARACTERS, _MOST_BEAMS = 64, 256, 256
-"""Of a generation config. transformers compares every token with every place of every text to stop at."""
+"""Bounds of a generation config. transformers compares every token with every place of every stop string."""
 
 MOST_TOKENS = 1 << 24  # XLM-V has a vocabulary of a million
 _LONG_NUMBER = re.compile(rb"[:\s]\d{8,}")
@@ -80,15 +79,15 @@ _SAME = {
 }  # fmt: skip
 
 _MOST_TENSORS = 200_000
-"""Tensors of a network. The 384 experts of each of Kimi K2's 60 layers are 70,000, each in a module of its own."""
+"""Tensors of a network. The 384 experts in each of Kimi K2's 60 layers are 70,000, each in a module of its own."""
 _HEADER_BYTES = 100 << 20
-"""Of the header of a safetensors file, as the library has it."""
+"""Largest header of a safetensors file, the library's own limit."""
 _BUFFER_BYTES = 1 << 30
-"""What a network may compute for itself. The masks of a GPT-J, its largest buffers, are 117 MB."""
+"""Bytes of a network's buffers. The masks of a GPT-J, its largest buffers, are 117 MB."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The values of a `config.json`, none of which asks for more than any model needs."""
+    """Read a `config.json`; refuse one that asks for more than any model needs."""
     file = directory / CONFIG_FILE
     try:
         values = read_json(file, limit=_CONFIG_BYTES, links=True)
@@ -107,7 +106,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def _check_counts(values: Mapping[str, Any]) -> None:
     for key, value in values.items():
-        if isinstance(value, dict):  # of the language model in a model that also sees or hears
+        if isinstance(value, dict):  # the language model's config in a model that also sees or hears
             _check_counts(value)
         most = _MOST_LAYERS if _LAYERS.fullmatch(key) else _MOST.get(_SAME.get(key, key))
         if most is None or not isinstance(value, int | float):
@@ -119,8 +118,10 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer_files(directory: Path) -> tuple[dict[str, Any], str]:
-    """Refuse what is no regular file, or larger than any tokenizer's, among the files that a tokenizer is read from.
-    Returns what those say that are parsed here, and a hash of all of it."""
+    """Refuse a tokenizer's file that is not a regular file, or larger than any tokenizer's.
+
+    Return the contents of those that are parsed here, and a hash of all.
+    """
     found: dict[str, Any] = {}
     digest = hashlib.blake2b(digest_size=20)
     if (directory / CONFIG_FILE).exists():
@@ -159,8 +160,11 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def check_links(file: Path) -> None:
-    """Refuse a link to any file of this machine. The hub's cache links to files named by their hash; people link to the
-    same file elsewhere, or to another one beside it."""
+    """Refuse a link to an arbitrary file of this machine.
+
+    The hub's cache links to files named by their hash; people link to a file of the same name elsewhere, or to another
+    one in the same directory.
+    """
     place = file
     while place.is_symlink():
         parent = os.path.realpath(place.parent)
@@ -175,7 +179,7 @@ def check_links(file: Path) -> None:
 
 
 def _check_generation(content: bytes) -> None:
-    """Refuse what would make a model generate for hours. What is broken is ignored."""
+    """Refuse settings that would make a model generate for hours. A broken file is ignored."""
     try:
         values = parse_json(content, doubles=True, constants=True)
     except ValueError:
@@ -196,7 +200,7 @@ def _check_generation(content: bytes) -> None:
 
 
 def _check_ids(content: bytes) -> None:
-    """Refuse ids that no vocabulary has: transformers 5.17 makes a list as long as the largest, of 8.6 GB for 2**31."""
+    """Refuse ids that no vocabulary has: transformers 5.17 makes a list as long as the largest id, 8.6 GB for 2**31."""
     if not _LONG_NUMBER.search(content):  # 250,000 tokens take 0.09 s to search, 0.19 s to parse
         return
     values = parse_json(content, doubles=True, constants=True, values=_TOKENIZER_VALUES, depth=None)
@@ -209,7 +213,7 @@ def _check_ids(content: bytes) -> None:
 
 
 def _ids_in(values: Any) -> list[Any]:
-    """What may be ids in a file of tokens by name, or in a config: those of its table, and of added tokens."""
+    """Return what may be ids in a file of tokens by name, or in a config: those of its table, and of added tokens."""
     if not isinstance(values, dict):
         return []
     ids = list(values.values()) if all(isinstance(each, int) for each in values.values()) else []
@@ -229,7 +233,7 @@ def _check_most(ids: Iterable[Any]) -> None:
 
 @contextmanager
 def bounded_building() -> Iterator[None]:
-    """Within this block a network that is being built may have so many tensors, and no more."""
+    """Limit a network that is built in this context to `_MOST_TENSORS` tensors."""
     count = 0
 
     # One of torch's own hooks, called for every parameter of every module.
@@ -250,7 +254,7 @@ def bounded_building() -> Iterator[None]:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuse a network on the meta device whose buffers would take more memory than those of any model."""
+    """Refuse a network on the meta device whose buffers would take more memory than any model's."""
     buffers = {name: buffer.nbytes for name, buffer in model.named_buffers()}
     if sum(buffers.values()) > _BUFFER_BYTES:
         largest = max(buffers, key=lambda name: buffers[name])
@@ -269,7 +273,7 @@ def check_header(file: Path) -> None:
 
 
 def check_header_size(length: int) -> None:
-    """Refuse a header of a safetensors file that the library would not read."""
+    """Refuse a safetensors header that is longer than the library would read."""
     check_size(length, _HEADER_BYTES)
 
 
@@ -281,7 +285,7 @@ def check_tensors(header: bytes) -> None:
 
 
 def check_index(values: Any) -> dict[str, str]:
-    """The file of every tensor, from the content of a `model.safetensors.index.json`."""
+    """Return the file of every tensor, from the content of a `model.safetensors.index.json`."""
     found = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise UnsoundError("has no weight_map that names a file for each tensor")
@@ -297,14 +301,14 @@ NEEDS_CODE = "needs Python code that comes with it (auto_map in config.json or t
 
 
 def wants_code(error: BaseException) -> bool:
-    """Whether transformers refuses because the user has not allowed code that comes with a model."""
+    """Return whether transformers refuses because the user has not allowed code that comes with a model."""
     return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
 
 
 def unknown_word(hf_config: PretrainedConfig, error: Exception) -> str | None:
-    """The field of the config that holds the word which transformers looked up in vain; None if that is not the reason.
+    """Say which field of the config has a word that transformers does not know; None if that is not the reason.
 
-    Its message is only that word: `'siluu'`, from a table of activations, of rope types, of kinds of layers.
+    transformers' message is only that word: `'siluu'`, from a table of activations, of rope types, of kinds of layers.
     """
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -314,7 +318,7 @@ def unknown_word(hf_config: PretrainedConfig, error: Exception) -> str | None:
         return None
     for field, value in _words(hf_config.get_text_config().to_dict()):
         if value == word:
-            # Of two tables the words are known here; a near one is named, as a word is mostly mistyped.
+            # The words of two tables are known here; the nearest is named, as a word is usually mistyped.
             known = ROPE_INIT_FUNCTIONS if field.endswith("rope_type") else ACT2FN
             near = get_close_matches(word, [str(each) for each in known], n=1)
             return f"{field}={word!r} is not known to the installed transformers" + (
@@ -324,7 +328,7 @@ def unknown_word(hf_config: PretrainedConfig, error: Exception) -> str | None:
 
 
 def _words(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """All words in a config, with the fields that hold them."""
+    """Yield all strings in a config, with the fields that hold them."""
     if isinstance(values, str):
         yield path, values
     elif isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, or the hub's cache after a download. Reads names, not weights."""
+"""Find a model's files, in a local directory or in the hub's cache after a download. Reads names, not weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from raytune_fsdp.model.directory.quantization import Packed, Quantization, read
 _INDEX_BYTES = 64 * MIB
 """A model.safetensors.index.json of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
-# What a config, a tokenizer, a chat template and the code of a model come in.
+# Files of a config, a tokenizer, a chat template and the code of a model.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
-# The weights of gpt-oss once more, 14 GB of them, for the programs of its makers.
+# Second copies of gpt-oss's weights, 14 GB, for the programs of its makers.
 _NOT_FETCHED = ["original/*", "metal/*"]
-# Of a directory's files, those that will be read; others may be anybody's notes.
+# The files of a directory that will be read; others may be anybody's notes.
 _READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja"]
 
 
@@ -48,20 +48,20 @@ class WeightFiles:
     file_of: dict[str, str]
     quantization: Quantization | None = None
     hub: HubWeights | None = None
-    """How a machine gets them that does not have them. None: they are not from the hub."""
+    """Where a machine that lacks the files gets them. None: they are not from the hub."""
     headers: Mapping[str, TensorHeader] | None = None
-    """What is known of each tensor, where the files are not here. None: they are."""
+    """What is known of each tensor, if the files are not here. None: they are."""
 
     def here(self) -> WeightFiles:
-        """The same, as this machine has them once they are fetched."""
+        """Return these files where this machine has them once they are fetched."""
         return self if self.hub is None else replace(self, directory=self.hub.directory, headers=None)
 
     def where(self, key: str) -> str:
-        """The key and its file, for messages."""
+        """Return the key and its file, for messages."""
         return f"{key} in {self.directory / self.file_of[key]}"
 
     def tensors(self) -> Mapping[str, Packed | None]:
-        """The tensors by name: one that is quantized is stored under two keys. Refuses half of one."""
+        """Return the tensors by name; a quantized one is stored under two keys. Refuse one that lacks one of them."""
         if self.quantization is None:
             return dict.fromkeys(self.file_of)
         found = self.quantization.tensors(self.file_of)
@@ -75,13 +75,13 @@ class WeightFiles:
         return found
 
     def sizes(self) -> dict[str, int]:
-        """Size of each file, to compare what different ranks see."""
+        """Return the size of each file, to compare what different ranks see."""
         if self.headers is not None and self.hub is not None:
             return dict(sorted(self.hub.sizes.items()))
         return {name: (self.directory / name).stat().st_size for name in sorted(set(self.file_of.values()))}
 
     def digests(self, names: Sequence[str]) -> dict[str, str]:
-        """xxh3_128 of the bytes of some of the files, in hex."""
+        """Return the xxh3_128 of the bytes of these files, in hex."""
 
         def digest(name: str) -> str:
             with (self.directory / name).open("rb") as file:
@@ -92,9 +92,9 @@ class WeightFiles:
 
 
 def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Path:
-    """The directory of a model or tokenizer. A hub model is downloaded into the local cache first; network.
+    """Return the directory of a model or tokenizer. A hub model is downloaded into the local cache first; network.
 
-    With `weights=False` only the small files are: enough to check a config before anything is started.
+    `weights=False` downloads only the small files: enough to check a config before anything is started.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -108,7 +108,7 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
 
 
 def _check_readable(directory: Path, what: str, *, weights: bool) -> None:
-    """Name what this user may not read: the libraries that read these files call them broken instead."""
+    """Refuse files that this user may not read: the libraries that read them would call them broken instead."""
     may = partial(os.access, effective_ids=os.access in os.supports_effective_ids)
     refused = [] if may(directory, os.R_OK | os.X_OK) else [directory]
     if not refused:
@@ -122,18 +122,18 @@ def _check_readable(directory: Path, what: str, *, weights: bool) -> None:
 
 
 def is_local(path: str) -> bool:
-    """Whether this names a directory here, as `locate` would take it."""
+    """Return whether `locate` would take this for a directory here."""
     return Path(path).expanduser().is_dir() or not is_hub_name(path)
 
 
 def commit_of(directory: Path) -> str | None:
-    """The hub's commit that a directory of its cache holds."""
+    """Return the hub's commit that a directory of its cache holds; None if it is not in the cache."""
     cached = directory.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", directory.name)
     return directory.name if cached else None
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether this can be the name of a model or dataset on the hub."""
+    """Return whether this can be the name of a model or dataset on the hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -145,7 +145,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
-    """Download a snapshot from the hub. Each of the hub's ways to refuse becomes a line of its own."""
+    """Download a snapshot from the hub. Each of the hub's refusals becomes an error of one line."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
@@ -160,10 +160,10 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Pat
                 ignore_patterns=_NOT_FETCHED,
                 etag_timeout=HUB_SECONDS,
                 max_workers=4,
-                local_files_only=silence is not None,  # without a hub, an earlier download will do
+                local_files_only=silence is not None,  # without the hub, an earlier download will do
             )
         )
-    except OSError as error:  # the errors of the hub's library are kinds of it
+    except OSError as error:  # the errors of the hub's library are subclasses
         raise (silence is None and refused(error, what)) or _unreachable(what, silence or in_one_line(error)) from error
 
 
@@ -183,14 +183,14 @@ class HubAnswer:
     silence: str | None = None
     """Why the hub cannot be reached; None if it answers, whatever the answer: a download gets the same one."""
     refusal: str | None = None
-    """Why it does not give the model."""
+    """Why the hub refuses the model."""
 
 
 def ask_hub(name: str, revision: str | None) -> HubAnswer:
-    """Whether the hub can be reached, and would give the model.
+    """Ask whether the hub can be reached, and would give the model.
 
     A thread asks, and is abandoned after HUB_SECONDS: a download waits far longer than a user should for a name server,
-    a proxy or a hub that accepts connections and then says nothing.
+    a proxy or a hub that accepts connections and then does not answer.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -206,20 +206,23 @@ def ask_hub(name: str, revision: str | None) -> HubAnswer:
 
 
 def cached(name: str, revision: str | None) -> Path | None:
-    """The directory of a hub model in the local cache, whatever it has of the weights; None if it is not there. Asks
-    nobody."""
+    """Return the directory of a hub model in the local cache, with or without weights; None if it is not there.
+
+    It does not ask the hub.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # The library takes a directory for incomplete that lacks a file of these: the weights, a README, …
+        # With other patterns the library takes a directory that lacks one such file (weights, a README, …) for
+        # incomplete.
         return Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=["*config.json"]))
     except LocalEntryNotFoundError:
         return None
 
 
 def find_weights(directory: Path, name: str = "model") -> WeightFiles:
-    """The safetensors files in `directory`, from their index or the header of the only one. No tensor is read."""
+    """Find the safetensors files in `directory`, by their index or the header of the only one. Reads no tensor."""
     single = directory / f"{name}.safetensors"
     file_of = _indexed(directory, name)
     if file_of is None and single.is_file():
@@ -233,9 +236,9 @@ def find_weights(directory: Path, name: str = "model") -> WeightFiles:
 
 
 def known_weights(path: str, revision: str | None, *, field: str, name: str = "model") -> WeightFiles:
-    """The weights of a model; of a hub model that is not in the local cache, what their headers say; network.
+    """Find the weights of a model; for a hub model that is not in the local cache, only read their headers; network.
 
-    Only ranks fetch such files: the machine that prepares a run may be none that trains it.
+    Only ranks fetch such files: the machine that prepares a run may not be one that trains it.
     """
     if is_local(path) or Path(path).expanduser().exists():
         return find_weights(locate(path, None, field=field, weights=True), name)
@@ -272,7 +275,7 @@ def known_weights(path: str, revision: str | None, *, field: str, name: str = "m
 
 
 def _indexed(directory: Path, name: str) -> dict[str, str] | None:
-    """Which file holds which tensor, from the index in `directory`; None if there is none."""
+    """Return the file of every tensor, from the index in `directory`; None if there is no index."""
     index = directory / f"{name}.safetensors.index.json"
     if not index.is_file():
         return None
@@ -283,7 +286,7 @@ def _indexed(directory: Path, name: str) -> dict[str, str] | None:
             f"{index} is not a safetensors index with a weight_map ({reason(error)}): download it again"
         ) from error
     for file in file_of.values():
-        # As text, not where it leads: the files of a hub model are links out of its directory.
+        # Checked as text, not by where it leads: the files of a hub model are links out of its directory.
         if not file or "\0" in file or "\\" in file or file.startswith("/") or ".." in file.split("/"):
             raise ModelError(f"{index} names {file!r}, which is not a file in its directory: download it again")
     return file_of

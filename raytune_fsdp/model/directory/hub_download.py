@@ -1,8 +1,8 @@
-"""Fetches the weights of a hub model into this machine's cache of the hub, as the hub's own library keeps them.
+"""Fetch the weights of a hub model into this machine's cache of the hub, as the hub's own library keeps them.
 
 A file grows as `blobs/<sha256>.incomplete`, and another start goes on where a crash has ended it; the library itself
-would begin from the start. Two that fetch one file at the same time write the same bytes to the same places, so that
-no lock is needed: those of network file systems cannot be relied on.
+would begin from the start. Two processes that fetch one file at the same time write the same bytes to the same places,
+so no lock is needed: locks of network file systems cannot be relied on.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from raytune_fsdp.model.directory.hub_weights import (
 
 CONNECTIONS = 8
 _TRIES = 6
-"""For a file, in a row, without a byte."""
+"""Tries for a file, in a row, that bring no byte."""
 _MOST_BYTES = 50 * 10**9
-"""Of a file that comes as any file of the web does. The hub gives longer ones through a protocol of its own only."""
+"""Largest file that can be fetched by plain HTTP. The hub gives longer files only through a protocol of its own."""
 
 
 class Download:
-    """The files that this machine's cache lacks, fetched in threads of their own."""
+    """Fetches the files that this machine's cache lacks, in threads of their own."""
 
     def __init__(self, hub: HubWeights) -> None:
         self._hub = hub
@@ -57,7 +57,7 @@ class Download:
         return sum(self._came.values()) + sum(max(0, size_of(each)) for each in others)
 
     def done(self) -> bool:
-        """Whether all files are here. Raises what has kept them from coming."""
+        """Return whether all files are here. Raise the error that has kept them from coming."""
         if not self._work.done():
             return False
         self._work.result()
@@ -78,7 +78,7 @@ class Download:
         blobs.mkdir(parents=True, exist_ok=True)
         side_by_side(lambda name: self._fetch_file(name, large[name]), sorted(large), CONNECTIONS)
         self._by_library = len(large) < len(lacking)
-        # It gives the files their names, and fetches the others.
+        # The library gives these files their names, and fetches the others.
         snapshot_download(
             hub.repository, revision=hub.commit, allow_patterns=lacking, etag_timeout=HUB_SECONDS,
             max_workers=CONNECTIONS,
@@ -90,7 +90,7 @@ class Download:
             )
 
     def _fetch_file(self, name: str, blob: Path) -> None:
-        """Fetch one file as `blob`, which is called by the SHA-256 of its content."""
+        """Fetch one file as `blob`, whose name is the SHA-256 of its content."""
         size, partial = self._hub.sizes[name], blob.with_name(f"{blob.name}.incomplete")
         tries = 0
         while size_of(blob) != size:
@@ -125,7 +125,7 @@ class Download:
 
 
 def why_not(hub: HubWeights) -> RaytuneError | None:
-    """Why this machine could not fetch what it lacks of these weights; None if it could, or lacks nothing; network."""
+    """Return why this machine could not fetch what it lacks of these weights; None if it could, or has all; network."""
     try:
         if lacking := hub.lacking():
             _checked(hub, lacking)
@@ -135,7 +135,7 @@ def why_not(hub: HubWeights) -> RaytuneError | None:
 
 
 def _checked(hub: HubWeights, lacking: Sequence[str]) -> dict[str, Path]:
-    """Refuse what cannot be fetched here; returns where those files will be that are called by their content."""
+    """Refuse what cannot be fetched here. Return the blobs of the files that are named by the hash of their content."""
     from huggingface_hub import constants
 
     blobs = place_of(hub.repository) / "blobs"
@@ -153,7 +153,7 @@ def _checked(hub: HubWeights, lacking: Sequence[str]) -> dict[str, Path]:
 
 
 def _explained(hub: HubWeights, error: Exception) -> RaytuneError:
-    """The error in a line that names this machine."""
+    """Turn the error into one line that names this machine."""
     if isinstance(error, RaytuneError):
         return error
     here = f"{hub.what}, on {socket.gethostname()}"
@@ -169,12 +169,12 @@ def _explained(hub: HubWeights, error: Exception) -> RaytuneError:
 
 
 def _of_storage(error: Exception) -> bool:
-    """Whether this machine's storage, not the hub, has refused."""
+    """Return whether this machine's storage has failed, and not the hub."""
     return isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _put_in_place(hub: HubWeights, partial: Path, blob: Path) -> None:
-    """Give a file that is complete its name, if its content is what the name says."""
+    """Give a complete file its name, if its content has the hash in the name."""
     try:
         with open(partial, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -209,7 +209,7 @@ def _check_room(hub: HubWeights, blobs: Mapping[str, Path]) -> None:
 
 
 def _variable() -> str:
-    """The variable that says where the cache is, with its value."""
+    """Return the variable that says where the cache is, with its value."""
     from huggingface_hub import constants
 
     home, place = Path(constants.HF_HOME), cache()

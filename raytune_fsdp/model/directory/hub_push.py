@@ -1,4 +1,4 @@
-"""Pushes a model directory to the Hugging Face hub, in one commit."""
+"""Push a model directory to the Hugging Face hub, in one commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, is_wei
 
 _ANY_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _LATER = {408, 409, 412, 429}
-"""Answers below 500 that another try may change: too slow, too many requests, or another commit came first."""
+"""Statuses below 500 that another try may change: too slow, too many requests, or another commit came first."""
 _MAX_REASON = 300
 """Characters of the hub's answer that a message shows: the hub may send a whole page."""
 _XET_REFUSED = re.compile(r"HTTP status client error \((\d+) ")
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 
 def check_push(name: str) -> None:
-    """Refuse before training what could not be pushed after it: a bad name, no token. Does not ask the hub."""
+    """Refuse before training what could not be pushed afterwards: a bad name, no token. Does not ask the hub."""
     _token(name)
 
 
 def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     """Push the export in `directory` to the model `name` on the hub and return the URL of the commit; network.
 
-    The mark of the export stays here, and so does whatever else lies in the directory.
+    The mark of the export is not pushed, nor is anything else that lies in the directory.
 
     A repository that does not exist is created: private if asked, else with the default of its owner's account. An
-    existing one keeps its visibility and its files, except weights of an earlier push that are no longer part of the
-    model: a loader that finds weights by their names would mix two models.
+    existing repository keeps its visibility and its files, except weights of an earlier push that are no longer part of
+    the model: a loader that finds weights by their names would mix two models.
     """
     from huggingface_hub import HfApi
 
@@ -49,11 +49,12 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     files = {file: directory / file for file in [*travelling(directory, code=True), *adapter, *weights]}
     api = HfApi(token=token)
     try:
-        # First, with a short deadline: can the hub be reached? Its answer also gives a name without an owner its owner.
+        # First, with a short deadline: can the hub be reached? The answer also supplies the owner that a name may lack.
         user = _soon(api.whoami)["name"]
         repository = name if "/" in name else f"{user}/{name}"
         api.create_repo(repository, private=private or None, exist_ok=True)
-        # Not upload_folder: with hf_xet it may make several commits of a push that is large or slow, or needs retries.
+        # Not upload_folder: with hf_xet it may split a push that is large or slow, or needs retries, into several
+        # commits.
         commit = api.create_commit(repository, _operations(api, repository, files), commit_message=message)
     except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
         raise _as_line(error, name, directory, token) from error
@@ -61,7 +62,7 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
 
 
 def _token(name: str) -> str:
-    """The token to push `name` with. Raises if the name or the token cannot be right."""
+    """Return the token to push `name` with. Raise if the name or the token cannot be right."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -86,9 +87,9 @@ def _token(name: str) -> str:
 
 
 def _soon(call: Callable[[], T]) -> T:
-    """Call with a deadline of HUB_SECONDS. After it the thread that calls is abandoned, and TimeoutError raised.
+    """Call with a deadline of HUB_SECONDS. After it the calling thread is abandoned, and TimeoutError is raised.
 
-    Without one, a name server, a proxy or a hub that accepts connections and then says nothing would block for ever.
+    Without it, a name server, a proxy or a hub that accepts connections and then does not answer would hang forever.
     """
     answer = in_thread(call, "hub")
     if not wait([answer], timeout=HUB_SECONDS).done:
@@ -99,7 +100,7 @@ def _soon(call: Callable[[], T]) -> T:
 def _operations(api: Any, repository: str, files: Mapping[str, Path]) -> list[Any]:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    # An earlier push put its weights at the top. Those in a subdirectory are somebody else's.
+    # An earlier push put its weights at the top. Weights in a subdirectory are somebody else's.
     top = [name for name in api.list_repo_files(repository) if "/" not in name]
     gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
     deletions = [CommitOperationDelete(path_in_repo=name) for name in gone]
@@ -107,7 +108,7 @@ def _operations(api: Any, repository: str, files: Mapping[str, Path]) -> list[An
 
 
 def _as_line(error: Exception, name: str, directory: Path, token: str) -> RaytuneError:
-    """The error as one line that says what to do about it. TransientError: another try may succeed."""
+    """Turn the error into one line that says what to do about it. TransientError: another try may succeed."""
     what = f"export.push={name}"
     status, reason = _status_and_reason(error)
     # A library may quote the request, and with it the token.
@@ -121,7 +122,8 @@ def _as_line(error: Exception, name: str, directory: Path, token: str) -> Raytun
         )
     if 400 <= status < 500 and status not in _LATER:
         return ModelError(f"{what}: the hub refuses ({reason}): check the name, and what your account may store")
-    # The library's own check of the files. A JSONDecodeError is one too, but of an answer that is not the hub's.
+    # The library's own check of the files raises ValueError. JSONDecodeError is a ValueError too, but means that the
+    # answer was not the hub's.
     if isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
         return ModelError(f"{what}: the hub does not accept the files in {directory} ({reason}): change them")
     if isinstance(error, OSError) and error.filename is not None:
@@ -131,11 +133,11 @@ def _as_line(error: Exception, name: str, directory: Path, token: str) -> Raytun
 
 
 def _status_and_reason(error: Exception) -> tuple[int, str]:
-    """The status of the hub's answer, and why in words. The status is 0 if there was no answer."""
+    """Return the status of the hub's answer, and the reason in words. The status is 0 if there was no answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # For a large file the library only says which one could not be stored; why is in the cause. The text of a storage's
-    # answer contains its URL, so only the message inside is shown.
+    # For a large file the library only says which one could not be stored; the reason is in the cause. The text of a
+    # storage's answer contains its URL, so only the message inside is shown.
     stored = error.__cause__ if isinstance(error, RuntimeError) else None
     cause = stored if isinstance(stored, Exception) else error
     if isinstance(cause, HfHubHTTPError):

@@ -1,6 +1,6 @@
-"""Weights of a hub model on a machine that need not have them: where they are in its cache, and what headers say.
+"""Weights of a hub model on a machine that need not have them: their place in its cache, and their headers.
 
-Headers are read by ranges of bytes: some kilobytes a file say whether the weights fit, before anything is fetched.
+Headers are read by ranges of bytes: a few kilobytes per file say whether the weights fit, before anything is fetched.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raytune_fsdp.model.directory.tensorfile import DTYPES
 HUB_SECONDS = 4
 """How long a hub may take for its first answer, before it counts as unreachable."""
 _LIST_SECONDS = 30.0
-"""How long it may take to list a model's files."""
+"""How long listing a model's files may take."""
 
 _FIRST_BYTES = 16 << 10
-"""Of a file, read at once: the header of each of the files of a 70B has 3 kB, of DeepSeek-V3 75 kB."""
+"""Bytes of a file that are read first: the header of each file of a 70B has 3 kB, of DeepSeek-V3 75 kB."""
 _KEPT_BYTES = 64 * MIB
 _LATER = {408, 429}
 
@@ -45,7 +45,7 @@ class HubWeights:
 
     @property
     def what(self) -> str:
-        """For messages."""
+        """The field and the model, for messages."""
         return f"{self.field}={self.repository}"
 
     @property
@@ -64,27 +64,27 @@ class HubWeights:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What the header of a safetensors file says of a tensor."""
+    """What the header of a safetensors file says about a tensor."""
 
     dtype: str
-    """As the format calls it: `BF16`."""
+    """The format's name of the type: `BF16`."""
     shape: tuple[int, ...]
 
 
 def cache() -> Path:
-    """Where this machine keeps what comes from the hub."""
+    """Return the directory where this machine keeps what comes from the hub."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def place_of(repository: str) -> Path:
-    """Where in there a model is."""
+    """Return the directory of a model in the cache."""
     return cache() / f"models--{repository.replace('/', '--')}"
 
 
 def size_of(path: Path) -> int:
-    """-1 if there is no such file."""
+    """Return a file's size, or -1 if there is no such file."""
     try:
         return path.stat().st_size
     except OSError:
@@ -92,7 +92,7 @@ def size_of(path: Path) -> int:
 
 
 def refused(error: Exception, what: str) -> ModelError | None:
-    """Each of the hub's ways to refuse as a line; None for any other error."""
+    """Turn each of the hub's refusals into an error of one line; return None for any other error."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -100,7 +100,7 @@ def refused(error: Exception, what: str) -> ModelError | None:
         RevisionNotFoundError,
     )
 
-    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError, so it comes first
+    if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError, so it is checked first
         return ModelError(
             f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
         )
@@ -115,12 +115,12 @@ def refused(error: Exception, what: str) -> ModelError | None:
 
 
 def why(error: Exception) -> str:
-    """In one line, without what signs an address."""
+    """Return the error in one line, without the signatures in addresses."""
     return re.sub(r"\?[^\s'\")]+", "?…", in_one_line(error))
 
 
 def list_files(repository: str, commit: str) -> dict[str, tuple[int, str | None]]:
-    """The size of each file of a commit, and the SHA-256 of those that the hub stores as large ones; network."""
+    """Return the size of each file of a commit, and the SHA-256 of those that the hub stores as large; network."""
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(repository, revision=commit, files_metadata=True, timeout=_LIST_SECONDS)
@@ -128,11 +128,11 @@ def list_files(repository: str, commit: str) -> dict[str, tuple[int, str | None]
 
 
 Headers = dict[str, dict[str, TensorHeader]]
-"""By file and key."""
+"""Headers by file and key."""
 
 
 def read_headers(hub: HubWeights) -> Headers:
-    """What the header of each file says of its tensors; network."""
+    """Read what the header of each file says about its tensors; network."""
     names = sorted(hub.sizes)
     found: Headers = {}
 
@@ -155,18 +155,21 @@ def _kept(repository: str, commit: str) -> Path:
 
 
 def _keep(hub: HubWeights, headers: Headers) -> None:
-    """So that a run also goes on while the hub cannot be reached. The files' names tell a model from an adapter."""
+    """Keep the headers, so that a run goes on while the hub cannot be reached.
+
+    A model and an adapter of one repository share a file: their weights have different names.
+    """
     kept = {name: [hub.sizes[name], {k: [t.dtype, t.shape] for k, t in each.items()}] for name, each in headers.items()}
     path = _kept(hub.repository, hub.commit)
     with suppress(OSError, ValueError):
         kept = {**(read_json(path, limit=_KEPT_BYTES) if path.exists() else {}), **kept}
-    with suppress(OSError):  # a cache that may only be read
+    with suppress(OSError):  # the cache may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_at_once(path, json.dumps(kept).encode())
 
 
 def kept_headers(hub: HubWeights) -> tuple[HubWeights, Headers] | None:
-    """The sizes and headers of these files, if this machine has read them before."""
+    """Return the sizes and headers of these files, if this machine has read them before."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = read_json(_kept(hub.repository, hub.commit), limit=_KEPT_BYTES)
         sizes = {name: int(kept[name][0]) for name in hub.sizes}
@@ -179,7 +182,7 @@ def kept_headers(hub: HubWeights) -> tuple[HubWeights, Headers] | None:
 
 
 def _parsed(text: bytes, size: int) -> dict[str, TensorHeader]:
-    """What a header says, if it is that of a whole file of this size."""
+    """Parse a header; refuse one that does not describe a whole file of this size."""
     check_tensors(text)
     values = parse_json(text)
     if not isinstance(values, dict):
@@ -229,7 +232,7 @@ def _bytes_of(hub: HubWeights, name: str, start: int, stop: int) -> bytes:
 
 @contextmanager
 def opened(hub: HubWeights, name: str, start: int, stop: int | None = None) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """Where the hub's answer begins, and its bytes. It may begin at the start of the file, whatever was asked for."""
+    """Yield where the hub's answer begins, and its bytes. It may begin at the file's start, whatever was asked for."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -238,12 +241,12 @@ def opened(hub: HubWeights, name: str, start: int, stop: int | None = None) -> I
     headers = {**build_hf_headers(), "Range": wanted, "Accept-Encoding": "identity"}
     with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
         hf_raise_for_status(answer)
-        yield start if answer.status_code == 206 else 0, answer.iter_bytes()  # as they come: of whole
-        # chunks the last would be lost with the connection
+        # Bytes as they come: with chunks of a fixed size, the last would be lost with the connection.
+        yield start if answer.status_code == 206 else 0, answer.iter_bytes()
 
 
 def side_by_side(work: Callable[[str], None], names: Sequence[str], threads: int = READERS) -> None:
-    """Call `work` for each, some at a time, in threads that no end of this process waits for."""
+    """Call `work` for each name, some at a time, in threads that this process does not wait for when it ends."""
     left = deque(names)
 
     def some() -> None:

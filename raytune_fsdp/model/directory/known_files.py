@@ -1,7 +1,7 @@
-"""Which files of a model directory travel: into an export, to the hub, and beside checkpoints that lie elsewhere.
+"""Which files of a model directory are copied along: into an export, to the hub, and next to checkpoints elsewhere.
 
-A list, not "whatever is there": a run directory may hold what its owner put there, and one from a stranger may hold
-links to files of this machine.
+It is a list, not "whatever is there": a run directory may hold what its owner put there, and one from a stranger may
+hold links to files of this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
 SEEING_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""How images and sounds become tensors. A run has no use for them."""
+"""Files that say how images and sounds become tensors. A run does not use them."""
 
 _KNOWN = (
     CONFIG_FILE, GENERATION_CONFIG_FILE,
@@ -37,7 +37,8 @@ _KNOWN = (
     *SEEING_FILES,
     CARD_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-"""Besides weights and, where the user trusts it, code. The vocabularies are those of transformers' tokenizers."""
+"""Files that are copied besides weights and, if the user trusts it, code. The vocabularies are those of transformers'
+tokenizers."""
 _TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(
     r"adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
@@ -45,23 +46,23 @@ _WEIGHTS = re.compile(
 _MODULE = re.compile(r"\w+")
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import|^\s*from\s+\.\s+import\s+([\w, ]+)", re.MULTILINE)
 _MAX_BYTES = 64 * MIB
-"""Of a JSON or Python file that is read here."""
+"""Largest JSON or Python file that is read here."""
 
 
 def is_known(name: str) -> bool:
-    """Whether a file of this name, relative to the model directory, travels. `*` stands for no slash."""
+    """Return whether a file of this name, relative to the model directory, is copied. `*` does not match a slash."""
     return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in _KNOWN)
 
 
 def is_weights(name: str) -> bool:
-    """Whether an export gives this name to weights or to their index."""
+    """Return whether an export gives this name to weights or to their index."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
 def travelling(directory: Path, *, code: bool) -> list[str]:
-    """The known files of a model directory; with `code`, also the Python files that its configs name.
+    """Return the known files of a model directory; with `code`, also the Python files that its configs name.
 
-    ModelError if one of them is a link, or anything else but a file: what it leads to is not the model's.
+    Raise ModelError if one of them is a link, or anything else but a file: what it leads to is not the model's.
     """
     names = [name for name in _names(directory) if is_known(name)]
     names += code_files(directory) if code else []
@@ -88,13 +89,14 @@ def _check_plain(path: Path) -> None:
 
 
 def code_files(directory: Path) -> list[str]:
-    """The Python files that the directory's configs name under `auto_map`, and those that they import from beside."""
+    """Return the Python files that the configs name under `auto_map`, and those that these import from here."""
     found: list[str] = []
     asked = [reference.partition(".")[0] for reference in _references(directory)]
     while asked:
         module = asked.pop(0)
         name = f"{module}.py"
-        # Text from a config: only a plain name can be a file of this directory. `owner/repository--…` is on the hub.
+        # The text is a config's: only a plain name can be a file of this directory. `owner/repository--…` is on the
+        # hub.
         if not _MODULE.fullmatch(module) or name in found or not (directory / name).exists():
             continue
         _check_plain(directory / name)
@@ -114,7 +116,7 @@ def _references(directory: Path) -> Iterator[str]:
 
 
 def read_object(path: Path, *, links: bool = False) -> dict[str, Any]:
-    """The object in a JSON file of a run's model directory, or of an export. ModelError if it is none, or a link."""
+    """Read the object in a JSON file of a model directory or export. Raise ModelError if it has none, or is a link."""
     try:
         values = read_json(path, limit=_MAX_BYTES, links=links)
     except ValueError as error:

@@ -1,8 +1,7 @@
-"""The class that a base's own config names, where a run trains a part of it: of a model that also sees, the language
-model.
+"""Find the class that a base's own config names, if a run trains only a part of it: a seeing model's language model.
 
-Whoever loads what a run has written builds that class (PEFT, inference servers), and the same modules have other names
-there: `model.layers.0` of a Qwen3_5ForCausalLM is `model.language_model.layers.0` of a Qwen3_5ForConditionalGeneration.
+PEFT and inference servers build that class when they load what a run has written, and the same modules have other names
+in it: `model.layers.0` of a Qwen3_5ForCausalLM is `model.language_model.layers.0` of a Qwen3_5ForConditionalGeneration.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Kind = type[PreTrainedModel]
 
 
 def built_on_meta(directory: Path, make: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel | None:
-    """What `make` builds from a directory's config.json, on the meta device; None if that needs code of its own."""
+    """Return what `make` builds from a directory's config.json, on the meta device; None if it needs its own code."""
     values = read_config(directory)
     if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
         return None
@@ -60,36 +59,37 @@ class Named:
     files: Path
     """The directory whose config.json has its sizes."""
     places: Mapping[str, str]
-    """Names of modules there, by the names of the same ones in the run's network; of all others follows."""
+    """Names of modules in the named class, by the names of the same modules in the run's network. All other names
+    follow from these."""
     outside: tuple[str, ...]
-    """The parts there that see or hear, by name: a text never reaches them."""
+    """Names of the parts of the named class that see or hear: a text never reaches them."""
     unbuilt: str | None = None
-    """Why it is the run's own class, although the base's config names another one."""
+    """Why the run's own class is used, although the base's config names another one."""
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the class that the run trains."""
+        """Whether the named class is the class that the run trains."""
         return self.places == {"": ""}
 
     def there(self, name: str) -> str:
-        """The name there of a module or tensor of the run's network."""
+        """Return the name in the named class of a module or tensor of the run's network."""
         return _moved(name, self.places) or name
 
     def here(self, name: str) -> str | None:
-        """The name that a module or tensor there has in the run's network; None: it has none."""
+        """Return the name in the run's network of a module or tensor of the named class; None if it is not in it."""
         return _moved(name, {there: own for own, there in self.places.items()})
 
     def sees(self, name: str) -> bool:
-        """Whether a module or tensor there belongs to a part that no text reaches."""
+        """Return whether a module or tensor of the named class belongs to a part that no text reaches."""
         return any(_inner(name, part) is not None for part in self.outside)
 
     def fresh(self) -> PreTrainedModel:
-        """Another network of the class, on the meta device."""
+        """Build another network of the class, on the meta device."""
         return network_of(self.files, type(self.network))
 
 
 def network_of(files: Path, kind: Kind) -> PreTrainedModel:
-    """A network of a class of transformers' own, on the meta device, of the sizes in the config.json of `files`."""
+    """Build a network of one of transformers' classes on the meta device, with the sizes of `files`' config.json."""
 
     def make(hf_config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = kind._from_config(config_for(kind, hf_config))
@@ -101,17 +101,17 @@ def network_of(files: Path, kind: Kind) -> PreTrainedModel:
 
 
 def config_for(kind: Kind, hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The config that a class is built from: of a text class, a part of that of the whole."""
+    """Return the config that a class is built from: for a text class, the text part of the whole model's config."""
     of: Any = kind.config_class
     return hf_config if isinstance(hf_config, of) else hf_config.get_text_config()
 
 
 def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) -> Named:
-    """The class that the base's config names, with the sizes of the config in `files`, around the run's network.
+    """Find the class that the base's config names, with the sizes of the config in `files`, around the run's network.
 
     `network`: the run's, without adapters. `base`: the directory of the base, if it can be read. Without it, the class
-    is the one that transformers has for this kind of config. Where that has no place for the network, or cannot be
-    built here (its tower may need a package of its own), it is its own.
+    is the one that transformers has for this kind of config. If that class does not contain the network, or cannot be
+    built here (its tower may need a package of its own), the network's own class is used.
     """
     kind, unbuilt = _kind(read_config(base or files), base is not None), None
     if kind is not None and kind is not type(network):
@@ -127,7 +127,8 @@ def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) 
 
 
 def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
-    """The class that a config.json names. A run's own names the class that it trains, so its type has to say it."""
+    """Return the class that a config.json names. For a run's own config.json, which names the trained class, the
+    model_type decides."""
     if "auto_map" in values:
         return None
     kind = str(values.get("model_type"))
@@ -137,14 +138,14 @@ def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
     for name in (*names, known):
         found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            # One of another type is the text class, as older exports name it beside the config of the whole.
+            # A class of another type is the text class: older exports name it next to the whole model's config.
             of: Any = getattr(found, "config_class", None)
             return found if getattr(of, "model_type", None) == kind else None
     return None
 
 
 def _places(own: PreTrainedModel, there: PreTrainedModel) -> dict[str, str] | None:
-    """Where decoder and head are there; None if not all of the network is there."""
+    """Find the network's decoder and head in the other network; None if not all of the network is in it."""
     found: dict[str, str] = {}
     for mine, others in ((own.get_decoder(), there.get_decoder()), (_head(own), _head(there))):
         if mine is None or others is None or type(others) is not type(mine):
@@ -165,7 +166,7 @@ def _name(network: nn.Module, wanted: nn.Module) -> str:
 
 
 def _outside(network: PreTrainedModel) -> tuple[str, ...]:
-    """The largest modules that are neither decoder nor head, nor around them."""
+    """Return the names of the largest modules that are neither decoder nor head, nor contain or lie in them."""
     if network.config.get_text_config() is network.config:
         return ()
     inside = [_name(network, each) for each in (network.get_decoder(), _head(network)) if each is not None]
@@ -179,14 +180,14 @@ def _outside(network: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _inner(name: str, part: str) -> str | None:
-    """The rest of a name below a module; None if it is not there."""
+    """Return the rest of a name below a module; None if it is not below it."""
     if name == part or not part:
         return name.removeprefix(part) if part else name
     return name.removeprefix(f"{part}.") if name.startswith(f"{part}.") else None
 
 
 def _moved(name: str, places: Mapping[str, str]) -> str | None:
-    """A name with the module's new name in front; by the innermost of these modules."""
+    """Replace the module at the front of a name with its new name, for the innermost of these modules."""
     for part in sorted(places, key=len, reverse=True):
         rest = _inner(name, part)
         if rest is not None:

@@ -1,7 +1,7 @@
-"""How the weights of a model are stored in fewer bits than they are computed in, by its config.json. Reads no weights.
+"""Read from config.json how a model's weights are stored in fewer bits than they are computed in. Reads no weights.
 
-Two kinds are read, since their bits are public and exact: MXFP4 (gpt-oss), where 32 numbers share a scale, and FP8 of
-which blocks share one (DeepSeek V3, Qwen3-FP8). The others need the library that made them.
+Two formats are read, since their bits are public and exact: MXFP4 (gpt-oss), where 32 numbers share a scale, and FP8
+where groups of rows and columns share one (DeepSeek V3, Qwen3-FP8). Other formats need the library that made them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:  # importing it takes a second, and what reads the names of fi
 
 _KEY = "quantization_config"
 _SUFFIXES = {"mxfp4": ("_blocks", "_scales"), "fp8": ("", "_scale_inv")}
-"""What is behind the name of a tensor in the keys of its numbers and of their scales."""
+"""What follows the name of a tensor in the key of its numbers and in the key of their scales."""
 _OF_INPUTS = "activation_scale"
-"""The scale of what is multiplied with an FP8 weight: of use only where products are computed in 8 bits."""
+"""The scale of what is multiplied with an FP8 weight: used only where products are computed in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A tensor in two parts, by their keys."""
+    """A tensor that is stored under two keys."""
 
     numbers: str
     scales: str
@@ -36,16 +36,16 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Can be pickled."""
+    """A format of quantized weights. Picklable."""
 
     method: Literal["mxfp4", "fp8"]
     block: tuple[int, int] | None = None
-    """Rows and columns of FP8 weights that share a scale; None: all of a matrix do."""
+    """How many rows and columns of FP8 weights share a scale; None: a whole matrix shares one."""
 
     def tensors(self, keys: Collection[str]) -> dict[str, Packed | None]:
-        """The tensors that are stored under these keys; None: one that is stored as it is.
+        """Return the tensors that are stored under these keys; None: the tensor is stored as it is.
 
-        Quantized is what has scales, not what config.json says. Either part of a tensor may not be among the keys.
+        A tensor with scales is quantized, whatever config.json says. Either key of a tensor may be missing.
         """
         of_numbers, of_scales = _SUFFIXES[self.method]
         found: dict[str, Packed | None] = {}
@@ -64,15 +64,18 @@ class Quantization:
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """How the weights in a model's directory are quantized; None if they are not."""
+    """Return how the weights in a model's directory are quantized; None if they are not."""
     if not (directory / CONFIG_FILE).is_file():
         return None
     return quantization_of(read_config(directory), str(directory))
 
 
 def quantization_of(values: Mapping[str, Any], what: str) -> Quantization | None:
-    """The same, from the content of its config.json; `what` begins the error if they cannot be read here."""
-    text = values.get("text_config")  # of the language model in a model that also sees or hears
+    """Return how weights are quantized, by the content of a config.json; None if they are not.
+
+    `what` begins the error if they cannot be read here.
+    """
+    text = values.get("text_config")  # the language model's config in a model that also sees or hears
     found = values.get(_KEY) or (text.get(_KEY) if isinstance(text, dict) else None)
     if not found:
         return None
@@ -86,20 +89,20 @@ def quantization_of(values: Mapping[str, Any], what: str) -> Quantization | None
             "are loaded: name the model's 16-bit original, or convert it once with transformers (from_pretrained "
             "dequantizes many formats, save_pretrained writes the result)"
         )
-    block = found.get("weight_block_size", [128, 128])  # as transformers takes it where it is not said
-    if block is None:
+    group = found.get("weight_block_size", [128, 128])  # transformers' default
+    if group is None:
         return Quantization(method="fp8")
-    sizes = tuple(block) if isinstance(block, list | tuple) else ()
+    sizes = tuple(group) if isinstance(group, list | tuple) else ()
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise ModelError(
-            f"{what}: {_KEY}.weight_block_size={shown(block)} in its config.json must be two positive numbers, or null "
+            f"{what}: {_KEY}.weight_block_size={shown(group)} in its config.json must be two positive numbers, or null "
             "for one scale a matrix: download the model again"
         )
     return Quantization(method="fp8", block=(sizes[0], sizes[1]))
 
 
 def forget_quantization(hf_config: PretrainedConfig) -> None:
-    """Take it out of a config: the network's weights are not quantized any more, nor are those that it saves."""
+    """Take quantization out of a config: the network's weights are no longer quantized, nor are those that it saves."""
     for each in (hf_config, hf_config.get_text_config()):
         if hasattr(each, _KEY):
             delattr(each, _KEY)

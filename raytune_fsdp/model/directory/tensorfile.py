@@ -1,4 +1,4 @@
-"""One safetensors file, written tensor by tensor, so that no more than one of them is in memory.
+"""Write a safetensors file tensor by tensor, so that no more than one of them is in memory.
 
 The format: eight bytes with the length of a JSON header, the header with type, shape and place of every tensor, then
 the tensors without gaps.
@@ -32,12 +32,12 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"F8_E8M0": torch.float8_e8m0fnu}
-"""By the names that the format has for them."""
+"""Types by the format's names for them."""
 _CHUNK_BYTES = 4 << 20
 
 
 class TensorFile:
-    """A file that is written once. It remembers the hash of every tensor, so that it can be read back and compared."""
+    """A file that is written once. It keeps the hash of every tensor, so that it can be read back and compared."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, torch.dtype]) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class TensorFile:
             header[key] = {"dtype": _NAMES[types[key]], "shape": list(shapes[key]), "data_offsets": [start, end]}
             self._spans[key] = start, end
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # for the same reason: offsets count from the end of the header
+        text += b" " * (-len(text) % 8)  # for alignment, too: offsets count from the end of the header
         self._head = len(text).to_bytes(8, "little") + text
         self._hashes: dict[str, str] = {}
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115  closed by close()
@@ -71,21 +71,22 @@ class TensorFile:
             view, offset = view[written:], offset + written
 
     def close(self) -> None:
-        """Close the file after storage has its content."""
+        """Close the file once storage has its content."""
         assert self._hashes.keys() == self._spans.keys(), "a tensor was not written"
         try:
             os.fsync(self._file.fileno())
-            # Out of the system's cache, so that `differences` reads the disk. Only a hint: not every file system obeys.
+            # Drop it from the system's cache, so that `differences` reads the disk. Only a hint: some file systems
+            # ignore it.
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             self._file.close()
 
     def differences(self) -> list[str]:
-        """Read the file again; returns the tensors that are not as they were written."""
+        """Read the file again; return the tensors that are not as they were written."""
         buffer = bytearray(_CHUNK_BYTES)
         with open(self._path, "rb", buffering=0) as file:
             wrong = [] if file.read(len(self._head)) == self._head else ["the header"]
-            # In the order of the file.
+            # Read in the order of the file.
             for key, (start, end) in self._spans.items():
                 digest, left = xxhash.xxh3_128(), end - start
                 while left and (got := file.readinto(memoryview(buffer)[: min(left, _CHUNK_BYTES)])):

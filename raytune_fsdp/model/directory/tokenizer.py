@@ -1,7 +1,7 @@
-"""The tokenizer of a model that a stranger may have made: what it is made of is in its own directory, nothing else.
+"""Load the tokenizer of a model that a stranger may have made, from files of its own directory and no others.
 
 transformers calls the tokenizer's class with whatever `tokenizer_config.json` says, and its classes open the files that
-they are given: of `"vocab": "/home/me/.aws/credentials"` they make a vocabulary, which the run's export then has.
+they are given: from `"vocab": "/home/me/.aws/credentials"` they make a vocabulary, which the run's export then has.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from raytune_fsdp.model.directory.known_files import CONFIG_FILE, SPECIAL_TOKENS
 from raytune_fsdp.model.directory.tokenizer_trial import try_tokenizer
 
 _VERSIONS = f"{transformers.__version__}-{tokenizers.__version__}-{sys.version_info.major}.{sys.version_info.minor}-1"
-"""What may read the same content in another way; last, what is tried (`tokenizer_child.py`)."""
+"""Versions that may read the same content in another way; the last is that of the trial (`tokenizer_child.py`)."""
 logger = logging.getLogger(__name__)
 
 _TOKENS = re.compile(r".*_tokens?|added_tokens_decoder")
-"""Names of arguments that are tokens: any text, `/etc/passwd` too."""
+"""Names of arguments that are tokens: they may be any text, even `/etc/passwd`."""
 _TABLES = frozenset(("vocab", "merges", "entity_vocab"))
-"""Text is the name of a file there."""
+"""Names of arguments that are tables: a text in their place is the name of a file."""
 _FILES = re.compile(r"(.*_)?(files?|paths?|dirs?|directory|folder)|\w+_object|init_inputs")
-"""Names of arguments that are files, and of what no JSON can hold: an object, and arguments without a name."""
+"""Names of arguments that are files, or that JSON cannot hold: an object, and arguments without a name."""
 _FILES_OF_TRANSFORMERS = re.compile(
     r"(added_tokens|chat_template|emoji|entity_vocab|gguf|merges|model|monolingual_vocab|normalizer|special_tokens_map|spm"
     r"|src_vocab|target_vocab|tgt_vocab|tokenizer|tokenizer_config|vocab|word_pronunciation|word_shape)_file"
     r"|name_or_path|tokenizer_object|init_inputs"
 )
-"""Those that classes of transformers have. Others may be meant for code that comes with the model."""
+"""Names of files among the arguments of transformers' classes. Others may be meant for the model's own code."""
 _NO_FILES = frozenset((
     "auto_map", "backend", "chat_template", "errors", "files_loaded", "id2lang", "lang2id", "langs", "language",
     "language_codes", "model_input_names", "model_type", "never_split", "padding_side", "phonemizer_backend",
@@ -55,13 +55,13 @@ _NO_FILES = frozenset((
 ))  # fmt: skip
 """Names of arguments whose text transformers never opens."""
 _FAST_FILES = "fast_tokenizer_files"
-"""Names of files in the same directory, of which transformers opens one."""
+"""An argument with names of files in the same directory, of which transformers opens one."""
 _IN_NO_NAME = re.compile(r"[<>{}\n\0]")
 """Characters of tokens and templates, as in `</think>`; no file that matters has them in its name."""
 
 
 def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory. Raises whatever transformers does, and ModelError for what no tokenizer has."""
+    """Load the tokenizer in a directory. Raise whatever transformers does, and ModelError for what no tokenizer has."""
     values, content = check_tokenizer_files(directory)
     _check_class(directory, values)
     with _without_files(directory, values, trust_remote_code) as place:
@@ -78,7 +78,7 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> PreTrainedToken
 
 
 def _check_template(template: Any, directory: Path) -> None:
-    """Refuse what is no chat template: neither a text, nor texts by name."""
+    """Refuse a chat template that is neither a text nor texts by name."""
     named = isinstance(template, dict) and all(isinstance(each, str) for each in [*template, *template.values()])
     if template is not None and not isinstance(template, str) and not (template and named):
         raise ModelError(
@@ -88,7 +88,7 @@ def _check_template(template: Any, directory: Path) -> None:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id plus one, not the number of tokens: ids may have gaps."""
+    """Return the largest id plus one, not the number of tokens: ids may have gaps."""
     most = max(tokenizer.get_vocab().values(), default=-1)
     if not 0 <= most < MOST_TOKENS:
         raise ModelError(
@@ -99,13 +99,14 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _check_class(directory: Path, values: Mapping[str, Any]) -> None:
-    """Refuse another class of transformers, which would read weights, or more tokenizers in other places."""
+    """Refuse a class of transformers that is no tokenizer: it would read weights, or more tokenizers elsewhere."""
     for file in (TOKENIZER_CONFIG_FILE, CONFIG_FILE):
         said = values.get(file)
         name = said.get("tokenizer_class") if isinstance(said, dict) else None
         kind: Any = tokenizer_class_from_name(name) if isinstance(name, str) else None
         is_tokenizer = isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerBase)
-        if not (kind is None or is_tokenizer or hasattr(kind, "_backends")):  # these: of a package that is missing
+        # A class with `_backends` stands for one whose package is missing.
+        if not (kind is None or is_tokenizer or hasattr(kind, "_backends")):
             raise ModelError(
                 f"{directory / file} has tokenizer_class={shown(name)}, which is no tokenizer: download it again"
             )
@@ -113,7 +114,7 @@ def _check_class(directory: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _without_files(directory: Path, values: Mapping[str, Any], trusted: bool) -> Iterator[Path]:
-    """The directory, or, where its configs name files, one with the same files and configs that do not."""
+    """Yield the directory, or, if its configs name files, a copy with the same files and configs that name none."""
     cleaned, left_out = {}, []
     for file in (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE):
         if isinstance(values.get(file), dict):
@@ -126,7 +127,7 @@ def _without_files(directory: Path, values: Mapping[str, Any], trusted: bool) ->
         return
     _say("; ".join(left_out))
     with TemporaryDirectory(prefix="raytune-tokenizer-") as folder:
-        # Under the same name, by which transformers knows a few models.
+        # The copy has the same path inside the folder, since transformers knows a few models by their name.
         copy = Path(folder, *directory.absolute().parts[1:])
         copy.mkdir(parents=True)
         for each in directory.iterdir():
@@ -148,8 +149,10 @@ def _say(left_out: str) -> None:
 
 
 def without_files(values: Mapping[str, Any], *, trusted: bool) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of a tokenizer's class that name no file, and the names of the others. Code that the user trusts
-    may have arguments of its own."""
+    """Return the arguments of a tokenizer's class that name no file, and the names of the others.
+
+    If `trusted`, only transformers' own arguments are files: code that the user trusts may have arguments of its own.
+    """
     here = _files_here()
     kept: dict[str, Any] = {}
     dropped: list[str] = []
@@ -161,7 +164,7 @@ def without_files(values: Mapping[str, Any], *, trusted: bool) -> tuple[dict[str
         elif name in _TABLES:
             _put(name, value, value is None or isinstance(value, dict | list), kept, dropped)
         elif _is_file(name, trusted):
-            _put(name, value, value in (None, [], {}), kept, dropped)  # a number is a file that is open already
+            _put(name, value, value in (None, [], {}), kept, dropped)  # a number would be a file that is already open
         elif isinstance(value, dict):
             inner = {key: each for key, each in value.items() if not _may_name_file(key, each, here, trusted)}
             kept[name] = inner
@@ -179,8 +182,7 @@ def _put(name: str, value: Any, harmless: bool, kept: dict[str, Any], dropped: l
 
 
 def _may_name_file(name: str, value: Any, here: frozenset[str], trusted: bool) -> bool:
-    """Whether this argument, which no class of transformers has or which is one of another library, may be a file's
-    name."""
+    """Return whether an argument that transformers' classes do not have, or another library's, may name a file."""
     if isinstance(value, dict):
         return any(_may_name_file(key, each, here, trusted) for key, each in value.items())
     if isinstance(value, list):
@@ -199,7 +201,7 @@ def _is_file(name: str, trusted: bool) -> bool:
 
 
 def _files_here() -> frozenset[str]:
-    """What a word without a slash may name."""
+    """Return the files that a word without a slash may name."""
     try:
         with os.scandir() as entries:
             return frozenset(entry.name for entry in entries if not entry.is_dir())

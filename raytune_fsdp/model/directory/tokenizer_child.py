@@ -1,8 +1,8 @@
-"""A process that tries tokenizers, each in a child of its own with limits. `tokenizer_trial.py` starts and asks it.
+"""Try tokenizers, each in a child process of its own with limits. `tokenizer_trial.py` starts this process and asks it.
 
 It is a program, not a module: it reads requests from its input, a line of JSON each, and writes an answer for each. It
-imports transformers without torch, which takes half the time and a third of the memory, and forks when it is asked: a
-child that fills its memory or never ends is its own, and the next one begins with everything imported.
+imports transformers without torch, which takes half the time and a third of the memory, and forks for every request: a
+child that fills its memory or never ends harms only itself, and the next one begins with everything imported.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import time
 from typing import Any
 
 IDLE_SECONDS = 60
-"""After so long without a request it ends."""
+"""How long it waits for a request before it ends."""
 _WAITS = 4
-"""How long a child may take by the clock, in processor time: one that waits for something uses none."""
+"""How many times its limit of processor time a child may take by the clock: one that waits for something uses none."""
 _ANSWER_BYTES = 1 << 16
-# Long runs of one kind of character are what patterns that go back try again and again.
+# Long runs of one kind of character make backtracking patterns try again and again.
 _TEXTS = (
     "Is it?",
     "",
     *(run + "x" for run in ("a" * 200, " " * 200, "1" * 200, "!" * 100, "\n" * 50, "é漢😀" * 30, "aB1 " * 50)),
 )
 _MOST_TOKENS_PER_BYTE, _MOST_TOKENS = 64, 1000
-"""What may come of a text: a character has up to four bytes, and a few are written as ten others."""
+"""Most tokens of a text: a character has up to four bytes, and a few characters are written as ten others."""
 
 
 def serve() -> None:
     """Answer requests until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 1)  # what libraries print is no answer
-    os.dup2(nowhere, 2)  # a panic of Rust's prints forty lines
+    os.dup2(nowhere, 1)  # what libraries print is not an answer
+    os.dup2(nowhere, 2)  # a panic in Rust prints forty lines
     sys.modules["torch"] = None  # type: ignore[assignment]
     ready = False
     while select.select([0], [], [], IDLE_SECONDS)[0]:
@@ -59,7 +59,7 @@ def _in_child(request: dict[str, Any]) -> dict[str, Any]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        try:  # nothing gets out of here: it would go on as if it were its parent
+        try:  # no exception may leave this block: the child would go on as if it were the parent
             os.close(reader)
             _limit(request["seconds"], request["bytes"])
             found = _try(request["directory"], request["seconds"], request["bytes"])
@@ -79,13 +79,13 @@ def _in_child(request: dict[str, Any]) -> dict[str, Any]:
     finally:
         os.close(reader)
         os.waitpid(child, 0)
-    # Without a word it has met a limit, or the end of its memory.
+    # A child that says nothing has met a limit, or the end of its memory.
     answer: dict[str, Any] = json.loads(read) if read else {"stage": "limits"}
     return answer
 
 
 def _limit(seconds: int, memory: int) -> None:
-    """What this process may use from now on."""
+    """Limit what this process may use from now on."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_CPU, seconds)
     with open("/proc/self/status") as status:
@@ -94,14 +94,14 @@ def _limit(seconds: int, memory: int) -> None:
 
 
 def _lower(what: int, most: int) -> None:
-    """Set a limit, which a batch system may have set lower already."""
+    """Set a limit, unless a batch system has set a lower one already."""
     hard = resource.getrlimit(what)[1]
     if hard == resource.RLIM_INFINITY or most < hard:
         resource.setrlimit(what, (most, most))
 
 
 def _try(directory: str, seconds: int, memory: int) -> dict[str, Any]:
-    """Load it as a run does, and use it."""
+    """Load the tokenizer as a run does, and use it."""
     from transformers import AutoTokenizer
 
     from raytune_fsdp.data.rows.sandbox import compiled
@@ -123,9 +123,9 @@ def _try(directory: str, seconds: int, memory: int) -> dict[str, Any]:
         for template in templates.values() if isinstance(templates, dict) else [templates]:
             if isinstance(template, str):
                 compiled(template)
-    except BaseException as error:  # whatever they raise; one library is written in Rust
+    except BaseException as error:  # libraries raise anything; one is written in Rust
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # Who meets a limit may call it anything, for example that no thread can be started.
+        # Code that meets a limit may report anything, for example that no thread can be started.
         if isinstance(error, MemoryError) or used.ru_maxrss << 10 > memory // 2 or used.ru_utime > seconds / 2:
             return {"stage": "limits"}
         return {"stage": stage, "error": (str(error).strip() or type(error).__name__).splitlines()[0][:500]}

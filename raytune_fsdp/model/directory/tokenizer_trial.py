@@ -1,8 +1,8 @@
-"""A stranger's tokenizer is tried in another process before this one loads it.
+"""Try a stranger's tokenizer in another process before this one loads it.
 
-What libraries build of a small file may take all memory or never end: normalizers that each write ten characters for
-one, a post-processor that adds 200,000 tokens, patterns that go back over and over. Each content is tried once by a
-user, with the versions of the libraries; that it went well is kept in the user's own cache.
+What libraries build from a small file may take all memory or never end: normalizers that each write ten characters for
+one, a post-processor that adds 200,000 tokens, patterns that backtrack over and over. Each content is tried once per
+user and versions of the libraries; a success is noted in the user's own cache.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name("tokenizer_child.py")
 SECONDS = 60
-"""Of processor time. The largest tokenizer there is, of 262,000 tokens and 35 MB, takes 2."""
+"""Processor time of a trial. The largest tokenizer there is, of 262,000 tokens and 35 MB, takes 2."""
 MEMORY = 1 << 30
-"""Above what Python and the libraries take. The largest takes 370 MB."""
+"""Memory of a trial above what Python and the libraries take. The largest tokenizer takes 370 MB."""
 
 
 def try_tokenizer(directory: Path, shown: Path, key: str) -> None:
-    """Refuse a tokenizer that takes more time or memory than any does, or that fails as soon as it is used. `shown` is
-    its directory in messages, `key` its content.
+    """Refuse a tokenizer that takes more time or memory than any does, or that fails as soon as it is used.
 
-    One that cannot be loaded is left to the caller, who meets the same in the same time.
+    `shown` is its directory in messages, `key` identifies its content. A tokenizer that cannot be loaded is left to the
+    caller, who gets the same error in the same time.
     """
     known = _known()
     if known is not None and is_own(known / key):
@@ -62,7 +62,7 @@ def try_tokenizer(directory: Path, shown: Path, key: str) -> None:
 
 
 def is_own(mark: Path) -> bool:
-    """Whether a file is there that this user has made: others may have been able to write beside it."""
+    """Return whether a file is there that this user has made: others may have been able to write to its directory."""
     try:
         facts = mark.lstat()
     except OSError:
@@ -71,7 +71,7 @@ def is_own(mark: Path) -> bool:
 
 
 def _known() -> Path | None:
-    """The directory with a file for each content that was tried; None if this user can have none of his own."""
+    """Return the directory with a file for each content that was tried; None if this user cannot have a private one."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         place = home / "raytune_fsdp" / "tokenizers"
@@ -79,7 +79,7 @@ def _known() -> Path | None:
         for each in (place, place.parent):
             facts = each.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
-                return None  # somebody else's word
+                return None  # somebody else may have written it
             if facts.st_mode & 0o077:
                 each.chmod(0o700)
     except (OSError, RuntimeError):  # no home, or one that is read-only
@@ -88,27 +88,27 @@ def _known() -> Path | None:
 
 
 class Trials:
-    """The process that is asked. It goes on while more may come, which then need not wait for its imports."""
+    """The process that tries tokenizers. It stays for further requests, which then need not wait for its imports."""
 
     _lock = Lock()
     _process: subprocess.Popen[str] | None = None
 
     @classmethod
     def asked(cls, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer. OSError or ValueError if there is none."""
+        """Return the answer to a request. Raise OSError or ValueError if there is none."""
         with cls._lock:
             if cls._process is None:
                 return cls._ask(request)
             try:
                 return cls._ask(request)
-            except (OSError, ValueError):  # it has ended by itself, as nobody asked for a while
+            except (OSError, ValueError):  # the process ended by itself, as nobody asked for a while
                 cls.end()
                 return cls._ask(request)
 
     @classmethod
     def _ask(cls, request: dict[str, Any]) -> dict[str, Any]:
         if cls._process is None:
-            # -P: a file of the working directory is no library. Threads take address space, which is limited.
+            # -P: a file of the working directory is not a library. Threads take address space, which is limited.
             cls._process = subprocess.Popen(
                 [sys.executable, "-P", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, text=True, env={**os.environ, "RAYON_NUM_THREADS": "2"},
@@ -126,7 +126,7 @@ class Trials:
 
     @classmethod
     def end(cls) -> None:
-        """End it."""
+        """End the process."""
         if cls._process is not None:
             process, cls._process = cls._process, None
             process.kill()

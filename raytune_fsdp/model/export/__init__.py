@@ -1,8 +1,8 @@
-"""A model directory that others load.
+"""Write a model directory that others load.
 
-write.py        weights out, as `from_pretrained` and inference servers load them
-adapter.py      an adapter out, as PEFT loads it
-mean.py         several networks of one shape as their mean
-older_names.py  configs under the names of transformers 4 and 5
-mark.py         where an export is written, and the mark by which a later one knows it
+write.py        writes weights as `from_pretrained` and inference servers load them
+adapter.py      writes an adapter as PEFT loads it
+mean.py         the mean of several networks of one shape
+older_names.py  configs with the names of transformers 4 and 5
+mark.py         where an export is written, and the mark by which a later export recognises it
 """

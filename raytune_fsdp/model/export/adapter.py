@@ -1,4 +1,4 @@
-"""An adapter out: the directory that PEFT, transformers and inference servers load beside the base model."""
+"""Export an adapter: the directory that PEFT, transformers and inference servers load with the base model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# These describe the whole model; with a config.json beside it, a loader would look for all weights here.
+# These files describe the whole model; with a config.json next to an adapter, a loader would look for all weights here.
 _OF_THE_BASE = (CONFIG_FILE, GENERATION_CONFIG_FILE)
 
 
@@ -49,7 +49,7 @@ def check_found_by_others(base: str, name: str) -> None:
 
 
 def _not_served(network: PreTrainedModel) -> str:
-    """What an adapter has that vLLM refuses."""
+    """Return what an adapter has that vLLM refuses; empty if nothing."""
     peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
     if str(peft.peft_type.value) != "LORA":
         return f"{peft.peft_type.value} instead of it"
@@ -75,16 +75,16 @@ def export_adapter(
     card: str,
     prove: Callable[[Path], None],
 ) -> None:
-    """Write the adapter of `network` in fp32, whose base is the model at `base`, with the tokenizer of the run.
+    """Write the adapter of `network` in fp32, for the base model at `base`, with the tokenizer of the run.
 
-    `initial`: what it began as, if that was taken out of the base; PEFT then gets one of twice the rank. `named`: the
-    class that the base's config names, in whose words it is written. `prove`: called with the directory before it has
-    its place; raises if it is no good.
+    `initial`: the adapter's initial values, if these were taken out of the base; PEFT then gets an adapter of twice the
+    rank. `named`: the class that the base's config names, whose names are written. `prove` is called with the directory
+    before it is renamed to its place, and raises if the export is no good.
     """
     check_tokenizer_files(model_files)
     outside = acts_outside(named, adapter, initial)
     config = {
-        # As it was written, not as the list of names that an expression was found in.
+        # Targets as the run's config has them, not as the list of names that an expression matched.
         **targets_there(network, named, read_object(model_files / ADAPTER_CONFIG_FILE), outside=outside),
         "base_model_name_or_path": str(Path(base).expanduser().absolute()) if is_local(base) else base,
         "revision": revision,
@@ -105,7 +105,7 @@ def export_adapter(
             special,
         )
     if rows := rows_of(network):
-        # By whole names: PEFT takes the end of a name, which another module may have, too.
+        # Whole names: PEFT compares the ends of names, and another module's name may end alike.
         modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}
         config["trainable_token_indices"] = modules
     keys = keys_there(network, named, outside=outside)

@@ -1,8 +1,8 @@
-"""Where an export is written, and the mark it leaves there, by which a later one knows what it may replace.
+"""Give an export its place, and the mark by which a later export knows what it may replace.
 
-The mark lists every file with its size, and the hash of all but the weights. A directory with anything else in it, or
-with a file that was edited since, holds somebody's work, and is not replaced. The mark is not pushed to the hub: it
-says something about this directory only.
+The mark lists every file with its size, and with its hash unless it holds weights. A directory with anything else in
+it, or with a file that was edited since, holds somebody's work, and is not replaced. The mark is not pushed to the hub:
+it is about this directory only.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _MAX_BYTES = 64 * MIB
 
 @contextmanager
 def new_export(destination: Path, model_files: Path, *, adopt: bool = False) -> Iterator[Path]:
-    """A directory to write an export of the run with these files into. When the block ends it is marked and renamed.
+    """Yield a directory to write an export of a run into. When the context ends, it is marked and renamed.
 
-    `destination` is complete or not there. It is not replaced if it holds anything but an export; see
-    `check_replaceable` for `adopt`.
+    `model_files`: the run's own model directory. `destination` is either complete or not there. It is not replaced if
+    it holds anything but an export; see `check_replaceable` for `adopt`.
     """
     destination = Path(os.path.realpath(destination))  # a link is followed, not replaced
     _check_apart(destination, model_files)
@@ -86,16 +86,16 @@ def _put_in_place(staging: Path, destination: Path) -> None:
 
 
 def _beside(destination: Path, what: str) -> Path:
-    """A unique name beside the destination. It says which process uses it, so that `_remove_left` can tell."""
+    """Return a unique name next to the destination. It names the process that uses it, for `_remove_left`."""
     return destination.with_name(f".{destination.name}.{what}-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
 
 
 def _remove_left(destination: Path) -> None:
-    """Remove what killed exports of this machine left beside the destination."""
+    """Remove what killed exports of this machine left next to the destination."""
     ours = re.compile(rf"\.{re.escape(destination.name)}\.(export|replaced)-{re.escape(_HOST)}-([0-9]+)-[0-9a-f]{{6}}")
     for left in destination.parent.glob(f".{glob.escape(destination.name)}.*"):
         found = ours.fullmatch(left.name)
-        # A `.replaced-` may be the only copy there is: its export died between the two renames.
+        # A `.replaced-` directory may be the only copy there is: its export died between the two renames.
         if found and not Path(f"/proc/{found[2]}").exists() and (found[1] == "export" or destination.exists()):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -120,8 +120,8 @@ def put_mark(directory: Path) -> None:
 def check_replaceable(destination: Path, *, adopt: bool) -> None:
     """Refuse a destination that holds anything but what an export made.
 
-    Older versions left no mark. `adopt`: without one, a model directory counts as an export if it holds nothing but
-    files that an export writes.
+    Older versions left no mark. With `adopt`, a model directory without a mark counts as an export if it holds nothing
+    but files that an export writes.
     """
     if not destination.exists():
         return
@@ -134,7 +134,7 @@ def check_replaceable(destination: Path, *, adopt: bool) -> None:
 
 
 def _problem(destination: Path, *, adopt: bool) -> str | None:
-    """Why a directory may not be replaced; None if it may be."""
+    """Return why a directory may not be replaced; None if it may be."""
     there = _files(destination)
     if not there:
         return None
@@ -159,7 +159,7 @@ def _some(names: list[str]) -> str:
 
 
 def _read_mark(directory: Path) -> dict[str, Any] | str:
-    """The files that the mark lists, or what is wrong with it."""
+    """Return the files that the mark lists, or what is wrong with the mark."""
     path = directory / MARK_FILE
     try:
         values = read_json(path, limit=_MAX_BYTES)
@@ -172,13 +172,13 @@ def _read_mark(directory: Path) -> dict[str, Any] | str:
 
 
 def _files(directory: Path) -> list[str]:
-    """Every entry below a directory that is not itself a directory, by relative name. Links are not followed."""
+    """Return the relative name of every entry below a directory that is not a directory. Links are not followed."""
     found: list[str] = []
 
     def unreadable(error: OSError) -> None:
-        raise error  # os.walk would take the directory for an empty one
+        raise error  # otherwise os.walk takes the directory for an empty one
 
-    for folder, folders, files in os.walk(directory, onerror=unreadable):  # lists links to directories among these
+    for folder, folders, files in os.walk(directory, onerror=unreadable):  # lists links to directories as folders
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         empty = [] if files or folders or Path(folder) == directory else ["."]
         found += [os.path.relpath(os.path.join(folder, name), directory) for name in [*files, *links, *empty]]
@@ -192,7 +192,7 @@ def _differs(path: Path, listed: Any) -> bool:
 
 
 def _seen(path: Path) -> dict[str, Any]:
-    """Size and hash of a file. Weights are not hashed: reading 140 GB again takes minutes."""
+    """Return the size and hash of a file. Weights are not hashed: reading 140 GB again takes minutes."""
     size = path.stat().st_size
     if path.suffix == ".safetensors":
         return {"bytes": size}

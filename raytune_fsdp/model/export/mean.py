@@ -1,4 +1,4 @@
-"""Several networks of one shape as their mean, tensor by tensor."""
+"""The mean of several networks of one shape, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytune_fsdp.model.export.write import WholeTensors
 
 
 class MeanTensors:
-    """The mean of what several sources hold, summed in fp64. One tensor of one source is in memory beside the sum."""
+    """The mean of several sources' tensors, summed in fp64. One tensor of one source is in memory besides the sum."""
 
     def __init__(self, sources: Sequence[WholeTensors]) -> None:
         self._sources = sources
@@ -29,13 +29,13 @@ class MeanTensors:
         return self._dtypes
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Several whole tensors, on the CPU."""
+        """Return the means of several whole tensors, on the CPU."""
         return {name: self._mean(name) for name in names}
 
     def _mean(self, name: str) -> torch.Tensor:
         dtype = self._dtypes[name]
         tensors = (source.read_all([name])[name] for source in self._sources)
-        if not dtype.is_floating_point:  # what is counted has no mean; the newest is as good as any
+        if not dtype.is_floating_point:  # counts have no mean; the newest is as good as any
             return list(tensors)[-1]
         total = next(tensors).double()
         for tensor in tensors:

@@ -1,8 +1,9 @@
-"""Exported configs under the names of transformers 4 and of 5.
+"""Write exported configs with the names of both transformers 4 and 5.
 
-transformers 5 writes `rope_parameters` and `dtype`, and tokenizer classes that 4 does not have. 4.57 ignores what it
-does not know: an export of a Llama 3 then computes with theta 10,000 and without its scaling, and says nothing. Servers
-built on 4 do the same. Each version finds its own names here; 5 prefers the older ones, so both must say the same.
+transformers 5 writes `rope_parameters` and `dtype`, and tokenizer classes that version 4 does not have. 4.57 ignores
+what it does not know: an export of a Llama 3 then silently computes with theta 10,000 and without its scaling. Servers
+built on version 4 do the same. Each version finds its own names here; version 5 prefers the older names, so both must
+say the same.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from raytune_fsdp.model.directory.known_files import TOKENIZER_FILE
 
 _BASE = {"gpt_neox": "rotary_emb_base", "gpt_neox_japanese": "rotary_emb_base"}
 _PART = {"gpt_neox": "rotary_pct", "gpt_neox_japanese": "rotary_pct"}
-"""What a few architectures called `rope_theta` and `partial_rotary_factor`."""
+"""A few architectures' older names of `rope_theta` and `partial_rotary_factor`."""
 _OF_LAYERS = {
     "gemma3_text": ("rope_theta", "rope_local_base_freq"),
     "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
     "olmo3": ("rope_theta", "rope_theta"),
     "modernbert-decoder": ("global_rope_theta", "local_rope_theta"),
 }
-"""Base of full and of sliding attention, where they are apart. Scaling was that of full attention."""
+"""Older names of the bases of full and of sliding attention, where they differ. Scaling was that of full attention."""
 _FIELDS = {"qwen3_moe": {"num_experts": "num_local_experts"}}
 """Older names of other fields. Of the decoders that both versions have, only this one was renamed."""
 _GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
-"""In both versions the class that does what tokenizer.json says, and nothing else."""
+"""The class that in both versions does what tokenizer.json says, and nothing else."""
 
 
 def add_older_names(config: dict[str, Any], dtype: str) -> None:
@@ -61,20 +62,20 @@ def _add_rope(config: dict[str, Any]) -> None:
 
 
 def _scaling(rope: dict[str, Any], model_type: str) -> dict[str, Any] | None:
-    """`rope_scaling`. None, written as null: without the key some architectures scale by default."""
+    """Return `rope_scaling`. None is written as null: without the key some architectures scale by default."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
-    if model_type.startswith("phi3"):  # its check in transformers 4 wants these three, under these names
+    if model_type.startswith("phi3"):  # transformers 4 checks that it has these three keys, under these names
         return {"type": kind, **{key: rope[key] for key in ("short_factor", "long_factor") if key in rope}}
     return {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
 
 
 def rename_tokenizer(values: dict[str, Any], directory: Path) -> None:
-    """Name a class in the content of a tokenizer_config.json that both versions have, in place.
+    """Name a tokenizer class that both versions have in the content of a tokenizer_config.json, in place.
 
-    Not the architecture's own, also where both have it: transformers 4 puts the first token of LlamaTokenizer and its
-    like where its own defaults say, and 5 no longer writes down where that is. tokenizer.json says it.
+    The architecture's own class is not named, even if both versions have it: transformers 4 adds the first token in
+    LlamaTokenizer and its like by its own defaults, and version 5 no longer writes where it goes. tokenizer.json does.
     """
     kind = tokenizer_class_from_name(str(values.get("tokenizer_class")))  # looks in transformers only
     if not (directory / TOKENIZER_FILE).is_file():
@@ -82,7 +83,7 @@ def rename_tokenizer(values: dict[str, Any], directory: Path) -> None:
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerFast)):
         return
     own: Any = kind
-    # What the class decided by itself. The generic one of transformers 4 adds token_type_ids, which models refuse.
+    # What the class decided by itself. The generic class of transformers 4 adds token_type_ids, which models refuse.
     values.setdefault("model_input_names", list(own.model_input_names))
     values.setdefault("padding_side", own.padding_side)
     values.setdefault("clean_up_tokenization_spaces", False)

@@ -1,7 +1,7 @@
-"""Weights out: a Hugging Face model directory that from_pretrained and inference servers load.
+"""Export weights: a Hugging Face model directory that from_pretrained and inference servers load.
 
 Tensors go from the source to safetensors files one by one, under the keys that transformers' save_pretrained gives
-them. No more than the largest of them is in memory, with what it becomes.
+them. No more than one tensor is in memory at a time, and the converted one.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """As which network an export is written, where that is not the one that was trained."""
+    """The network that an export is written as, if it is not the one that was trained."""
 
     network: PreTrainedModel
-    """On the meta device. The export has its class, its config and all of its tensors."""
+    """A network on the meta device. The export has its class, its config and all of its tensors."""
     key_of: Mapping[str, str] = field(default_factory=dict)
-    """Keys in the base's own files by names in the network. Others are those of transformers' save_pretrained."""
+    """Keys in the base's own files by names in the network. Other keys are those of transformers' save_pretrained."""
     beside: Path | None = None
     """A directory with the files that say how images and sounds become tensors."""
 
@@ -78,9 +78,9 @@ def export(
 ) -> None:
     """Write a model directory: weights from `source`, config and tokenizer from the directory `model_files`.
 
-    It is written under a temporary name, read again, and renamed: `destination` is complete or not there. Code that
-    comes with the model is copied only if the user trusts it, and never run. `adopt`: an older export without a mark
-    is replaced, too. `form`: as which network, if not as the one of the config.
+    It is written under a temporary name, read again, and renamed: `destination` is either complete or not there. Code
+    that comes with the model is copied only if the user trusts it, and never run. `adopt`: replace an older export
+    without a mark, too. `form`: the network to write it as, if it is not the one of the config.
     """
     if not (model_files / CONFIG_FILE).is_file():
         raise ModelError(f"{model_files} has no {CONFIG_FILE}, so the model of this run cannot be exported")
@@ -101,14 +101,14 @@ def export(
 
 
 def _put_form(form: Form, staging: Path) -> None:
-    """Write the config of another network than the one that was trained, and what its processors are read from."""
+    """Write the config of another network than the one that was trained, and the files of its processors."""
     config = read_object(staging / CONFIG_FILE)
     if config.get("model_type") != form.network.config.model_type:
         config = json.loads(form.network.config.to_json_string())
     _write_json(staging / CONFIG_FILE, {**config, "architectures": [type(form.network).__name__]})
     for file in [form.beside / name for name in SEEING_FILES] if form.beside is not None else []:
         try:
-            # As it is; but JSON, and no larger than such a file is.
+            # Copied as it is, if it is JSON and no larger than such a file is.
             read_json(file, limit=MIB, links=True)
             (staging / file.name).write_bytes(read_file(file, limit=MIB, links=True))
         except FileNotFoundError:
@@ -118,9 +118,9 @@ def _put_form(form: Form, staging: Path) -> None:
 
 
 def check_complete(directory: Path, model: PreTrainedModel, shapes: Shapes) -> None:
-    """Refuse an export that lacks a tensor of its network, or has another one, by the rules that transformers loads by.
+    """Refuse an export that lacks a tensor of its network, or has another one, by transformers' rules for loading.
 
-    From the headers of its files: their content has been read back when it was written.
+    Only the headers of its files are read: their content was read back when it was written.
     """
     try:
         files = find_weights(directory)
@@ -143,7 +143,7 @@ def _check_code(model_files: Path, trusted: bool) -> None:
 
 
 def copy_known(model_files: Path, staging: Path, *, code: bool, without: Collection[str] = ()) -> None:
-    """Copy what belongs to a model besides its weights."""
+    """Copy the files that belong to a model besides its weights."""
     for name in travelling(model_files, code=code):
         if name in without:
             continue
@@ -152,7 +152,7 @@ def copy_known(model_files: Path, staging: Path, *, code: bool, without: Collect
 
 
 def _check_own(shapes: Shapes, model: PreTrainedModel) -> None:
-    """Refuse weights that are not those of the network that config.json describes: nothing could load the export."""
+    """Refuse weights of another network than config.json describes: nothing could load the export."""
     wanted = {name: tuple(tensor.shape) for name, tensor in owned_tensors(model).items()}
     differ = sorted({name for name, _ in wanted.items() ^ shapes.items()})
     if differ:
@@ -168,7 +168,7 @@ def _write_weights(
     target: torch.dtype | None,
     max_file_bytes: int,
 ) -> dict[str, torch.dtype]:
-    """Write every tensor to its file, and the index. Returns the types in the files, by key."""
+    """Write every tensor to its file, and the index. Return the types in the files, by key."""
     if model is not None:
         _check_own(source.shapes(), model)
     groups = under_keys(outgoing(source.shapes(), model), key_of, source.shapes())
@@ -177,7 +177,7 @@ def _write_weights(
     kept = kept_in_fp32(model, target) if model is not None and target is not None else set()
     types: dict[str, torch.dtype] = {}
     for group in groups:
-        # Integers keep their type, and so does what the architecture keeps in fp32.
+        # Integers keep their type, and so do tensors that the architecture keeps in fp32.
         stored = stored_types[group.names[0]]
         cast = target is not None and stored.is_floating_point and kept.isdisjoint(group.names)
         types |= dict.fromkeys(group.stored, target if target is not None and cast else stored)
@@ -204,9 +204,9 @@ def _write_files(
     types: Mapping[str, torch.dtype],
     staging: Path,
 ) -> None:
-    """Write one file after the other; groups come in their order. A thread reads finished files again meanwhile.
+    """Write one file after the other; groups are in the order of the files. A thread meanwhile reads finished files.
 
-    A tensor at a time: a model of 936 MB is written within 192 MiB of memory, its embedding in fp32 and in bf16. With
+    One tensor at a time: a model of 936 MB is written within 192 MiB of memory, its embedding in fp32 and in bf16. With
     all checks an export takes 2.38 s instead of 1.32 (docs/results.md).
     """
     pending = iter(files.items())
@@ -251,7 +251,7 @@ def finish(path: Path, file: TensorFile) -> None:
 
 
 def _split(shapes: Shapes, types: Mapping[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
-    """Keys by file, in their order: a new file begins where the next tensor does not fit, so a huge one has its own."""
+    """Split keys into files, in order: a new file begins when the next tensor does not fit, so a huge one is alone."""
     files: list[list[str]] = []
     used = max_file_bytes + 1  # the first tensor begins a file
     for key, shape in shapes.items():
@@ -269,7 +269,7 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _write_configs(staging: Path, types: Mapping[str, torch.dtype], *, code: bool) -> None:
-    """Put the type of most weights into config.json, in which from_pretrained loads all, and transformers 4's names."""
+    """Put transformers 4's names into the configs, and the type of most weights, in which from_pretrained loads all."""
     config = read_object(staging / CONFIG_FILE)
     main = max(set(types.values()), key=list(types.values()).count)
     add_older_names(config, str(main).removeprefix("torch."))
@@ -278,7 +278,7 @@ def _write_configs(staging: Path, types: Mapping[str, torch.dtype], *, code: boo
     if tokenizer_config.exists():
         values = read_object(tokenizer_config)
         if not code:
-            values.pop("auto_map", None)  # the tokenizer was loaded without that code, which is not here
+            values.pop("auto_map", None)  # the tokenizer was loaded without its code, which is not exported
         rename_tokenizer(values, staging)
         _write_json(tokenizer_config, values)
 

@@ -2,8 +2,8 @@
 
 objective.py        the cross-entropy of the targets, and what a run adds to it
 loss.py             the loss of a micro-batch, summed over its targets
-losses.py           what a forward pass knows of its targets
-chunked_head.py     losses without the logits of a batch
+losses.py           the results of a forward pass for its targets
+chunked_head.py     losses without the logits of a whole micro-batch
 documents.py        the losses of single documents
 routers.py          the losses that keep experts balanced
 embedding_noise.py  NEFTune

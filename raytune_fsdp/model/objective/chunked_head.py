@@ -1,9 +1,9 @@
-"""From hidden states to losses without the logits of a batch.
+"""Compute losses from hidden states without the logits of a whole micro-batch.
 
 Logits are the largest tensor of a step: 8,192 tokens of a vocabulary of 128,256 are 4 GiB in fp32, held together with
-their softmax and their gradient. Here a few hundred tokens at a time become logits, losses and at once gradients, which
-is all that is kept. On one CPU thread, 2,048 tokens of that vocabulary take 0.26 of the logits' memory beside the
-gradients, in 0.92 of the time of the plain loss, which takes 2.76 of it (docs/results.md).
+their softmax and their gradient. Here a few hundred tokens at a time become logits, losses and at once gradients; only
+losses and gradients are kept. On one CPU thread, 2,048 tokens of that vocabulary take 0.26 times the logits' memory
+besides the gradients, in 0.92 of the time of the plain loss, which takes 2.76 times that memory (docs/results.md).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from raytune_fsdp.model.pieces.sums import here, summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
 _CHUNK = {"cpu": 2**25, "cuda": 2**27}
-"""Logits at a time: 128 MiB in fp32, and products large enough for matrix units (261 tokens of 128,256). On a GPU four
-times as many. After each chunk the whole gradient of the weight is read and written, which for 261 tokens would take
-about twice as long as their products; both are estimates for an H100 (3.3 TB/s, 800 TFLOP/s) and were not measured."""
+"""Logits at a time: 128 MiB in fp32, and products large enough for matrix units (261 tokens of 128,256). A GPU takes
+four times as many: after each chunk the whole gradient of the weight is read and written, which for 261 tokens would
+take about twice as long as their products; both are estimates for an H100 (3.3 TB/s, 800 TFLOP/s), not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Shape:
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> Shape:
-        """By the names that configs have for it. What they do not say shows when the losses are compared."""
+        """Read it from the fields of a config. What configs do not say shows when the losses are compared."""
         text = hf_config.get_text_config()
         scale = 1.0
         for name, divides in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
@@ -54,17 +54,16 @@ class Shape:
 
 
 class NewRows(NamedTuple):
-    """Rows of a head that are trained in the place of those of its frozen weight."""
+    """Rows of a head that are trained in place of rows of its frozen weight."""
 
     weight: torch.Tensor
     ids: torch.Tensor
 
 
 class LossHead(HeadWithRows):
-    """An output embedding that goes straight to losses when it is told the targets; otherwise it returns logits.
+    """An output embedding that computes losses directly if it has targets; otherwise it returns logits.
 
-    The product is computed in this module's forward pass, not beside it, since that is when FSDP has gathered the
-    weight.
+    The product is computed in this module's own forward pass, because only then FSDP has gathered the weight.
     """
 
     shape: Shape
@@ -72,13 +71,13 @@ class LossHead(HeadWithRows):
     _objective: Objective = CROSS_ENTROPY
     losses: Losses | None = None
     stands_for: str | None = None
-    """The type of device whose number of logits at a time is taken; None: the one that computes."""
+    """The type of device whose chunk size is used; None: that of the device that computes."""
     vocabulary: VocabularyPart | None = None
-    """This rank's part. None: all of it."""
+    """This rank's part of the vocabulary. None: all of it."""
 
     @classmethod
     def of(cls, linear: nn.Linear, shape: Shape) -> LossHead:
-        """With the same parameters, tied or not."""
+        """Return a loss head with the parameters of `linear`, tied or not."""
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias, head.shape = linear.weight, linear.bias, shape
         if isinstance(linear, HeadWithRows):
@@ -87,7 +86,7 @@ class LossHead(HeadWithRows):
 
     @contextmanager
     def aimed_at(self, targets: Targets, objective: Objective = CROSS_ENTROPY) -> Iterator[None]:
-        """In here, a forward pass of the network leaves `losses`, and has no logits."""
+        """Set the targets: in this context a forward pass of the network sets `losses`, and has no logits."""
         self._targets, self._objective, self.losses = targets, objective, None
         try:
             yield
@@ -113,15 +112,15 @@ class LossHead(HeadWithRows):
             device_type=self.stands_for,
             vocabulary=self.vocabulary,
         )
-        # One number in the place of the logits, for the network to cap and scale as it likes. Gradients must come back
-        # through it, since FSDP gathers weights for backward where they reach what a module has returned.
+        # One number in place of the logits, for the network to cap and scale as it likes. Gradients must come back
+        # through it, since FSDP gathers weights for backward when they reach what a module has returned.
         output = losses.total[None, None, None].clone()  # FSDP warns of views
         self.losses = replace(losses, total=output.sum())
         return output
 
 
 def install_chunked_loss(model: PreTrainedModel) -> None:
-    """Put a `LossHead` in the place of the network's output embedding, which must be an `nn.Linear`."""
+    """Replace the network's output embedding, which must be an `nn.Linear`, with a `LossHead`."""
     old = model.get_output_embeddings()
     name = next(name for name, module in model.named_modules() if module is old)
     parent, _, attribute = name.rpartition(".")
@@ -129,7 +128,7 @@ def install_chunked_loss(model: PreTrainedModel) -> None:
 
 
 def choose_loss(asked: str, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
-    """How the losses of a run are computed. `kept` is how its checkpoint was; None: it has none yet."""
+    """Choose how the losses of a run are computed. `kept`: the choice of its checkpoint; None: no checkpoint yet."""
     if asked == "chunked" and needs.plain_loss:
         raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
     if asked != "auto":
@@ -142,7 +141,7 @@ def choose_loss(asked: str, needs: KernelNeeds, *, kept: str | None) -> KernelCh
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether the network ends in one linear layer."""
+    """Return whether the network ends in one linear layer."""
     return type(model.get_output_embeddings()) is nn.Linear
 
 
@@ -158,9 +157,9 @@ def linear_cross_entropy(
     device_type: str | None = None,
     vocabulary: VocabularyPart | None = None,
 ) -> Losses:
-    """The losses of `ids` after `hidden` (tokens, width), which are all target tokens."""
+    """Compute the losses of the targets `ids`, each predicted from its row of `hidden` (tokens, width)."""
     at_once = _CHUNK.get(device_type or hidden.device.type, _CHUNK["cpu"])
-    # Asked here, since inside of a Function they are always off.
+    # Asked here, since gradients are always off inside of a Function.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
@@ -170,7 +169,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradient of the sum is computed in the forward pass, chunk by chunk; backward only scales it."""
+    """Computes the gradient of the sum in the forward pass, chunk by chunk; backward only scales it."""
 
     @staticmethod
     def forward(
@@ -190,14 +189,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         each = torch.empty(len(ids), dtype=wide, device=hidden.device)
         right = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
-        # Torch says of a parameter that it needs its gradient also under no_grad.
+        # Torch says that a parameter needs its gradient even under no_grad.
         wanted = [learning and needed for needed in ctx.needs_input_grad]
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         # In fp32 also for 16-bit weights: chunks are summed here that one product would sum in its accumulators.
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
-        # Of all ranks as many: what they tell each other of a chunk has its length.
+        # All ranks need chunks of the same size: the tensors that they exchange for a chunk have its length.
         size = max(1, at_once // (weight.shape[0] if vocabulary is None else vocabulary.most))
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
@@ -243,7 +242,7 @@ def _logits(
     shape: Shape,
     wide: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits as the network makes them, and the slope of the cap on them."""
+    """Return logits as the network makes them, and the slope of the cap on them."""
     logits = F.linear(hidden, weight, bias)
     if rows is not None and places is not None:
         with_rows(logits, hidden, rows, bias, places)
@@ -260,7 +259,7 @@ def _logits(
 def _losses(
     logits: torch.Tensor, ids: torch.Tensor, objective: Objective, vocabulary: VocabularyPart | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses, and whether the best is right. Leaves the gradient of the losses' sum in `logits`."""
+    """Return losses, and whether the most likely token is right. Leave the gradient of the losses' sum in `logits`."""
     smoothing, z = objective.label_smoothing, objective.z_loss
     count, own, mine = (logits.shape[-1], ids, None) if vocabulary is None else (vocabulary.whole, *vocabulary.own(ids))
     best, at = logits.max(-1) if vocabulary is None else vocabulary.best(logits)
@@ -287,7 +286,7 @@ def _losses(
 
 
 def _taken_out(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """These columns, which become zero: what the weight has in their places was not used."""
+    """Take these columns out and set them to zero: the weight's rows in their places were not used."""
     apart = gradient.index_select(1, places)
     gradient.index_fill_(1, places, 0)
     return apart

@@ -1,4 +1,4 @@
-"""The losses of documents while a run trains on them (`tracking.documents`), on the device until they are fetched."""
+"""Collect the losses of documents while a run trains on them (`tracking.documents`), on the device until fetched."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raytune_fsdp.model.objective.losses import Losses
 
 
 class DocumentLosses:
-    """Of each block that this rank has trained on, the sum of losses of every segment: a document, or the padding of a
-    sample."""
+    """The sum of losses of every segment (a document, or a sample's padding) in each micro-batch that this rank trained
+    on."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, torch.Tensor]] = {}
@@ -22,26 +22,27 @@ class DocumentLosses:
     def add(self, losses: Losses, block: MicroBatch) -> None:
         if not block.is_filler:
             sums = sums_by_segment(losses.each, block)
-            if sums.is_cuda:  # queued now: the metrics of the step, which the host waits for, come behind it
+            if sums.is_cuda:  # queued now: the step's metrics, which the host waits for, are queued after it
                 sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
             self._steps.setdefault(pulse().step, {})[block.index] = sums
 
     def take(self, steps: Iterable[int]) -> dict[int, dict[int, list[float]]]:
-        """Those of steps whose metrics the host has, by step and block."""
+        """Take out the sums of steps whose metrics the host has, by step and micro-batch."""
         found = {step: self._steps.pop(step, {}) for step in steps}
-        return {step: {index: sums.tolist() for index, sums in blocks.items()} for step, blocks in found.items()}
+        return {step: {index: sums.tolist() for index, sums in batches.items()} for step, batches in found.items()}
 
 
 def sums_by_segment(each: torch.Tensor, block: MicroBatch) -> torch.Tensor:
-    """Sums of the losses of a block's targets, in float64, by the segments between its borders."""
+    """Sum the losses of a micro-batch's targets, in float64, by the segments between its borders."""
     places, starts, part = block.targets.places, block.borders.starts, block.part
     if part is not None:
         places = places + part.member * block.input_ids.numel()
     starts = starts.to(places.dtype)
-    if torch.are_deterministic_algorithms_enabled():  # index_add adds in order then, and a GPU has no running sums
+    # Then index_add adds in order, and a GPU has no deterministic running sums.
+    if torch.are_deterministic_algorithms_enabled():
         segments = torch.searchsorted(starts, places, right=True) - 1
         return each.new_zeros(len(starts) - 1, dtype=torch.float64).index_add_(0, segments, each.double())
-    # Differences of running sums: index_add on a GPU adds in any order.
+    # Differences of running sums, since index_add on a GPU adds in any order.
     edges = torch.searchsorted(places, starts)
     sums = torch.cat([each.new_zeros(1, dtype=torch.float64), each.double().cumsum(0)])
     return sums[edges[1:]] - sums[edges[:-1]]

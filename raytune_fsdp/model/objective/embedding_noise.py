@@ -14,25 +14,25 @@ from raytune_fsdp.base.batch import PADDING, MicroBatch
 
 @contextmanager
 def noisy_embeddings(model: PreTrainedModel, block: MicroBatch, alpha: float | None) -> Iterator[None]:
-    """In here the network's embedding adds noise to what it returns, no larger than alpha / sqrt(L * width).
+    """In this context the network's embedding adds noise to its results, no larger than alpha / sqrt(L * width).
 
     L is how many tokens a packed sample has, padding left out. The noise is drawn from the random state that every
-    block begins with, before any dropout: the embedding comes first and is never computed again.
+    micro-batch begins with, before any dropout: the embedding comes first and is never computed again.
     """
     if alpha is None:
         yield
         return
     tokens = (block.source_ids != PADDING).sum(-1, keepdim=True).clamp(min=1)  # a filler has none
-    # Of each token: kernels that are told where documents begin get the samples of a block in one row.
+    # The length for each token: kernels that get borders have all samples of a micro-batch in one row.
     lengths = tokens.expand_as(block.source_ids).reshape(-1)
     part = block.part
     if part is not None:
         lengths = part.lengths.clamp(min=1)
 
     def add(_: torch.nn.Module, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-        # In fp32 whatever the network computes in: the numbers of bf16 are too few for a fine noise.
+        # In fp32, whatever type the network computes in: bf16 is too coarse for such noise.
         members, member = (1, 0) if part is None else (part.members, part.member)
-        shape = members, *embedded.shape  # of a part, that of the whole block is drawn
+        shape = members, *embedded.shape  # for a part, the noise of the whole micro-batch is drawn
         noise = torch.empty(shape, dtype=torch.float32, device=embedded.device).uniform_(-1, 1)[member]
         largest = alpha * (lengths * embedded.shape[-1]).float().rsqrt()
         return embedded + noise.mul_(largest.view(*embedded.shape[:-1], 1)).to(embedded.dtype)

@@ -1,4 +1,4 @@
-"""The loss of a block: a sum over its target tokens, to be divided by the targets of the whole global batch."""
+"""Compute the loss of a micro-batch: a sum over its targets, to be divided by the targets of the whole global batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 
 
 def block_loss(model: PreTrainedModel, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
-    """The losses of a block, from its tokens on. All ranks must call this (sharded forward)."""
+    """Compute the losses of a micro-batch from its tokens. All ranks must call this (sharded forward)."""
     routers = objective.routers
     if routers is None:
         losses = _token_losses(model, block, objective)
@@ -33,7 +33,7 @@ def block_loss(model: PreTrainedModel, block: MicroBatch, objective: Objective =
 
 
 def _not_counted(losses: Losses) -> Losses:
-    """Zeros, for sums over ranks; with the gradients that they have."""
+    """Return losses of zero, for sums over ranks, that keep their (zero) gradients."""
     return replace(
         losses,
         total=losses.total - losses.total.detach(),
@@ -56,7 +56,7 @@ def _token_losses(model: PreTrainedModel, block: MicroBatch, objective: Objectiv
 
 
 def plain_losses(logits: torch.Tensor, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
-    """The losses of a block whose logits are all there, (samples, tokens, vocabulary)."""
+    """Compute the losses of a micro-batch from all of its logits, (samples, tokens, vocabulary)."""
     total, log_probabilities = _summed(logits, _targets_of(block))
     places, ids = block.targets.places, block.targets.ids
     fixed = log_probabilities.detach()
@@ -70,7 +70,7 @@ def plain_losses(logits: torch.Tensor, block: MicroBatch, objective: Objective =
 def _bent(
     logits: torch.Tensor, log_probabilities: torch.Tensor, block: MicroBatch, objective: Objective
 ) -> torch.Tensor:
-    """The losses of the targets, smoothed and with the square of the logarithm of the softmax's sum."""
+    """Compute the targets' losses with label smoothing and z-loss, the square of the logarithm of the softmax's sum."""
     places, ids = block.targets.places, block.targets.ids
     each = -log_probabilities[places, ids]
     if objective.label_smoothing:
@@ -81,21 +81,21 @@ def _bent(
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of all target tokens, in at least float32."""
-    # Position i predicts token i+1, so the labels move by one instead of the logits, which would have to be copied.
+    """Sum the cross-entropies of all target tokens, in at least float32."""
+    # Position i predicts token i+1, so the labels move by one, and not the logits, which would have to be copied.
     return _summed(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1))[0]
 
 
 def _targets_of(block: MicroBatch) -> torch.Tensor:
-    """What is to be predicted at each place, the samples laid out one after another."""
-    # Not from the labels: what the last token of a part predicts is the first of the next one.
+    """Return the target at each place, with the samples laid out one after another."""
+    # Not from the labels: the last token of a part predicts the first token of the next part.
     targets = torch.full((block.input_ids.numel(),), IGNORE, device=block.input_ids.device)
     targets[block.targets.places] = block.targets.ids
     return targets
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the cross-entropies of the targets, and the logarithms of all probabilities."""
+    """Return the sum of the cross-entropies of the targets, and the logarithms of all probabilities."""
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.float()

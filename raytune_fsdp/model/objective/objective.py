@@ -1,4 +1,4 @@
-"""What a step minimises: the cross-entropy of its targets, and what a run adds to that."""
+"""What a step minimises: the cross-entropy of its targets, and what a run adds to it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is added to the cross-entropy. As it is by default, it is what an evaluation measures: that alone."""
+    """What is added to the cross-entropy. The default is plain cross-entropy, as in evaluation."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     neftune_noise_alpha: float | None = None
     routers: Routers | None = None
-    """Of a mixture of experts: what watches them, and adds their losses."""
+    """Watches the routers of a mixture of experts, and adds their losses."""
 
     documents: DocumentLosses | None = None
-    """What notes the losses of documents; they are no part of what is minimised."""
+    """Notes the losses of documents, which do not change what is minimised."""
 
     @classmethod
     def of(
@@ -39,12 +39,12 @@ class Objective:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Layers that are watched, and the experts of each."""
+        """The number of layers with watched routers, and of experts in each."""
         return (0, 0) if self.routers is None else (self.routers.layers, self.routers.experts)
 
     @property
     def bends_losses(self) -> bool:
-        """Whether the loss of a token is another one than its cross-entropy."""
+        """Whether the loss of a token is not its plain cross-entropy."""
         return bool(self.label_smoothing or self.z_loss)
 
 

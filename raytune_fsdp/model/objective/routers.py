@@ -1,9 +1,9 @@
-"""The routers of a mixture of experts: the losses that keep them balanced, and how many tokens each expert gets.
+"""Watch the routers of a mixture of experts: losses that keep experts balanced, and how many tokens each expert gets.
 
-transformers' models name the modules that return router logits. What is needed of those is added up where they are
-made, inside of the block: as results of the network (`output_router_logits`) the logits of all layers, and what their
-softmax keeps for backward, would stay in memory, whatever is computed again. A block that is computed again calls the
-hooks again, which must then do the same and note nothing.
+transformers' models name the modules that return router logits. The sums that are needed are computed where the logits
+are made, inside of the layer: as results of the network (`output_router_logits`) the logits of all layers, and what
+their softmax keeps for backward, would stay in memory, even with recomputation. A layer that is computed again calls
+the hooks again, which must then do the same and note nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from raytune_fsdp.model.objective.losses import Losses
 
 
 def why_routers_forbid(train: TrainConfig) -> str | None:
-    """Why blocks are not to be compiled, or None."""
+    """Return why layers are not to be compiled, or None."""
     asked = train.router_aux_loss_coef or train.router_z_loss_coef
-    return "the losses of routers are taken from inside of the blocks" if asked else None
+    return "the losses of routers are taken from inside of the layers" if asked else None
 
 
 def routers_of(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The modules that choose experts, in their order, and where in what they return their logits are."""
+    """Return the modules that choose experts, in order, each with the index of the logits in what it returns."""
     for part in model.modules():
         recorder = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
         target = getattr(recorder, "target_class", recorder)
@@ -43,26 +43,27 @@ def routers_of(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 
 def numbers_of_experts(model: PreTrainedModel) -> set[int]:
-    """What the config says of them, by whichever of its names."""
+    """Return the numbers of experts that the config has, under any of its names for them."""
     text = model.config.get_text_config()
     found = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return {number for number in found if number is not None}
 
 
 def _experts(model: PreTrainedModel) -> int:
-    """How many each router chooses from; 0 if there are none, or not alike."""
-    # A bias of the choice may stand beside the weight, as a matrix of one row.
+    """Return how many experts each router chooses from; 0 if there are no routers, or they differ."""
+    # A router may have a bias next to its weight, as a matrix of one row.
     matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
     found = {max(each, key=torch.Tensor.numel).shape[0] if each else 0 for each in matrices}
-    # A router may have larger matrices than the one that makes its logits, as Zaya's.
+    # A router may have larger matrices than the one that makes its logits, as Zaya's does.
     said = numbers_of_experts(model)
     return found.pop() if len(found) == 1 and (not said or found & said) else 0
 
 
 def watch_routers(model: PreTrainedModel, train: TrainConfig, group: dist.ProcessGroup | None = None) -> Routers | None:
-    """What watches the routers of a network that is not sharded yet; None if it has none of the usual form.
+    """Watch the routers of a network that is not sharded yet; return None if it has none of the usual form.
 
-    `group`: the ranks that share each block, if several do."""
+    `group`: the ranks that share each micro-batch, if several do.
+    """
     experts = _experts(model)
     return Routers(model, train, experts, group) if experts else None
 
@@ -71,7 +72,7 @@ def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
     """Refuse losses of routers that the architecture does not have."""
     for field in ("router_aux_loss_coef", "router_z_loss_coef"):
         value = getattr(train, field)
-        # Those of DeepSeek and its kin are balanced by a bias that no gradient trains, and have no softmax.
+        # Routers of DeepSeek and its kin are balanced by a bias that no gradient trains, and have no softmax.
         if value and not (_experts(model) and hasattr(model.config.get_text_config(), "router_aux_loss_coef")):
             raise ConfigError(
                 f"train.{field}={value:g}: a {type(model).__name__} has no load-balancing loss in transformers (its "
@@ -80,7 +81,7 @@ def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """A sum in which what other ranks do with it counts for this rank's gradient, too."""
+    """A sum over ranks whose gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -119,8 +120,8 @@ class Routers:
 
     @contextmanager
     def watching(self, block: MicroBatch) -> Iterator[None]:
-        """In here a forward pass of the network over this block is noted."""
-        # Kept until the next block: what is computed again in backward has to do the same.
+        """Note, in this context, a forward pass of the network over this micro-batch."""
+        # Kept until the next micro-batch: what is computed again in backward has to do the same.
         self._real = (block.source_ids != PADDING).reshape(-1)
         self._noting, self._load, self._sums = True, [], []
         try:
@@ -132,7 +133,7 @@ class Routers:
         if not module.training or self._real is None:
             return
         if self._noting:
-            # Llama 4's gives logits and scores only.
+            # Llama 4's router returns only logits and scores.
             whole = [each for each in output if not each.is_floating_point()]
             logits = output[index].detach().reshape(len(self._real), -1)  # nothing is kept for backward
             chosen = whole[0] if whole else logits.topk(self._chosen, -1).indices
@@ -143,7 +144,7 @@ class Routers:
                 self._sums.append(sums)
 
     def _count(self, chosen: torch.Tensor) -> torch.Tensor:
-        """How many tokens go to each expert. Whole numbers are the same in any order of adding."""
+        """Count the tokens that go to each expert. Sums of whole numbers do not depend on the order of adding."""
         assert self._real is not None
         weights = self._real.long().repeat_interleave(chosen.shape[1])
         return torch.zeros(self.experts, dtype=torch.int64, device=chosen.device).scatter_add_(
@@ -151,7 +152,7 @@ class Routers:
         )
 
     def _summed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Over the tokens: choices and probabilities of each expert, and the squares for the z-loss."""
+        """Sum over the tokens: choices and probabilities of each expert, and the squares for the z-loss."""
         assert self._real is not None
         probabilities = logits.softmax(-1)
         counts = self._count(probabilities.detach().topk(self._chosen, -1).indices)
@@ -159,15 +160,15 @@ class Routers:
         return torch.cat([counts.to(logits.dtype), real @ probabilities, (real @ logits.logsumexp(-1).square())[None]])
 
     def add_to(self, losses: Losses, block: MicroBatch) -> Losses:
-        """The losses with those of the routers, as many times as the block has targets, and the load of the experts."""
+        """Add the routers' losses, times the micro-batch's number of targets, and the load of the experts."""
         losses = replace(losses, load=tuple(self._load))
         if not self._sums:
             return losses
         assert self._real is not None
         sums, real = torch.stack(self._sums).sum(0), self._real.sum()
         if self._group is not None:
-            # The loss is of the whole block: no sum of losses of its parts. Each rank adds it for its own targets, and
-            # in backward the gradients of all these come together here, too.
+            # The loss is that of the whole micro-batch, not a sum of losses of its parts. Each rank adds it for its own
+            # targets, and in backward the gradients of all ranks are summed here, too.
             sums = SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
             dist.all_reduce(real, group=self._group)
         rows = real.clamp(min=1) * self.layers  # a filler has no token

@@ -1,4 +1,4 @@
-"""Which numbers of a whole tensor a rank has: some of its rows, and some columns of a weight that is cut by those."""
+"""Find the piece of a whole tensor that a rank has: some rows, and some columns of a weight that is cut by columns."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 TENSOR = "tensor"
-"""The axis of a mesh along which ranks have each a part of every layer."""
+"""The axis of a mesh along which each rank has a piece of every layer."""
 
 
 def local_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without a copy."""
-    with torch.no_grad():  # without gradients to_local looks it up; with them it is an operation of autograd
+    """Return this rank's piece of a tensor, without a copy."""
+    with torch.no_grad():  # without gradients to_local is a look-up; with them it is an operation of autograd
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether ranks that compute a layer together have each another part of this weight."""
+    """Return whether ranks that compute a layer together each have another piece of this weight."""
     return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """[start, stop) of rows, and of columns; None: all of these."""
+    """Rows [start, stop), and columns [start, stop); None: all columns."""
 
     rows: tuple[int, int]
     columns: tuple[int, int] | None = None
@@ -37,25 +37,26 @@ class Piece:
         return 0 if self.columns is None else self.columns[0]
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of whole rows, the columns."""
+        """Take the piece's columns of whole rows."""
         return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
 
 
 def shard_axis(tensor: DTensor) -> int:
-    """The axis of a mesh that fully_shard has split along."""
+    """Return the axis of a mesh that fully_shard has split along."""
     cut = _tensor_axis(tensor)
-    # Of a weight whose rows are cut, too, torch calls it another kind of shards.
+    # If the weight's rows are cut, too, torch has another placement for it, so look for `dim` and not for Shard.
     axis = next(i for i, placement in enumerate(tensor.placements) if i != cut and hasattr(placement, "dim"))
     assert tensor.placements[axis].dim == 0, "fully_shard splits by rows"  # type: ignore[attr-defined]
     return axis
 
 
 def piece_of(tensor: torch.Tensor, rank: int | None = None) -> Piece:
-    """What a rank has, by default this one. The tensor is sharded, unless one rank has all of it."""
+    """Return a rank's piece of a tensor, by default this rank's. The tensor is sharded, unless one rank has all of it."""
     if not isinstance(tensor, DTensor):
         return Piece((0, tensor.shape[0] if tensor.ndim else 1))
     mesh, cut = tensor.device_mesh, _tensor_axis(tensor)
-    # Parts of layers are the last axis: what is not cut is on every so many ranks of the world.
+    # The tensor axis is the last: a weight that is not cut has a mesh without it, and the same piece on as many
+    # neighbouring ranks as that axis has.
     place = (dist.get_rank() if rank is None else rank) // (dist.get_world_size() // mesh.size())
     at = _coordinates(place, mesh.shape)
     rows, columns = (0, tensor.shape[0]), None
@@ -69,7 +70,7 @@ def piece_of(tensor: torch.Tensor, rank: int | None = None) -> Piece:
 
 
 def _coordinates(place: int, shape: Sequence[int]) -> list[int]:
-    """In plain numbers: torch's own would be asked for in every step."""
+    """Return the coordinates of a place as plain numbers: torch's own would be slow to ask for in every step."""
     found = []
     for size in reversed(shape):
         place, at = divmod(place, size)
@@ -78,7 +79,7 @@ def _coordinates(place: int, shape: Sequence[int]) -> list[int]:
 
 
 def cut_piece(whole: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Of a whole tensor, what ranks that compute a layer together have of `like`, which is not sharded."""
+    """Cut from a whole tensor the piece that this rank has of `like`, which is cut by tensor but not sharded."""
     if not isinstance(like, DTensor):
         return whole
     axis = like.placements[0].dim  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ def cut_piece(whole: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh) -> torc
 
 
 def range_of(size: int, parts: int, part: int) -> tuple[int, int]:
-    """ceil(size / parts) each, so that the last ones have fewer or none, as fully_shard has it."""
+    """Return the range of one part: ceil(size / parts) each, the last ones fewer or none, as fully_shard splits."""
     chunk = -(-size // parts)
     return min(size, chunk * part), min(size, chunk * (part + 1))
 

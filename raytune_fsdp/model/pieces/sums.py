@@ -19,33 +19,34 @@ _AT_ONCE = 2**24
 
 
 def here(parameter: torch.Tensor) -> torch.Tensor:
-    """A weight as this rank computes with it: of one that is cut, its part."""
+    """Return a weight as this rank computes with it: if it is cut, this rank's piece."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def sum_results(group: ProcessGroup, result: torch.Tensor) -> torch.Tensor:
-    """What the ranks have computed each for its part, added up. Its gradient is everyone's."""
+    """Add up what each rank has computed for its part. Every rank gets the gradient of the sum."""
     summed: torch.Tensor = _SumResults.apply(group, result)  # type: ignore[no-untyped-call]
     return summed
 
 
 def sum_gradients(group: ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What all ranks have and each computes something else with: gradients are added up."""
+    """Return tensors that all ranks have and each uses differently, so that their gradients are added up."""
     same: tuple[torch.Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return same
 
 
 def summed(group: ProcessGroup, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
-    """Over the group, in a new tensor."""
+    """Reduce a tensor over the group, into a new tensor."""
     found: torch.Tensor = wait_tensor(all_reduce(tensor.contiguous(), how, group))  # type: ignore[no-untyped-call]
     return found
 
 
 def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
-    """Give all ranks that compute layers together the first one's gradients of what is not cut.
+    """Give all ranks that compute layers together the first rank's gradients of weights that are not cut.
 
-    They are sums of the same numbers, but over other ranks, in an order that the library chooses for each group: the
-    last bits may differ, and copies of a weight would drift apart."""
+    These gradients are sums of the same numbers, but over other ranks, in an order that the library chooses for each
+    group: the last bits may differ, and copies of a weight would drift apart.
+    """
     group = next(
         each.device_mesh.get_group(TENSOR) for each in model.parameters() if isinstance(each, DTensor) and is_cut(each)
     )
@@ -58,7 +59,7 @@ def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: 
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Of one type, and few enough numbers for a copy: most are a norm's."""
+    """Group tensors of one type with few enough numbers for a copy: most are a norm's."""
     many: list[torch.Tensor] = []
     numbers = 0
     for each in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
@@ -82,7 +83,7 @@ class _SumResults(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """Several at once, so that every rank sums them in the same order."""
+    """Takes several tensors at once, so that every rank sums them in the same order."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
