@@ -180,7 +180,7 @@ def _causal_lm(hf_config: PretrainedConfig, kwargs: Mapping[str, Any]) -> PreTra
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except ImportError as error:
         # transformers refuses flash attention on a machine without a GPU or flash-attn, and a run may be prepared or
-        # measured on one: `attention.use` asks again on the ranks.
+        # measured on one: `set_attention` asks again on the ranks.
         if not asked.startswith("flash_attention_") or "FlashAttention" not in str(error):
             raise
         hf_config._attn_implementation = None

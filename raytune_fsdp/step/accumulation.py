@@ -1,7 +1,8 @@
-"""Gradients of a step's micro-batches, added in fp32 where weights are in 16 bits (`bf16_pure`), and rounded once.
+"""Add the gradients of a step's micro-batches in fp32 if weights are in 16 bits (`bf16_pure`), and round once.
 
 Autograd and FSDP add them in the type of the weights. Four gradients that are rounded after each sum give another
-result as ((a + b) + c) + d, by one rank, than as (a + b) + (c + d), by two: by 2**-9 of many numbers, in every step.
+result as ((a + b) + c) + d, on one rank, than as (a + b) + (c + d), on two: many numbers differ by 2**-9, in every
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.step.parallel import Unit
 
 FP32, AS_WEIGHTS = "fp32", "bf16"
-"""In which type they are added, as a checkpoint says it."""
+"""The type in which gradients are added, as a checkpoint names it."""
 
 
 def add_gradients(
@@ -30,7 +31,10 @@ def add_gradients(
     layout: Layout,
     rounds: int,
 ) -> None:
-    """As the run began: None where weights are not in 16 bits. `rounds`: the micro-batches of a rank in a full step."""
+    """Add gradients as the run began to. `how` is None if weights are not in 16 bits.
+
+    `rounds`: the micro-batches of a rank in a full step.
+    """
     if how is not None and how.name == FP32:
         add_in_fp32(model, units, config, layout, rounds)
 
@@ -38,7 +42,7 @@ def add_gradients(
 def add_in_fp32(
     model: nn.Module, units: Sequence[Unit], config: ParallelConfig, layout: Layout, micro_batches: int
 ) -> None:
-    """Do so in a network that has its memory. `micro_batches`: of a rank in a full step."""
+    """Add gradients in fp32, in a network that has its memory. `micro_batches`: those of a rank in a full step."""
     if micro_batches == 1:
         return
     if not isinstance(model, FSDPModule):
@@ -46,7 +50,7 @@ def add_in_fp32(
             if parameter.requires_grad:
                 parameter.register_hook(_Sum([parameter], micro_batches).added)  # type: ignore[no-untyped-call]
         return
-    # FSDP itself keeps them in fp32 where they wait for the last micro-batch, to be sent or to be added to replicas'.
+    # FSDP itself keeps gradients in fp32 if they wait for the last micro-batch, to be sent or added to the replicas'.
     if config.defer_gradient_sync or layout.replicas > 1:
         return
     known: set[int] = set()
@@ -58,7 +62,7 @@ def add_in_fp32(
 
 
 class _Sum:
-    """The sum of a step's gradients of parameters that come together."""
+    """The sum of a step's gradients, for parameters whose gradients come together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int) -> None:
         self._parameters = parameters
@@ -67,29 +71,29 @@ class _Sum:
         self._count = 0
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Turn the gradient of a micro-batch into the sum so far, in place, which then takes the place of the last."""
+        """Turn the gradient of a micro-batch into the sum so far, in place; it then replaces the previous sum."""
         if gradient.is_cuda:
-            # FSDP's buffer is another stream's, which would fill it again as soon as nobody holds it.
+            # FSDP's buffer belongs to another stream, which would fill it again as soon as nobody holds it.
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         if all(parameter.grad is None for parameter in self._parameters):  # the first of a step
-            # Where the weights are: on the host, with parallel.cpu_offload.
+            # The sum is where the weights are: on the host, with parallel.cpu_offload.
             self._kept = gradient.to(self._parameters[0].device, torch.float32, copy=True)
             self._count = 1
             return
         self._count += 1
         some_new = any(parameter.grad is None for parameter in self._parameters)
         if self._kept is None or some_new or self._kept.shape != gradient.shape:
-            self._kept = None  # some got no gradient before: theirs are added as everywhere else
+            self._kept = None  # some had no gradient before: all are then added in the type of the weights
             return
         self._kept += gradient.to(self._kept.device)
         gradient.copy_(self._kept)
         for parameter in self._parameters:
             parameter.grad = None
         if self._count == self._micro_batches:
-            self._kept = None  # its memory is for the update
+            self._kept = None  # the update needs its memory
 
     def added(self, gradient: torch.Tensor) -> torch.Tensor:
-        """`add` on a copy: what autograd hands out may be somebody else's, too."""
+        """Call `add` on a copy: what autograd hands out may be used elsewhere, too."""
         gradient = gradient.clone()
         self.add(gradient)
         return gradient

@@ -1,13 +1,13 @@
-"""How FSDP gathers the weights of blocks that multiply in 8 bits: as 8 bits.
+"""Have FSDP gather the weights of linear layers that multiply in 8 bits as 8 bits.
 
-A rank finds the largest number of its rows of each weight, all ranks agree on the largest of those, and every rank
-sends its rows divided by it, in 8 bits, as bytes (gloo knows no fp8), behind what the unit has in 16 bits. Whoever gets
-them widens them to 16 bits. The layer then divides by the same largest number and rounds to the same 8 bits: widening
-moved each number by 2^-9 of it at the most, and two of 8 bits are 2^-4 apart. So a run that gathers in 8 bits is the
-same run, to the bit, as one that does not.
+A rank finds the largest number of its rows of each weight, all ranks agree on the largest of these, and every rank
+sends its rows divided by it, in 8 bits, as bytes (gloo knows no fp8), after what the unit has in 16 bits. The receiver
+widens them to 16 bits. The layer then divides by the same largest number and rounds to the same 8 bits: widening has
+moved each number by at most 2^-9 of it, and two numbers in 8 bits are 2^-4 apart. So a run that gathers in 8 bits is
+the same run, bit for bit, as one that does not.
 
-torchao has its own way, a tensor class that takes the place of each weight. It would come between the weights and
-everything that reads them here (optimizers, checkpoints, filling, planning); this is what FSDP calls to move bytes.
+torchao has its own way, a tensor class that replaces each weight. It would come between the weights and everything that
+reads them here (optimizers, checkpoints, filling, planning). This file only replaces what FSDP calls to move bytes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.distributed.fsdp import FSDPModule
 from raytune_fsdp.model.precision.fp8 import dtype_of_weights, narrow, scales_of, widen
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name since torch 2.13, and before."""
+"""The function, by its name since torch 2.13 or by its older one."""
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """FSDP's own record of each unit."""
+    """Return FSDP's own record of each unit."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
     return [group for state in states for group in state._fsdp_param_groups]
 
 
 def gather_in_fp8(modules: Sequence[nn.Module], layers: Collection[nn.Linear]) -> None:
-    """Have the weights of these layers travel in 8 bits when the unit of these modules is gathered. It is sharded."""
+    """Have these layers' weights sent in 8 bits when the unit of these modules is gathered. It is already sharded."""
     first = cast(FSDPModule, modules[0])
     weights = {id(layer.weight) for layer in layers}
     (group,) = first._get_fsdp_state()._fsdp_param_groups  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ class _GatherInFp8:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self._module.training:  # evaluations multiply in 16 bits, and want all of them
+        if not self._module.training:  # evaluations multiply in 16 bits, and need all 16
             work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         mine = torch.split(input_tensor, self._sizes)
@@ -77,7 +77,7 @@ class _GatherInFp8:
         scales = self._agree(narrowed, group)
         sent = torch.cat(
             [
-                # 16 bits first, or they might not begin at an even byte.
+                # Weights in 16 bits first, or they might not begin at an even byte.
                 *(rows.view(torch.uint8) for rows in wide),
                 *(narrow(rows, s, self._dtype).view(torch.uint8) for rows, s in zip(narrowed, scales, strict=True)),
             ]
@@ -88,13 +88,13 @@ class _GatherInFp8:
         return None
 
     def _agree(self, narrowed: list[torch.Tensor], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-        """The scale of each weight, from all of its rows. One small message a unit; torchao's has one a weight."""
+        """Agree on each weight's scale, from all of its rows. One small message a unit; torchao has one a weight."""
         largest = torch.stack(torch._foreach_norm(narrowed, float("inf"))).double()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return scales_of(largest, self._dtype).unbind()
 
     def _spread(self, got: torch.Tensor, output: torch.Tensor, scales: Sequence[torch.Tensor]) -> None:
-        """Put what all ranks have sent where FSDP looks for it."""
+        """Put what all ranks have sent where FSDP expects it."""
         places = torch.split(output, self._sizes, 1)
         left = 0
         for place, piece in zip(places, self._pieces, strict=True):

@@ -1,4 +1,4 @@
-"""What the count of operations needs of a network, from its shapes: architectures name their sizes differently."""
+"""Read a network's shapes for the count of operations: configs of architectures name their sizes differently."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raytune_fsdp.model.layers import ends_of, layers_of
 from raytune_fsdp.step.flops import Architecture, Products
 
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-"""What configs call the number of experts that a token goes through."""
+"""Configs' names for the number of experts that a token goes through."""
 
 
 def count_architecture(model: PreTrainedModel) -> Architecture:
-    """The products of a network on the meta device, before it is sharded: by the shapes of whole weights."""
+    """Count the products of a network on the meta device, before it is sharded, by the shapes of whole weights."""
     text = model.config.get_text_config()
     output = model.get_output_embeddings()
     of_head = {id(p) for p in output.parameters()} if output is not None else set()
@@ -25,14 +25,14 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
     places = _places(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     first = min((places[id(p)] for p in trained), default=len(places))
-    # Of a tied embedding the way in is a lookup, and the way out a product.
+    # A tied embedding is a lookup on the way in, and a product on the way out.
     matrices = [(p, count) for p, count in _matrices(model) if id(p) not in inputs]
     tied = [(p, p.numel()) for p in output.parameters() if p.ndim >= 2 and id(p) in inputs] if output else []
     every = [(p, count, places[id(p)] < first) for p, count in matrices if id(p) not in of_head]
-    # Where the head alone is trained, nothing that comes to it needs a gradient.
+    # If only the head is trained, its input needs no gradient.
     alone = all(id(p) in of_head - inputs for p in trained)
     head = [(p, count, alone) for p, count in [*matrices, *tied] if id(p) in of_head]
-    # Gemma 4 has wider heads in some layers than in others, and one width for all is not to be read there.
+    # Gemma 4 has wider heads in some layers than in others, and its config refuses to give one width for all.
     each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     layers = getattr(text, "num_hidden_layers", 0)  # BLT has several decoders, each with its own
     return Architecture(
@@ -45,25 +45,25 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
 
 
 def count_asleep(model: PreTrainedModel) -> int:
-    """How many numbers of the network a token is not multiplied with: those of the experts that it does not go to."""
+    """Count the numbers that a token is not multiplied with: those of the experts that it does not go to."""
     return sum(weight.numel() - count for weight, count in _matrices(model))
 
 
 def _places(model: PreTrainedModel) -> dict[int, int]:
-    """The order in which weights are used, by their ids: 0 before the blocks, then a number for each block."""
-    blocks = layers_of(model)
+    """Return the order in which weights are used, by their ids: 0 before the layers, then a number for each layer."""
+    layers = layers_of(model)
     places = {id(p): 0 for p in model.parameters()}
     if model.get_output_embeddings() is not None:
-        places |= {id(p): len(blocks) + 1 for module in ends_of(model)[1] for p in module.parameters()}
-    places |= {id(p): number for number, block in enumerate(blocks, 1) for p in block.parameters()}
-    return places | {id(p): 0 for p in model.get_input_embeddings().parameters()}  # also if it is the head
+        places |= {id(p): len(layers) + 1 for module in ends_of(model)[1] for p in module.parameters()}
+    places |= {id(p): number for number, layer in enumerate(layers, 1) for p in layer.parameters()}
+    return places | {id(p): 0 for p in model.get_input_embeddings().parameters()}  # even if it is also the head
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:
-    """All weights that something is multiplied with, and how many of their numbers a token is multiplied with."""
+    """Yield all weights of products, each with how many of its numbers a token is multiplied with."""
     text = model.config.get_text_config()
     chosen = next((n for name in _CHOSEN if isinstance(n := getattr(text, name, None), int)), 0)
-    # PEFT adapts all experts by one pair of matrices with the rank of them all.
+    # PEFT adapts all experts with one pair of matrices, whose rank is that of all experts together.
     of_experts = {
         id(p): module.get_param().shape[0]
         for module in model.modules()
@@ -72,8 +72,8 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:
         if ".original_module." not in name and name.startswith("lora_")
     }
     for name, weight in model.named_parameters():
-        # Vectors (norms, biases) multiply no matrix; biases of experts come stacked. What PEFT keeps of a module that
-        # is trained whole is used by nobody.
+        # Vectors (norms, biases) are in no product; biases of experts are stacked. The original that PEFT keeps of a
+        # module that is trained whole is not used.
         if weight.ndim < 2 or name.endswith("bias") or ".original_module." in name:
             continue
         experts = of_experts.get(id(weight), weight.shape[0] if weight.ndim == 3 else 1)

@@ -1,8 +1,8 @@
-"""What a rank spends on its own work, and which rank keeps the others waiting.
+"""Measure how long a rank spends on its own work, and find ranks that keep the others waiting.
 
-Inside of a step ranks wait for each other at every unit, so all steps take as long as the slowest rank's. What tells
-them apart is the time between two waits: after FSDP has gathered a unit's weights, until the unit is computed, forward
-and backward.
+Inside of a step ranks wait for each other at every unit, so all steps take as long as the slowest rank's. Ranks differ
+only in the time between two waits: after FSDP has gathered a unit's weights, until the unit is computed, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ import torch
 from torch import nn
 
 WORK = ("data", "compute", "storage")
-"""What a rank's own time is spent on."""
+"""What a rank spends its own time on."""
 
 _MUCH_SLOWER = 1.5
-"""Times the median of the other ranks."""
+"""A slow rank takes at least this many times the median of the other ranks."""
 _LONG = 10
-"""Steps in a row."""
+"""Steps in a row that a rank has to be slow before it is named."""
 _MATTERS = 0.05
-"""Of a step. Where ranks hardly do anything but communicate, it does not matter which of them does more."""
+"""Least difference, as a share of a step. If ranks do little but communicate, it does not matter which does more."""
 
 
 class OwnTime:
     """Times the units of a sharded network on this rank, in the first micro-batch of each step.
 
-    The others would cost as much again and say the same: of an 8B a step has 136 marks, some microseconds each. A mark
-    on a GPU is an event in its stream, which nobody waits for before the metrics of the step are fetched.
+    Timing the other micro-batches would cost as much again and say the same: for an 8B a step has 136 marks of some
+    microseconds each. A mark on a GPU is an event in its stream, which nobody waits for before the metrics of the step
+    are fetched.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, storage: Callable[[], float]) -> None:
-        """`modules` are those of the units, in the order of the forward pass, and already wrapped: hooks run in the
-        order in which they were added, and these must run when FSDP's have."""
+        """Add hooks to `modules`: those of the units, in the order of the forward pass, and already wrapped.
+
+        Hooks run in the order in which they were added, and these must run after FSDP's.
+        """
         self._on_gpu = device.type == "cuda"
         self._storage, self._stored = storage, 0.0
-        """How long training has waited for storage so far, now and at the end of the last step."""
+        """How long training has waited for storage: a function that returns it, and its value after the last step."""
         self._passes = 0
         self._forward: Any = None
         self._backward: dict[nn.Module, Any] = {}
@@ -57,7 +60,7 @@ class OwnTime:
         self._backward.clear()
 
     def fetch(self, steps: int) -> list[tuple[float, float]]:
-        """Seconds of computing and of storage, of each of the first `steps` since the last call."""
+        """Return seconds of computing and of storage for each of the first `steps` steps since the last call."""
         done, self._steps = self._steps[:steps], self._steps[steps:]
         return [(many * sum(self._seconds(*span) for span in spans), stored) for spans, many, stored in done]
 
@@ -65,7 +68,7 @@ class OwnTime:
         return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
     def _mark(self) -> Any:
-        """A time, or on a GPU the place of one in its stream."""
+        """Take the time, or on a GPU put an event into its stream."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -77,7 +80,7 @@ class OwnTime:
         self._before(module, args, kwargs)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """FSDP has gathered the weights, and the module is about to be computed."""
+        """Begin a span: FSDP has gathered the weights, and the module is about to be computed."""
         if self._passes != 1 or not module.training:
             return
         if (given := _with_gradient((*args, *kwargs.values()))) is not None:
@@ -90,15 +93,15 @@ class OwnTime:
         self._spans.append((self._forward, self._mark()))
         self._forward = None
         if (returned := _with_gradient(output if isinstance(output, tuple) else (output,))) is not None:
-            # Behind FSDP's, which gathers the weights again.
+            # Runs after FSDP's hook, which gathers the weights again.
             returned.register_hook(partial(self._begin_backward, module))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, module: nn.Module, gradient: torch.Tensor) -> None:
         self._backward[module] = self._mark()
 
     def _end_backward(self, module: nn.Module, gradient: torch.Tensor) -> None:
-        """The gradients of the module are computed; FSDP is about to reduce them."""
-        # Of modules that one unit has together, the next one in backward has begun already: each has its own mark.
+        """End a span: the gradients of the module are computed, and FSDP is about to reduce them."""
+        # If a unit has several modules, the next one in backward has begun already: each has its own mark.
         if (begun := self._backward.pop(module, None)) is not None:
             self._spans.append((begun, self._mark()))
 
@@ -108,24 +111,25 @@ def _with_gradient(values: Iterable[Any]) -> torch.Tensor | None:
 
 
 def typical(steps: np.ndarray) -> np.ndarray:
-    """What most steps take at least, column by column: the lower median. In a mean, one slow step of ten would make all
-    of them slow."""
+    """Return the lower median of each column. In a mean, one slow step of ten would make all of them look slow."""
     lower: np.ndarray = np.sort(steps, axis=0)[(len(steps) - 1) // 2]
     return lower
 
 
 class SlowRanks:
-    """Names a rank that the others wait for, once for as long as it is slow. The same on all ranks."""
+    """Names a rank that the others wait for, once for as long as it is slow. All ranks name the same."""
 
     def __init__(self, world: int, device: torch.device) -> None:
-        # The host of a GPU gets the next batch while the device still computes: only the longer of the two is felt.
+        # The host of a GPU gets the next batch while the device still computes: only the longer of the two counts.
         self._at_once = device.type == "cuda"
         self._slow_for = [0] * world
         self._named = [False] * world
 
     def judge(self, own: np.ndarray, *, steps: int, step_seconds: float) -> list[dict[str, Any]]:
-        """What is to be said of ranks that are slow since long. `own` is what each rank's steps typically
-        spend on `WORK`, in seconds."""
+        """Return what to report about ranks that have been slow for long.
+
+        `own`: the seconds that each rank's steps typically spend on each kind of `WORK`.
+        """
         if len(own) == 1:
             return []
         data, compute, storage = own.T

@@ -1,6 +1,6 @@
-"""How a model is spread over the ranks: a mesh, and units of sharding.
+"""Spread a model over the ranks: a mesh, and units of sharding.
 
-What blocks do in training (model/layers.py) comes before, and the weights are filled in afterwards, on the sharded
+What layers do in training (model/layers.py) is set up before, and the weights are filled in afterwards, on the sharded
 shapes.
 """
 
@@ -44,12 +44,14 @@ _STAYS = ("shard_grad_op", "replicate")
 """Strategies that keep weights gathered from forward to backward."""
 
 _FOR_WEIGHTS = 0.7
-"""How much of the memory may be used for what a weight needs, if activations are to have room."""
+"""The share of memory that weights and what they need may use, so that activations have room."""
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Replicas x shards x parts of layers, of which the first and the last are left out where they are one: an axis of
-    one replica would all-reduce every block in vain. Collective."""
+    """Make the mesh: replicas x shards x parts of layers. Collective.
+
+    The first and the last axis are left out if they are 1: an axis of one replica would all-reduce every unit in vain.
+    """
     axes = {"shard": layout.shard_size}
     if layout.replicas > 1:
         axes = {"replicate": layout.replicas, **axes}
@@ -60,16 +62,16 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 @dataclass(frozen=True, slots=True)
 class SharingGroups:
-    """The ranks that compute this rank's blocks with it. None: there are no others."""
+    """The ranks that compute this rank's micro-batches with it. None: there are no others."""
 
     sequence: dist.ProcessGroup | None
-    """Those that have other parts of their tokens."""
+    """The ranks that have other parts of the tokens."""
     together: dist.ProcessGroup | None
-    """All of them."""
+    """All ranks that share the micro-batches."""
 
 
 def make_groups(layout: Layout, device: torch.device) -> SharingGroups:
-    """Collective."""
+    """Make the groups of ranks that share samples. Collective."""
     if layout.together == 1:
         return SharingGroups(None, None)
     axes = {"data": layout.data_ranks, "sequence": layout.sequence, TENSOR: layout.tensor}
@@ -88,41 +90,41 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     stays: bool = False
-    """Whether its weights stay gathered from forward to backward whatever the strategy is."""
+    """Whether its weights stay gathered from forward to backward, whatever the strategy is."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     def nbytes(self, width: int) -> int:
-        """What is gathered of it, if a number has so many bytes when it is computed with."""
+        """Return the bytes that are gathered of it, if a number is computed with in `width` bytes."""
         return sum(_nbytes(parameter, width) for parameter in self.parameters)
 
 
 def _nbytes(parameter: torch.Tensor, width: int) -> int:
-    """Of the part that this rank has of a layer."""
+    """Return the bytes of this rank's part of a layer's parameter, in `width` bytes a number."""
     count = local_piece(parameter).numel()
     return count * (width if parameter.is_floating_point() else parameter.itemsize)
 
 
 def sharding_units(model: PreTrainedModel, config: ParallelConfig, *, ends: bool) -> list[Unit]:
-    """The units that a network is sharded in, in the order of its forward pass; what is in none belongs to the root.
+    """Return a network's units of sharding, in the order of its forward pass; what is in none belongs to the root.
 
-    `ends`: the embedding, and the norm and head behind the blocks, are units of their own. The root's weights stay
-    gathered from the first layer to the last and back: of a 70B these are 4 GiB that most of a step has no use for.
+    `ends`: the embedding, and the norm and head after the layers, are units of their own. The root's weights stay
+    gathered from the first layer to the last and back: for a 70B these are 4 GiB that most of a step does not use.
     """
-    blocks, size = layers_of(model), config.wrap
-    groups = [tuple(blocks[i : i + size]) for i in range(0, len(blocks), size)]
+    layers, size = layers_of(model), config.wrap
+    groups = [tuple(layers[i : i + size]) for i in range(0, len(layers), size)]
     units = [Unit("block" if size == 1 else f"{size} blocks", group) for group in groups]
     if not ends:
         return units
     first, last = ends_of(model)
-    # What comes last in forward comes first in backward: freed in between, it would be gathered again at once.
+    # The last unit in forward is the first in backward: freed in between, it would be gathered again at once.
     return [Unit("embedding", first), *units, Unit("norm and head", last, stays=True)]
 
 
 def reached_by_backward(model: PreTrainedModel, units: Sequence[Unit]) -> list[bool]:
-    """Of each unit, whether a gradient comes to what it returns: it, or something before it, is trained."""
+    """Return for each unit whether its results get a gradient: it, or something before it, is trained."""
     known = {id(p) for unit in units for p in unit.parameters}
     behind = {id(p) for module in ends_of(model)[1] if module is not None for p in module.parameters()}
     before = any(p.requires_grad for p in model.parameters() if id(p) not in known | behind)
@@ -134,8 +136,8 @@ def reached_by_backward(model: PreTrainedModel, units: Sequence[Unit]) -> list[b
 
 
 def is_wrapped(config: ParallelConfig, world: int) -> bool:
-    """Whether FSDP has something to do."""
-    # Where there is nothing to spread and nothing to cast, FSDP would only copy every weight and gradient in each step.
+    """Return whether FSDP has something to do."""
+    # With nothing to spread and nothing to cast, FSDP would only copy every weight and gradient in each step.
     # Unwrapped, one rank costs 1.006 times a bare PyTorch loop (docs/results.md).
     return world > 1 or config.precision in COMPUTE_DTYPE or config.cpu_offload
 
@@ -148,19 +150,19 @@ def shard(
     *,
     per_node: int | None = None,
 ) -> None:
-    """Wrap the model in place. It must be on the meta device. `per_node`: see `reduction.ranks_of_a_node`."""
+    """Wrap the model in place. It must be on the meta device. `per_node`: see `ranks_of_a_node`."""
     if not is_wrapped(config, mesh.size()):
         return
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
     if mesh.mesh_dim_names != axes:
         mesh = mesh[axes]
     policy = precision_policy(config)
-    # reshard_after_forward=None frees a block's weights after its forward, but keeps those of the root module, which
-    # backward needs first. False keeps all of them gathered: more memory, no second all-gather in backward.
+    # reshard_after_forward=None frees a unit's weights after its forward, but keeps those of the root module, which
+    # backward needs first. False keeps all weights gathered: more memory, no second all-gather in backward.
     free = False if config.strategy in _STAYS else None
-    # Pinned, so that a GPU copies while the host goes on; without one there is nobody to pin it for.
+    # Pinned, so that a GPU copies while the host goes on; without a GPU pinning is of no use.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
-    reached = reached_by_backward(model, units)  # before `fully_shard` gives blocks other names
+    reached = reached_by_backward(model, units)  # before `fully_shard` changes the classes of layers
     for unit in units:
         fully_shard(
             list(unit.modules), mesh=mesh, mp_policy=policy,
@@ -168,13 +170,13 @@ def shard(
         )  # fmt: skip
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
     for unit, following in pairwise(units):
-        # As soon as the one before it is gathered; by itself FSDP would begin when the host reaches it. In backward
-        # FSDP knows the order.
+        # Gather a unit as soon as the one before it is gathered; by itself FSDP would begin when the host reaches it.
+        # In backward FSDP knows the order.
         cast(FSDPModule, unit.modules[0]).set_modules_to_forward_prefetch([cast(FSDPModule, following.modules[0])])
     first = next((unit for unit, is_reached in zip(units, reached, strict=True) if is_reached), None)
     if first is not None:
-        # Itself, in the place of what comes before it, where no gradient comes: FSDP would gather the embedding of
-        # adapters for nothing (7 % of an 8B), and after an evaluation the last unit.
+        # The unit prefetches itself instead of what comes before it, which gets no gradient: FSDP would gather the
+        # embedding for nothing in a run with adapters (7 % of an 8B), and after an evaluation the last unit.
         cast(FSDPModule, first.modules[0]).set_modules_to_backward_prefetch([cast(FSDPModule, first.modules[0])])
     reduce_by_sum(model)
     if config.gathers_fp8:
@@ -188,17 +190,17 @@ def shard(
 def for_one_rank(
     config: ParallelConfig, layout: Layout, model: nn.Module, memory: int, *, state: float
 ) -> ParallelConfig:
-    """The config, with what one rank alone can do better for this network, whose frozen weights are as they are stored.
+    """Return the config, with the strategy that suits one rank alone. The network's frozen weights are as stored.
 
-    `memory` is the device's, and `state` what the optimizer keeps of each trained number, both in bytes.
+    `memory` is the device's, and `state` what the optimizer keeps for each trained number, both in bytes.
     """
     alone = layout.world == 1 and config.strategy == "full_shard" and config.precision in COMPUTE_DTYPE
-    # Who writes full_shard means it.
+    # A config that names full_shard means it.
     alone = alone and not config.cpu_offload and "strategy" not in config.model_fields_set
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
-    # instead of twice a micro-batch. It costs 2 bytes a number beside the 8 of weights and gradients and those of the
-    # optimizer, or as much again of what is frozen (2, or 0.52 in 4 bits); of the rest of the memory activations get
-    # most.
+    # instead of twice a micro-batch. It costs 2 bytes a number on top of the 8 of weights and gradients and those of
+    # the optimizer, and for frozen weights as much again as they take (2, or 0.52 in 4 bits); activations get most of
+    # the other memory.
     needed = sum((10 + state) * p.numel() if p.requires_grad else 2 * p.nbytes for p in model.parameters())
     if not alone or needed > _FOR_WEIGHTS * memory:
         return config
@@ -206,7 +208,7 @@ def for_one_rank(
 
 
 def memory_of(device: torch.device) -> int:
-    """The bytes that a device has; of a CPU, those of the machine."""
+    """Return the bytes of memory of a device; for a CPU, those of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)
@@ -223,8 +225,11 @@ def describe(
     heads: Sequence[Heads],
     per_node: int | None = None,
 ) -> dict[str, Any]:
-    """What is gathered when, for people: units by name, how many of them, and the bytes of the largest; and what a rank
-    receives in a step of this many micro-batches of so many tokens. The network is not sharded yet."""
+    """Describe for people what is gathered when: units by name, how many, and the bytes of the largest.
+
+    It also has what a rank receives in a step of `micro_batches` micro-batches of `tokens` tokens. The network is not
+    sharded yet.
+    """
     width = computes_in(config.precision).itemsize
     rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
@@ -256,8 +261,10 @@ def exchanged_of(
     *,
     tokens: int,
 ) -> float | None:
-    """The bytes that a rank receives in a step because others have some of the tokens that its attention sees; None:
-    not known. `tokens`: of all blocks that its group computes."""
+    """Return the bytes that a rank receives in a step because other ranks have tokens that its attention sees.
+
+    None: not known. `tokens`: those of all micro-batches that its group computes.
+    """
     if not heads or any(each.layers is None for each in heads):
         return None
     sharing = sharing_heads(model, layout.tensor)
@@ -270,11 +277,11 @@ def exchanged_of(
     )  # fmt: skip
     reached = reached_by_backward(model, units)
     backward = {id(m) for unit, is_reached in zip(units, reached, strict=True) if is_reached for m in unit.modules}
-    blocks, every = layers_of(model), config.recompute_every or 1
-    trained = [number for number, block in enumerate(blocks) if id(block) in backward]
+    layers, every = layers_of(model), config.recompute_every or 1
+    trained = [number for number, layer in enumerate(layers) if id(layer) in backward]
     # What is computed again is exchanged again: only results of attention itself are ever kept.
     again = [number for number in trained if config.activation_checkpointing != "none" and number % every == 0]
-    return numbers * (len(blocks) + len(trained) + len(again)) / len(blocks) * computes_in(config.precision).itemsize
+    return numbers * (len(layers) + len(trained) + len(again)) / len(layers) * computes_in(config.precision).itemsize
 
 
 def traffic_of(
@@ -286,7 +293,7 @@ def traffic_of(
     micro_batches: int,
     per_node: int | None = None,
 ) -> Traffic:
-    """What a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
+    """Compute what a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
     known = {id(p) for unit in units for p in unit.parameters}
     rest = [p for p in model.parameters() if id(p) not in known]
     policy = precision_policy(config)
@@ -294,7 +301,7 @@ def traffic_of(
     width, reduced = (policy.param_dtype or stored).itemsize, (policy.reduce_dtype or stored).itemsize
     narrow = {id(layer.weight) for layer in layers_in_fp8(model)} if config.gathers_fp8 else set()
     size = partial(_size, shards=layout.shard_size, width=width, narrow=narrow)
-    # The root's, which stay for backward, as that needs them first.
+    # The root's weights, which stay for backward, as that needs them first.
     sizes = [size(rest, stays=True)]
     for unit, reached in zip(units, reached_by_backward(model, units), strict=True):
         sizes.append(size(unit.parameters, stays=unit.stays, reached=reached))
@@ -321,8 +328,11 @@ def _size(
     stays: bool,
     reached: bool = True,
 ) -> UnitSize:
-    """Every rank sends as many rows of a weight as the one that has most. The bytes of quantized rows count as the
-    numbers of this width that they would be. `narrow`: the ids of weights that travel in 8 bits."""
+    """Return the size of a unit: every rank sends as many rows of a weight as the rank that has most.
+
+    The bytes of quantized rows count as the numbers of this width that they would be. `narrow`: the ids of weights that
+    are sent in 8 bits.
+    """
     local = [local_piece(p) for p in parameters]
     padded = [-(-p.shape[0] // shards) * shards * _nbytes(p[0], width) / width for p in local]
     trained = sum(count for p, count in zip(parameters, padded, strict=True) if p.requires_grad)
@@ -342,7 +352,7 @@ def reduce_by_sum(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool, config: ParallelConfig) -> None:
-    """Choose the collectives that the next backward leaves out because more micro-batches of the step follow.
+    """Choose the collectives that the next backward skips because more micro-batches of the step follow.
 
     By default every micro-batch reduce-scatters, so that no rank keeps gradients of the whole model; only the
     all-reduce between replicas waits for the last one. Weights that stay gathered from forward to backward also stay
@@ -359,7 +369,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool, config: ParallelConfig) -
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Free weights that a forward without backward left gathered: a later forward must gather the trained ones."""
+    """Free weights that a forward without backward left gathered: a later forward must gather the updated weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -367,7 +377,7 @@ def release_gathered(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to evaluation mode, and back afterwards. Random state needs no restoring: every block sets its own."""
+    """Switch to evaluation mode, and back afterwards. Random state needs no restoring: micro-batches set their own."""
     model.eval()
     try:
         with torch.no_grad():

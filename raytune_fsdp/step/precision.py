@@ -1,4 +1,4 @@
-"""In which types a run computes: what a precision means, and how torch is told."""
+"""The types that a run computes in: what a precision means, and the settings of torch for it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from raytune_fsdp.model.precision.fp8 import check_gpu
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Precisions that compute in another type than that of the weights; under fp8, everything but products of layers."""
+"""Precisions that compute in another type than the weights have; under fp8, all but the products of linear layers."""
 
 
 def computes_in(precision: str) -> torch.dtype:
-    """The type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
+    """Return the type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
     return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse a GPU without the type: torch computes bf16 there in fp32, and slower than that, and fp8 not at all."""
+    """Refuse a GPU without the type: there torch computes bf16 in fp32, slower than fp32, and fp8 not at all."""
     if device.type != "cuda":
         return
     if precision == "fp8":
@@ -42,7 +42,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 @contextmanager
 def numerics(config: ParallelConfig, device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """In here, torch computes products as the config says, and with `deterministic` only what repeats its bits."""
+    """Set how torch computes products in this context; with `deterministic`, only operations that repeat their bits."""
     check_precision(config.precision, device)
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -59,15 +59,15 @@ def numerics(config: ParallelConfig, device: torch.device, *, deterministic: boo
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """What torch's deterministic algorithms need beside their own setting."""
+    """Change, in this context, the other settings that torch's deterministic algorithms need."""
     from torch._inductor import config as inductor
 
     memory: Any = torch.utils.deterministic
     before = os.environ.get(_CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
-    # cuBLAS reads it when it is first used; without it torch refuses every product.
+    # cuBLAS reads the variable when it is first used; without it torch refuses every product.
     os.environ.setdefault(_CUBLAS, ":4096:8")
-    inductor.deterministic = True  # it would choose kernels by trying which is faster
-    memory.fill_uninitialized_memory = False  # takes time for nothing
+    inductor.deterministic = True  # otherwise it chooses kernels by trying which is faster
+    memory.fill_uninitialized_memory = False  # filling takes time for nothing
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> No
 
 @torch.no_grad()
 def store_frozen(network: nn.Module, precision: str) -> None:
-    """Keep frozen weights in the type that they are computed in: only what is trained needs the digits of a master."""
+    """Keep frozen weights in the type that they are computed in: only trained weights need a master's precision."""
     dtype = computes_in(precision)
     made: dict[int, nn.Parameter] = {}
     for module in network.modules():
@@ -98,10 +98,10 @@ def store_frozen(network: nn.Module, precision: str) -> None:
 
 
 def precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
-    """16-bit compute with fp32 reduction; otherwise everything in the type of the weights."""
+    """Return FSDP's policy: 16-bit compute with fp32 reduction, or everything in the type of the weights."""
     compute = COMPUTE_DTYPE.get(config.precision)
     if compute is None and config.precision != "bf16_pure":
         return MixedPrecisionPolicy()
-    # In two levels only the second one is in fewer bits.
+    # If gradients are summed in two levels, only the second is in fewer bits, which `reduce_by_node` does.
     rounded = config.reduce_dtype == "bf16" and config.reduce == "flat"
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.bfloat16 if rounded else torch.float32)

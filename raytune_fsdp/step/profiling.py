@@ -1,4 +1,4 @@
-"""Chosen steps, recorded with torch's profiler: a trace for a viewer, and a table for a terminal."""
+"""Record chosen steps with torch's profiler: a trace for a viewer, and a table for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 logger = logging.getLogger(__name__)
 
 _ROWS = 15
-"""Of the table."""
+"""Rows of the table."""
 
 Interval = tuple[str, float, float]
 """A kernel: its name, when it began, when it ended."""
@@ -34,7 +34,7 @@ class StepProfiler:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """In here, this step is trained."""
+        """Record the step that is trained in this context, if it is one of `steps`."""
         if step not in self.steps:
             yield
             return
@@ -45,11 +45,11 @@ class StepProfiler:
                 torch.cuda.synchronize(self.device)
         try:
             self._written.append(self._write(record, step))
-        except OSError as error:  # a full disk is no reason to stop training
+        except OSError as error:  # a full disk must not stop training
             logger.warning("the profile of step %d could not be written: %s", step, error)
 
     def news(self) -> list[dict[str, Any]]:
-        """What was recorded since the last call: step, path of the table, and shares of the step in percent."""
+        """Return what was recorded since the last call: step, path of the table, and shares of the step in percent."""
         news, self._written = self._written, []
         return news
 
@@ -70,8 +70,10 @@ class StepProfiler:
 
 
 def shares_of(kernels: Iterable[Interval]) -> dict[str, float]:
-    """Percent of the time between the first kernel and the last in which none runs, and in which only communication
-    does. Empty without kernels."""
+    """Return the shares of time, in percent, in which no kernel runs, and in which only communication does.
+
+    The time counts from the first kernel to the last. Empty without kernels.
+    """
     found = sorted(kernels, key=lambda kernel: kernel[1])
     if not found:
         return {}
@@ -85,7 +87,7 @@ def shares_of(kernels: Iterable[Interval]) -> dict[str, float]:
 
 
 def _covered(kernels: Iterable[Interval]) -> float:
-    """How long at least one of these runs. In the order of their beginnings."""
+    """Return how long at least one of these kernels runs. They come in the order of their beginnings."""
     covered, until = 0.0, float("-inf")
     for _, start, end in kernels:
         covered += max(0.0, end - max(start, until))

@@ -1,11 +1,11 @@
-"""Gradients that are summed inside of each node first, then between the nodes: `parallel.reduce: hierarchical`.
+"""Sum gradients inside of each node first, then between the nodes: `parallel.reduce: hierarchical`.
 
-Of G nodes with L ranks each, a rank receives (L-1)/L of a unit's gradients inside of its node, and each node then
-(G-1)/G of them from the others. Sent straight to its owner, each rank's part would cross between nodes on its own: L
-times as much. NCCL's ring enters each node once, with (N-1)/N of N ranks: 0.97 instead of 0.75 for four nodes of eight,
-in N-1 steps instead of L+G-2.
+With G nodes of L ranks each, a rank receives (L-1)/L of a unit's gradients inside of its node, and each node then
+(G-1)/G of them from the other nodes. If every rank sent straight to the owners, each rank's part would cross between
+nodes on its own: L times as much. NCCL's ring enters each node once, with (N-1)/N of the gradients for N ranks: 0.97
+instead of 0.75 for four nodes of eight, in N-1 steps instead of L+G-2.
 
-What travels between nodes may have fewer bits than what is summed inside of them: with `parallel.reduce_dtype: bf16` a
+What is sent between nodes may have fewer bits than what is summed inside of them: with `parallel.reduce_dtype: bf16` a
 sum is then rounded 2G-1 times on its way instead of N-1 times.
 """
 
@@ -25,26 +25,30 @@ from raytune_fsdp.base.collectives import make_device_mesh, on_all_ranks
 from raytune_fsdp.base.machine import this_node
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Its name since torch 2.13, and before."""
+"""The function, by its name since torch 2.13 or by its older one."""
 
 
 def ranks_together(shard_size: int) -> int | None:
-    """`ranks_of_a_node`, as the ranks find themselves. Collective."""
+    """Return `ranks_of_a_node` for the nodes that the ranks are on. Collective."""
     return ranks_of_a_node(on_all_ranks(this_node), shard_size)
 
 
 def ranks_of_a_node(nodes: Sequence[Hashable], shard_size: int) -> int | None:
-    """How many ranks that share a copy of the model are together on each node; None if there are no two levels to sum
-    in. `nodes`: that of each rank."""
+    """Return how many ranks that share a copy of the model are on each node; None if there are no two levels to sum in.
+
+    `nodes`: the node of each rank.
+    """
     runs = [len([*same]) for _, same in groupby(nodes)]
     size = runs[0]
-    even = len({*runs}) == 1 and len({*nodes}) == len(runs)  # as many ranks on each, one after the other
+    even = len({*runs}) == 1 and len({*nodes}) == len(runs)  # equally many ranks on each node, with adjacent numbers
     return size if even and 1 < size < shard_size and shard_size % size == 0 else None
 
 
 def reduce_by_node(model: nn.Module, mesh: DeviceMesh, per_node: int, between: torch.dtype | None) -> None:
-    """Have the gradients of a sharded network summed in two levels. `between`: the type that travels between nodes;
-    None: that of the sums. Collective."""
+    """Have the gradients of a sharded network summed in two levels. Collective.
+
+    `between`: the type that is sent between nodes; None: the type of the sums.
+    """
     shards = mesh["shard"].size()
     axes = {"replicate": mesh.size() // shards, "between": shards // per_node, "inside": per_node}
     levels = make_device_mesh(mesh.device_type, axes)

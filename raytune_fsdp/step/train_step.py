@@ -1,7 +1,7 @@
-"""One optimizer step: tensors in, tensors out. No clock, no files, no logging.
+"""Take one optimizer step: tensors in, tensors out. No clock, no files, no logging.
 
-Nothing here waits for the device. Whether an update is skipped is decided there too, and alike on every rank, because
-the loss and the gradient norm it depends on are already summed over all ranks.
+Nothing here waits for the device. The device also decides whether an update is skipped, and does so alike on every
+rank, because the loss and the gradient norm that decide are already summed over all ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.parallel import set_gradient_sync
 
 FIRST_SCALE = 2.0**15
-"""fp16: the loss scale of the first step."""
+"""The loss scale of the first step, in fp16."""
 
 SCALE_GROWTH_STEPS = 2000
-"""fp16: the loss scale doubles after this many good steps in a row, and halves after a bad one."""
+"""In fp16, the loss scale doubles after this many good steps in a row, and halves after a bad step."""
 
 
 @dataclass(slots=True)
 class LossScale:
-    """In fp16 small gradients must be scaled up. Other precisions keep the scale at 1."""
+    """The factor that scales small gradients up in fp16. Other precisions keep it at 1."""
 
     value: torch.Tensor
     good_steps: torch.Tensor
@@ -66,10 +66,10 @@ class StepTensors:
     """The result of a step, summed over all ranks and left on the device."""
 
     counts: torch.Tensor
-    """int64: `StepCounts`, packed."""
+    """`StepCounts`, packed into int64."""
     values: torch.Tensor
-    """float64: loss, gradient norm, 1 if the update was skipped; then the sum of losses of each dataset, and how many
-    targets of each were the model's first choice; then the tokens of each expert that is watched."""
+    """In float64: loss, gradient norm, 1 if the update was skipped; then each dataset's sum of losses, and how many of
+    its targets were the model's first choice; then the tokens of each watched expert."""
 
 
 def train_step(
@@ -85,7 +85,7 @@ def train_step(
     seed: int,
     objective: Objective = CROSS_ENTROPY,
 ) -> StepTensors:
-    """Forward, backward and update over one global batch. All ranks must call this with the same number of blocks."""
+    """Run forward, backward and update over a global batch. All ranks call this with equally many micro-batches."""
     device = scale.value.device
     counts = batches.counts.clone()
     dist.all_reduce(counts)
@@ -93,37 +93,37 @@ def train_step(
     targets = counts[0].clamp(min=1)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     layers, experts = objective.experts
-    beside = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
-    for k, block in enumerate(batches.blocks):
+    details = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
+    for k, micro_batch in enumerate(batches.blocks):
         beat()
         set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
-        _seed_block(seed, batches.step, block)
-        losses = block_loss(model, block, objective)
+        _seed_block(seed, batches.step, micro_batch)
+        losses = block_loss(model, micro_batch, objective)
         loss = losses.total
         loss_sum += loss.detach()
-        beside += torch.cat(
-            [_by_dataset(losses, block, plan.datasets).flatten(), *(each.double() for each in losses.load)]
+        details += torch.cat(
+            [_by_dataset(losses, micro_batch, plan.datasets).flatten(), *(each.double() for each in losses.load)]
         )
-        # Divided by the targets of the global batch before backward; gradients are then only summed, over blocks and
-        # ranks. An average over ranks would weight a token by how many others its rank happens to have.
+        # Divided by the targets of the global batch before backward; gradients are then only summed, over micro-batches
+        # and ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads = _gradients(model, trained, plan.layout)
     squares = _squares(grads, [is_cut(parameter) for parameter in trained], plan.layout)
-    loss_value, norm = _sum_over_ranks(loss_sum, beside, squares, targets, scale, replicas=plan.layout.replicas)
+    loss_value, norm = _sum_over_ranks(loss_sum, details, squares, targets, scale, replicas=plan.layout.replicas)
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
     _clip(grads, norm, optim.max_grad_norm, scale)
     optimizer.step(lr_factor, (~finite).float())
     scale.update(finite)
-    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), beside])
+    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), details])
     return StepTensors(counts=counts, values=values)
 
 
 @torch.no_grad()
 def eval_step(model: PreTrainedModel, block: MicroBatch) -> torch.Tensor:
-    """Loss sum, right choices and target tokens of one block on this rank, in float64. All ranks must call this.
+    """Return loss sum, right choices and target tokens of one micro-batch on this rank, in float64. Collective.
 
-    The cross-entropy alone, whatever the run adds to it, so that runs can be compared.
+    The loss is plain cross-entropy, whatever the run adds to it, so that runs can be compared.
     """
     losses = block_loss(model, block)
     targets = torch.full((), float(block.target_tokens * block.counts), dtype=torch.float64, device=losses.total.device)
@@ -131,7 +131,7 @@ def eval_step(model: PreTrainedModel, block: MicroBatch) -> torch.Tensor:
 
 
 def _seed_block(seed: int, step: int, block: MicroBatch) -> None:
-    """Seed dropout by the block and its place in the run, not by the rank that happens to compute it."""
+    """Seed dropout by the micro-batch and its place in the run, not by the rank that happens to compute it."""
     key = derive_key("block", seed, step, block.index) & (2**63 - 1)
     # Not torch.manual_seed: it formats the call stack for every kind of device that is not in use, 0.8 ms per call.
     torch.default_generator.manual_seed(key)
@@ -140,14 +140,14 @@ def _seed_block(seed: int, step: int, block: MicroBatch) -> None:
 
 
 def _by_dataset(losses: Losses, block: MicroBatch, datasets: int) -> torch.Tensor:
-    """The sums of losses and of right choices of each dataset."""
+    """Sum the losses and the right choices of each dataset."""
     # A product, because index_add on a GPU adds in any order.
     member = (block.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
     return torch.stack([losses.each.double(), losses.right.double()]) @ member
 
 
 def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:
-    """This rank's part of them."""
+    """Return this rank's pieces of the gradients."""
     found = local_gradients(trained)
     if layout.tensor > 1:
         first_ones(model, trained, found)
@@ -155,12 +155,12 @@ def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layo
 
 
 def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torch.Tensor:
-    """The sum of the squares of this rank's gradients, so that over the ranks of a replica each is counted once."""
+    """Sum the squares of this rank's gradients, so that over the ranks of a replica each gradient is counted once."""
     # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
     wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     each = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square()
     if layout.tensor > 1:
-        # What is not cut they all have. Numbers, not a tensor: the host would wait for the device to copy it.
+        # All ranks have what is not cut. Python numbers, not a tensor: the host would wait until the device has it.
         torch._foreach_mul_(list(each.unbind()), [1.0 if part else 1 / layout.tensor for part in cut])
     return each.sum()
 
@@ -174,7 +174,10 @@ def _sum_over_ranks(
     *,
     replicas: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss per target token and norm of the whole gradient, the same bits on every rank. `beside` in place."""
+    """Return the loss per target and the norm of the whole gradient, the same bits on every rank.
+
+    `beside`, the other sums, is summed over ranks in place.
+    """
     sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), beside])
     dist.all_reduce(sums)
     beside.copy_(sums[2:])

@@ -174,14 +174,14 @@ def test_parts_that_do_not_fit_each_other(broken: Broken) -> None:
         ("mxfp4", f"{EXPERTS}_scales", None, f"of no use without {EXPERTS}_scales, which is missing"),
         ("mxfp4", f"{EXPERTS}_blocks", None, f"of no use without {EXPERTS}_blocks, which is missing"),
         ("mxfp4", f"{EXPERTS}_scales", torch.zeros(4, 32, 3, dtype=byte), "is [4, 32, 3], and must be [4, 32, 2]"),
-        ("mxfp4", f"{EXPERTS}_scales", torch.zeros(4, 32, 2), "is float32, and must be uint8 beside"),
+        ("mxfp4", f"{EXPERTS}_scales", torch.zeros(4, 32, 2), "is float32, and must be uint8 for"),
         ("mxfp4", f"{EXPERTS}_blocks", torch.zeros(4, 32, 2, 8, dtype=byte), "is [4, 32, 2, 8], and must be [..., 16]"),
         ("mxfp4", f"{EXPERTS}_blocks", torch.zeros(4, 32, 2, 16), "is float32, and must be uint8"),
         ("fp8", f"{WEIGHT}_scale_inv", None, f"{WEIGHT} in "),
         ("fp8", f"{WEIGHT}_scale_inv", None, "is float8_e4m3fn and has no scales"),
         ("fp8", WEIGHT, None, f"{WEIGHT}_scale_inv in "),
         ("fp8", WEIGHT, None, f"of no use without {WEIGHT}, which is missing"),
-        ("fp8", f"{WEIGHT}_scale_inv", torch.ones(2, 4), f"be [4, 2] (blocks of [16, 16]) beside {WEIGHT}"),
+        ("fp8", f"{WEIGHT}_scale_inv", torch.ones(2, 4), f"be [4, 2] (groups of [16, 16]) for {WEIGHT}"),
         ("fp8", f"{WEIGHT}_scale_inv", torch.ones(()), "is [], and must be [4, 2]"),
         ("fp8", f"{WEIGHT}_scale_inv", torch.ones(4, 2).byte(), "is uint8, and must be float32"),
         ("fp8", WEIGHT, torch.ones(64, 32), "is float32, and must be float8_e4m3fn"),
@@ -221,7 +221,7 @@ def test_a_run_refuses_them_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     flags |= {"run.name": "run", "run.storage": tmp_path / "runs", "cluster.launch": "local", "train.global_batch": 1}
     assert main([word for key, value in flags.items() for word in (f"--{key}", str(value))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "weight_scale_inv in" in line and "must be [1, 4] (blocks of [32, 16])" in line
+    assert "weight_scale_inv in" in line and "must be [1, 4] (groups of [32, 16])" in line
     assert not (tmp_path / "runs").exists()
 
 

@@ -72,9 +72,9 @@ def test_layers_whose_sides_do_not_suit_stay(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen == {"q_proj", "k_proj", "v_proj", "o_proj"}
     left = left_in_bf16(network)
     assert {name.rpartition(".")[2] for name in left} == {"gate_proj", "up_proj", "down_proj"}
-    assert left["model.layers.0.mlp.up_proj"] == "a side of 72 x 32 is no multiple of 16"
+    assert left["model.layers.0.mlp.up_proj"] == "a side of 72 x 32 is not a multiple of 16"
     monkeypatch.setattr(fp8, "_check_torchao", lambda: None)
-    with pytest.raises(ConfigError, match=r"no layer of a GPT2LMHeadModel .*it is no nn.Linear\); set parallel.prec"):
+    with pytest.raises(ConfigError, match=r"no layer of a GPT2LMHeadModel .*it is not an nn.Linear\); set parallel"):
         check_fp8(build("gpt2"))
     frozen = build("llama").requires_grad_(False)
     with pytest.raises(ConfigError, match="it is frozen"):

@@ -16,7 +16,7 @@ from tests.models import build
 from tests.runs import LLAMA, make_config
 
 MUON = OptimConfig.model_validate({"optimizer": {"type": "muon"}})
-NONE = r"optim.optimizer.type=muon: no matrix inside the blocks is trained .* set optim.optimizer.type=adamw"
+NONE = r"optim.optimizer.type=muon: no matrix inside the layers is trained .* set optim.optimizer.type=adamw"
 
 
 def test_the_adapters_of_experts_are_a_pair_each() -> None:

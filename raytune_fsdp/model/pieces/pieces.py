@@ -51,7 +51,7 @@ def shard_axis(tensor: DTensor) -> int:
 
 
 def piece_of(tensor: torch.Tensor, rank: int | None = None) -> Piece:
-    """Return a rank's piece of a tensor, by default this rank's. The tensor is sharded, unless one rank has all of it."""
+    """Return a rank's piece, by default this rank's, of a tensor that is sharded unless one rank has all of it."""
     if not isinstance(tensor, DTensor):
         return Piece((0, tensor.shape[0] if tensor.ndim else 1))
     mesh, cut = tensor.device_mesh, _tensor_axis(tensor)

@@ -1,16 +1,17 @@
 """Frozen weights of 4 or 8 bits: quantized row by row while they are read, widened again where they multiply.
 
-A row of a weight (as it is stored) is one row of bytes: its codes, the scale of each block of 64 numbers, and what says
-how to read those. Nothing in a row depends on another one, so any rank may hold any rows, and the bytes are the same at
-every world size. Two levels of scales as in QLoRA; there the outer ones span rows.
+A row of a weight (as it is stored) is one row of bytes: its codes, the scale of each group of 64 numbers, and a tail
+that says how to read the scales. Nothing in a row depends on another row, so any rank may hold any rows, and the bytes
+are the same at every world size. There are two levels of scales as in QLoRA, where the outer scales span rows.
 
 nf4: a scale is a byte, and two fp32 numbers end the row. The fourth roots of scales are evenly spaced between the row's
-smallest and largest: with the scales themselves evenly spaced, one block 1000 times as large as the rest made an error
-of 0.15 of those, and so it is 0.092, which exact scales make, too. Logarithms would be as good, but are not rounded
-alike everywhere.
+smallest and largest: with the scales themselves evenly spaced, one group 1000 times as large as the rest made an error
+of 0.15 of the rest; with fourth roots it is 0.092, as with exact scales. Logarithms would be as good, but are not
+rounded alike everywhere.
 
 int8: a scale is fp16, in units of 1/32768 of the row's largest number, and the unit ends the row in fp32. The error is
-that of exact scales beside blocks a million times as large; a byte for a scale made it 1.6 times that at 32 times.
+that of exact scales even next to groups a million times as large; a scale of one byte made it 1.6 times as large next
+to groups 32 times as large.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from raytune_fsdp.model.weights.source import Weights
 Kind = Literal["nf4", "int8"]
 
 BLOCK = 64
-"""Numbers that share a scale; the last block of a row may have fewer."""
+"""Numbers that share a scale; the last group of a row may have fewer."""
 _TAIL: dict[Kind, int] = {"nf4": 8, "int8": 4}
 """Bytes at a row's end. nf4: the fourth root of the smallest scale, and the step between two of 256. int8: the unit."""
 _UNIT = 2.0**-15
-"""Of scales of int8. A power of two keeps the row's largest exact; fp16 goes to 65504."""
+"""Unit of int8's scales. A power of two keeps the row's largest exact; fp16 goes to 65504."""
 _AT_ONCE = 1 << 22
 """Numbers that are quantized at a time, which take 60 MiB meanwhile."""
 
@@ -53,7 +54,7 @@ _NF4 = (
 
 
 def row_bytes(numbers: int, kind: Kind) -> int:
-    """Bytes of a row of so many numbers."""
+    """Return the bytes of a row of `numbers` numbers."""
     return _code_bytes(numbers, kind) + -(-numbers // BLOCK) * (1 if kind == "nf4" else 2) + _TAIL[kind]
 
 
@@ -63,7 +64,7 @@ def _code_bytes(numbers: int, kind: Kind) -> int:
 
 @torch.no_grad()
 def quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The bytes of these rows. Of rows that are not finite, what `ends_of` returns is not either."""
+    """Return the bytes of these rows. If a row is not finite, neither is what `ends_of` returns for it."""
     count, numbers = rows.shape
     packed = torch.empty(count, row_bytes(numbers, kind), dtype=torch.uint8)
     at_once = max(1, _AT_ONCE // max(1, numbers))
@@ -74,10 +75,10 @@ def quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 def _quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
     count, numbers = rows.shape
-    blocks = F.pad(rows, (0, -numbers % BLOCK)).reshape(count, -1, BLOCK)
-    ends = _ends(blocks.abs().amax(-1), kind)
+    groups = F.pad(rows, (0, -numbers % BLOCK)).reshape(count, -1, BLOCK)
+    ends = _ends(groups.abs().amax(-1), kind)
     scales = _scales(ends, kind)
-    levels = blocks / torch.where(scales > 0, scales, 1)[..., None]  # by the scale as it is read, not as it was
+    levels = groups / torch.where(scales > 0, scales, 1)[..., None]  # divided by the scale as it will be read back
     levels = levels.reshape(count, -1)[:, :numbers]
     if kind == "nf4":
         values, codes = torch.tensor(_NF4), torch.zeros(levels.shape, dtype=torch.uint8)
@@ -91,38 +92,38 @@ def _quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _ends(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The bytes of rows after their codes, by the largest number of each block."""
+    """Return the bytes after the codes of rows, from the largest number of each group."""
     if kind == "int8":
         unit = largest.amax(-1, keepdim=True) * _UNIT
-        of_blocks = (largest / torch.where(unit > 0, unit, 1)).half()
-        return torch.cat([of_blocks.view(torch.uint8), unit.view(torch.uint8)], 1)
+        of_groups = (largest / torch.where(unit > 0, unit, 1)).half()
+        return torch.cat([of_groups.view(torch.uint8), unit.view(torch.uint8)], 1)
     roots = largest.sqrt().sqrt()
     low = roots.amin(-1, keepdim=True)
     step = (roots.amax(-1, keepdim=True) - low) / 255
-    of_blocks = ((roots - low) / torch.where(step > 0, step, 1)).round().clamp(0, 255).to(torch.uint8)
-    return torch.cat([of_blocks, torch.cat([low, step], 1).view(torch.uint8)], 1)
+    of_groups = ((roots - low) / torch.where(step > 0, step, 1)).round().clamp(0, 255).to(torch.uint8)
+    return torch.cat([of_groups, torch.cat([low, step], 1).view(torch.uint8)], 1)
 
 
 def _scales(ends: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The scales that these bytes stand for, in fp32."""
-    of_blocks, tail = ends[:, : -_TAIL[kind]], _as(torch.float32, ends[:, -_TAIL[kind] :])
+    """Return the scales that these bytes stand for, in fp32."""
+    of_groups, tail = ends[:, : -_TAIL[kind]], _as(torch.float32, ends[:, -_TAIL[kind] :])
     if kind == "int8":
-        return _as(torch.float16, of_blocks).float() * tail
-    return (tail[:, :1] + tail[:, 1:] * of_blocks.float()).square().square()
+        return _as(torch.float16, of_groups).float() * tail
+    return (tail[:, :1] + tail[:, 1:] * of_groups.float()).square().square()
 
 
 def ends_of(packed: torch.Tensor) -> torch.Tensor:
-    """The last number of every row of bytes: finite if all numbers of the row were."""
+    """Return the last number of every row of bytes: it is finite if all numbers of the row were."""
     return _as(torch.float32, packed[:, -4:])
 
 
 def _as(dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
-    # A copy, always: the end of a single row is contiguous as it is, at a place where no fp32 number may begin.
+    # Always a copy: the end of a single row is contiguous already, but at an address where no fp32 number may begin.
     return packed.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def widen(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that these bytes stand for, computed in fp32."""
+    """Return the rows that these bytes stand for, computed in fp32."""
     width, count = _code_bytes(numbers, kind), packed.shape[0]
     scales = _scales(packed[:, width:], kind)
     if kind == "nf4":
@@ -135,7 +136,7 @@ def widen(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) ->
 
 @table
 def _pairs(device: torch.device) -> torch.Tensor:
-    """The two numbers that each byte stands for: one look-up where two would need the codes taken apart."""
+    """Return the two numbers that each byte stands for: one look-up, where two would have to split the codes first."""
     byte, values = torch.arange(256), torch.tensor(_NF4)
     return torch.stack([values[byte & 15], values[byte >> 4]], 1).to(device)
 
@@ -167,7 +168,7 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         rows, numbers = layer.weight.shape
         self.numbers = int(numbers)
-        """Of a row, as it is stored."""
+        """Numbers of a row, as it is stored."""
         self.kind, self.turned = kind, isinstance(layer, Conv1D)
         empty = torch.empty(rows, row_bytes(numbers, kind), dtype=torch.uint8, device=layer.weight.device)
         self.packed = nn.Parameter(empty, requires_grad=False)
@@ -175,7 +176,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Widened, for who asks: PEFT's DoRA does."""
+        """The widened weight, for callers such as PEFT's DoRA."""
         return widen(self.packed, self.numbers, self.kind, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +186,7 @@ class QuantizedLayer(nn.Module):
 
 
 def check_torch() -> None:
-    """Refuse a torch whose FSDP makes every piece of a weight one that could be trained, which bytes cannot be."""
+    """Refuse a torch whose FSDP makes every piece of a weight trainable, which bytes cannot be."""
     if torch.__version__ < "2.12":
         raise ConfigError(
             f"method.type=qlora needs torch 2.12 or newer: FSDP of torch {torch.__version__} takes no weights that are "
@@ -194,21 +195,23 @@ def check_torch() -> None:
 
 
 def quantize_layers(network: PreTrainedModel, kind: Kind) -> None:
-    """Replace the frozen linear layers of the blocks. The network is on the meta device, with its adapters."""
+    """Replace the frozen linear layers in the network's layers. It is on the meta device, with its adapters."""
     for owner, name, layer in list(linear_layers(network)):
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             setattr(owner, name, QuantizedLayer(layer, kind))
 
 
 def linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """Those that can do with few bits, with the module that has each, and its name there: not the head, whose mistakes
-    show in every token, nor routers, which choose by small differences."""
+    """Yield the linear layers that can do with few bits, each after its parent module and its name there.
+
+    The head is left out, whose errors show in every token, and so are routers, which choose by small differences.
+    """
     experts = numbers_of_experts(network)
-    # What PEFT keeps of a module that is trained whole has the names of the copy that is trained.
+    # The original that PEFT keeps of a module that is trained whole has the same names as the trained copy.
     kept = [module.original_module for module in network.modules() if hasattr(module, "original_module")]
     left = {id(module) for each in (*kept, *(router for router, _ in routers_of(network))) for module in each.modules()}
-    for block in layers_of(network):
-        for owner in block.modules():
+    for each in layers_of(network):
+        for owner in each.modules():
             for name, layer in owner.named_children():
                 if not isinstance(layer, nn.Linear | Conv1D) or id(layer) in left:
                     continue
@@ -218,14 +221,14 @@ def linear_layers(network: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn
 
 
 _ROUTER = re.compile(r"gate|router")
-"""Those of architectures that do not say which of their modules are routers."""
+"""Finds routers of architectures that do not say which of their modules are routers."""
 
 
 class QuantizedWeights:
-    """Weights of which some can be read as bytes, too. Read as numbers, those are what the bytes stand for."""
+    """Weights of which some can also be read as bytes. Read as numbers, these are what the bytes stand for."""
 
     def __init__(self, inner: Weights, network: PreTrainedModel) -> None:
-        """`network` has its layers replaced, and its adapters."""
+        """Take a network with its layers replaced, and with its adapters."""
         self._inner = inner
         self._layers = {
             base_name(name): module for name, module in network.named_modules() if isinstance(module, QuantizedLayer)
@@ -241,7 +244,7 @@ class QuantizedWeights:
         if layer is None or own not in ("packed", "weight"):
             return self._inner.read(name, start, stop)
         packed = torch.empty(stop - start, row_bytes(layer.numbers, layer.kind), dtype=torch.uint8)
-        at_once = max(1, _AT_ONCE // layer.numbers)  # rank 0 asks for all rows, and in 32 bits they may be no one's
+        at_once = max(1, _AT_ONCE // layer.numbers)  # rank 0 may ask for all rows, too many to hold in 32 bits
         for first in range(start, stop, at_once):
             last = min(stop, first + at_once)
             packed[first - start : last - start] = quantize(

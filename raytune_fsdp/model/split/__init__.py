@@ -1,7 +1,7 @@
 """Ranks that share the tokens of a sample, or compute a layer together.
 
-sequence.py  each has a part of the tokens
+sequence.py  each rank has a part of the tokens
 cuts.py      which networks can be cut, by transformers' plan; tensor.py: cuts them
 dropout.py   dropout that does not depend on how many ranks share a sample
-draws.py     what else a network draws at random
+draws.py     other random draws of a network
 """

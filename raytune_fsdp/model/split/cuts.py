@@ -1,4 +1,4 @@
-"""Which networks can be cut into parts that ranks compute together, and how, by transformers' plan."""
+"""Find whether and how a network can be cut into parts that ranks compute together, by transformers' plan."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raytune_fsdp.model.added_rows import EmbeddingWithRows
 from raytune_fsdp.model.attention.choose import KernelNeeds
 
 BY_COLUMNS, BY_ROWS, SUMMED, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
-"""What transformers calls the ways to cut that are known here."""
+"""transformers' names of the ways to cut that are known here."""
 
 _KNOWN = {BY_COLUMNS, BY_ROWS, SUMMED, EXPERTS}
 _EXPERTS_ALONE = "ep_dispatch_experts"
-"""The same, in a plan for experts alone: gpt-oss has no other, and its attention is computed by all."""
+"""The name of EXPERTS in a plan for experts alone: gpt-oss has no other plan, and every rank computes its attention."""
 
 _OF_EXPERTS = {"packed_colwise"}
-"""How transformers cuts each expert. Here a rank has some experts, each of them whole."""
+"""transformers' way to cut each expert. Here a rank has some experts, each of them whole."""
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """How the modules between embedding and head are cut, by name; empty if transformers has no plan for them."""
+    """Return how the modules between embedding and head are cut, by name; empty if transformers has no plan."""
     plan: dict[str, str] = dict(getattr(network, "tp_plan", None) or {})
     for name, style in dict(getattr(network, "ep_plan", None) or {}).items():
         if style == _EXPERTS_ALONE:
@@ -42,19 +42,21 @@ def styles_of(network: PreTrainedModel) -> dict[str, str]:
 
 
 def sharing_heads(network: PreTrainedModel, size: int) -> int:
-    """Of so many ranks that compute layers together, how many share the heads of attention: all, or where only experts
-    are shared out, one."""
+    """Return how many of `size` ranks that compute layers together share the attention heads.
+
+    All of them do, or one if only experts are divided among ranks.
+    """
     return size if size > 1 and BY_COLUMNS in styles_of(network).values() else 1
 
 
 def holders_of(network: PreTrainedModel, styles: dict[str, str]) -> dict[str, nn.Module]:
-    """The modules that hold layers which are cut by columns, by name."""
+    """Return the modules that hold linear layers which are cut by columns, by name."""
     names = {name.rpartition(".")[0] for name, style in styles.items() if style == BY_COLUMNS}
     return {name: network.get_submodule(name) for name in sorted(names)}
 
 
 def check_cut(size: int, network: PreTrainedModel, needs: KernelNeeds) -> None:
-    """Refuse, before a rank is started, a network whose layers so many ranks cannot compute together."""
+    """Refuse, before a rank is started, a network whose layers `size` ranks cannot compute together."""
     if size == 1:
         return
     field, kind = f"parallel.mesh.tensor={size}", type(network).__name__
@@ -73,7 +75,7 @@ def check_cut(size: int, network: PreTrainedModel, needs: KernelNeeds) -> None:
 
 
 def _planned() -> list[str]:
-    """The architectures for which transformers has a plan of ways that are known here."""
+    """Return the architectures whose plan in transformers has only ways to cut that are known here."""
     found = []
     for name in CONFIG_MAPPING.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
         plan = getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None) or {}
@@ -89,7 +91,7 @@ def _unfit(network: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
         module = network.get_submodule(name)
         linear = getattr(module, "base_layer", module)
         if style in (BY_COLUMNS, BY_ROWS) and not isinstance(linear, nn.Linear):
-            yield f"{name} is no linear layer"
+            yield f"{name} is not a linear layer"
     for name, holder in holders_of(network, styles).items():
         own = {styles.get(f"{name}.{child}") for child, _ in holder.named_children()}
         if BY_ROWS not in own:
@@ -119,7 +121,7 @@ def _of_ends(network: PreTrainedModel, needs: KernelNeeds) -> str | None:
 
 
 def _counts(network: PreTrainedModel, styles: dict[str, str], needs: KernelNeeds) -> Iterator[tuple[str, int]]:
-    """What is shared out: of each kind so many that a number of ranks divides all of them."""
+    """Yield what is divided among ranks, each with the count that the number of ranks has to divide."""
     if BY_COLUMNS in styles.values():
         text = network.config.get_text_config()
         heads = text.num_attention_heads

@@ -1,7 +1,8 @@
-"""What a network draws at random for its tokens while it trains, other than by dropout that ranks can cut.
+"""Find random draws in training, apart from dropout that ranks can cut.
 
-Ranks that share samples draw for the whole block and keep their part, in every `nn.Dropout` (`sequence.py`). A function
-that the network's own code calls, `F.dropout` on hidden states or noise of a router, would draw for the part alone.
+Ranks that share samples draw for the whole micro-batch and keep their part, in every `nn.Dropout` (`sequence.py`). A
+function that the network's own code calls, `F.dropout` on hidden states or a router's noise, would draw only for the
+part.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ _OF_ATTENTION = re.compile("att")
 
 @contextmanager
 def draws_of(model: nn.Module, tokens: int) -> Iterator[list[str]]:
-    """The draws of the forward passes in here that cannot be cut: which operation, in which module. All of them are
-    over one row of so many tokens."""
+    """Collect the draws in this context that cannot be cut: which operation, in which module.
+
+    All forward passes in the context are over one row of `tokens` tokens.
+    """
     seen = _Draws(tokens)
     hooks = [
         hook
@@ -57,7 +60,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             sizes = [each.numel() for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-            # All members seed alike, so that one number, as whether a layer is left out, is the same on all of them.
+            # All members have the same seed, so a single number (such as whether a layer is skipped) is the same on
+            # all of them.
             if max(sizes, default=0) > 1 and not self._can_be_cut():
                 where = type(self.inside[-1][0]).__name__ if self.inside else "its code"
                 self.found.append(f"{func._schema.name.partition('::')[2].rstrip('_')} in {where}")
@@ -67,12 +71,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.inside or type(self.inside[-1][0]) is not nn.Dropout:
             return False
         (given, *_) = self.inside[-1][1] or (None,)
-        # Numbers are drawn in the order of memory: a part of it is a part of what is drawn.
+        # Numbers are drawn in the order of memory, so a part of the memory is a part of what is drawn.
         return isinstance(given, torch.Tensor) and given.shape[-2:-1] == (self.tokens,) and given.is_contiguous()
 
 
 def rates_of(config: PretrainedConfig, *, attention: bool) -> dict[str, float]:
-    """What a config has of rates that are not zero: of what attention drops, or of everything else that is drawn."""
+    """Return the rates in a config that are not zero: those of attention dropout, or those of all other draws."""
     return {
         name: value
         for name, value in vars(config.get_text_config()).items()

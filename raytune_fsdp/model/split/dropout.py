@@ -1,4 +1,4 @@
-"""Dropout that does not depend on how many ranks share a block."""
+"""Dropout that does not depend on how many ranks share a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 
 Part = tuple[int, int]
-"""Which one, of how many."""
+"""The number of a part, and how many parts there are."""
 
 WHOLE: Part = (0, 1)
 
 
 class DropoutInParts(nn.Dropout):
-    """Of some of the tokens (the axis before the last) and some of the columns, with the numbers that a rank which has
-    all of both would draw."""
+    """Dropout on a part of the tokens (the axis before the last) and of the columns.
+
+    It draws the numbers that a rank with all tokens and columns would draw.
+    """
 
     def __init__(self, p: float, *, tokens: Part = WHOLE, columns: Part = WHOLE) -> None:
         super().__init__(p)
@@ -25,8 +27,8 @@ class DropoutInParts(nn.Dropout):
             return input
         many, width = input.shape[-2:]
         (place, members), (part, parts) = self.tokens, self.columns
-        # Not a mask of ones times the input: in 16 bits a GPU would round 1 / (1 - p), which it does not round for one
-        # rank, and all results would be off by up to 0.2 %, in the same direction.
+        # Not a dropped-out mask of ones times the input: in 16 bits a GPU would round 1 / (1 - p), which it does not
+        # round for one rank, and all results would be off by up to 0.2 %, in the same direction.
         sides = (part * width, (parts - 1 - part) * width, place * many, (members - 1 - place) * many)
         whole = F.dropout(F.pad(input, sides), self.p)
         return whole[..., place * many : (place + 1) * many, part * width : (part + 1) * width]

@@ -1,9 +1,9 @@
-"""Blocks that several ranks share, each with a part of the tokens (`parallel.mesh.sequence`).
+"""Have several ranks share a micro-batch, each with a part of the tokens (`parallel.mesh.sequence`).
 
 Everything but attention looks at one token at a time. Around attention ranks exchange tokens for heads: each then has
-all tokens of some heads, computes those as any rank would, borders included, and gives the results back
-(DeepSpeed-Ulysses, arXiv:2309.14509). What is drawn at random for a token is drawn for the whole block and cut, so that
-it does not depend on how many ranks share it.
+all tokens of some heads, computes these as any rank would, borders included, and returns the results
+(DeepSpeed-Ulysses, arXiv:2309.14509). Random numbers for tokens are drawn for the whole micro-batch and cut, so that
+they do not depend on how many ranks share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.split.dropout import WHOLE, DropoutInParts
 
 _IN_PARTS = "_in_parts"
-"""After the name of a kernel: the same one, over the ranks of a group."""
+"""Suffix of a kernel's name for the same kernel over the ranks of a group."""
 
 
 def check_attention_in_parts(sequence: int, chosen: KernelChoice) -> None:
@@ -40,8 +40,8 @@ def check_attention_in_parts(sequence: int, chosen: KernelChoice) -> None:
 
 
 def check_sequence(sequence: int, needs: KernelNeeds, *, sharing: int = 1) -> None:
-    """Refuse, before a rank is started, what is known to fail on every device. `sharing`: ranks that share heads
-    already."""
+    """Refuse, before a rank is started, what is known to fail on every device. `sharing`: ranks that already share
+    heads."""
     if sequence == 1:
         return
     if needs.unshared:
@@ -64,8 +64,10 @@ def _check_heads(sequence: int, heads: Iterable[Heads], sharing: int) -> None:
 
 
 def split_tokens(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Make the network compute a part of each block: its attention over the ranks of the group, its dropout as that of
-    the whole block."""
+    """Make the network compute a part of each micro-batch.
+
+    Its attention then runs over the ranks of the group, and its dropout draws as for the whole micro-batch.
+    """
     name, members = model.config._attn_implementation, group.size()
     if not name.endswith(_IN_PARTS):
         name += _IN_PARTS
@@ -82,7 +84,7 @@ def split_tokens(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 def heads_of_keys(many: int, keys: int, members: int) -> int:
-    """As how many heads keys and values travel: where members do not divide them, some go to more than one."""
+    """Return as how many heads keys and values are sent: if members do not divide them, some go to several members."""
     repeated = math.lcm(keys, members)
     assert many % repeated == 0, (many, keys, members)
     return repeated
@@ -91,12 +93,12 @@ def heads_of_keys(many: int, keys: int, members: int) -> int:
 def _over_heads(
     kernel: Kernel, group: dist.ProcessGroup, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
 ) -> torch.Tensor:
-    """A kernel's attention for this rank's tokens, given queries (tokens, heads, width), keys and values of those."""
+    """Compute attention for this rank's tokens, given their queries (tokens, heads, width), keys and values."""
     members, (tokens, many, width) = group.size(), q.shape
     times = heads_of_keys(many, k.shape[1], members) // k.shape[1]
     if times > 1:
         k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
-    # To every member its heads of all three, in one message.
+    # Every member gets its heads of all three in one message.
     sent = torch.cat([each.view(tokens, members, -1, width) for each in (q, k, v)], dim=2).transpose(0, 1)
     mine = _exchange(sent, group).view(tokens * members, -1, width)
     own, own_keys = many // members, k.shape[1] // members
@@ -108,14 +110,14 @@ def _over_heads(
 
 
 def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The first axis is whom it goes to, and then whom it comes from."""
+    """Exchange along the first axis: it is the receiving member before, and the sending member afterwards."""
     received: torch.Tensor = _Exchange.apply(tensor, group)  # type: ignore[no-untyped-call]
     return received
 
 
 class _Exchange(torch.autograd.Function):
-    """Not torch's own, which returns a tensor that waits once an operation of torch reads it: flash-attn 4 reads the
-    memory itself."""
+    """An exchange that waits for its result. The tensor that torch's own returns waits only once an operation of torch
+    reads it, and flash-attn 4 reads the memory itself."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

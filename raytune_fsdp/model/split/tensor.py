@@ -1,12 +1,12 @@
-"""Layers that several ranks compute together, each with a part of every weight (`parallel.mesh.tensor`).
+"""Have several ranks compute layers together, each with a part of every weight (`parallel.mesh.tensor`).
 
-transformers says for an architecture which layers are cut by columns and which by rows (`base_model_tp_plan`): a rank
-then has some of the heads and some of the columns of an MLP, and what the ranks have computed is added up behind the
-attention and behind the MLP (Megatron-LM, arXiv:1909.08053). Of a mixture of experts a rank has some experts; embedding
-and head are cut by tokens of the vocabulary, which transformers' plans leave whole, so nobody has all logits.
+For an architecture transformers says which linear layers are cut by columns and which by rows (`base_model_tp_plan`): a
+rank then has some of the heads and some of the columns of an MLP, and the ranks' results are added up after the
+attention and after the MLP (Megatron-LM, arXiv:1909.08053). In a mixture of experts a rank has some experts. Embedding
+and head, which transformers' plans leave whole, are cut by tokens of the vocabulary, so no rank has all logits.
 
 A weight is a DTensor that says what is cut, so that sharding, checkpoints and optimizers know where a piece belongs.
-What is computed with are plain tensors.
+The computation uses plain tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raytune_fsdp.model.split.dropout import DropoutInParts
 
 @torch.no_grad()
 def split_layers(network: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave this rank its part of every layer. The network is whole, and its loss is chunked."""
+    """Cut every layer to this rank's part. The network is whole, and its loss is chunked."""
     styles = styles_of(network)
     cutter = _Cutter(mesh)
     for module, style in _layers(network, styles):
@@ -49,7 +49,7 @@ def split_layers(network: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def cut_shapes(network: PreTrainedModel, size: int) -> None:
-    """Leave weights on the meta device the shapes of the first rank's parts, to be counted."""
+    """Give weights on the meta device the shapes of the first rank's parts, to be counted."""
     made: dict[int, nn.Parameter] = {}
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
     styles = dict(_layers(network, styles_of(network)))
@@ -65,7 +65,7 @@ def cut_shapes(network: PreTrainedModel, size: int) -> None:
 
 
 def _layers(network: PreTrainedModel, styles: Mapping[str, str]) -> Iterator[tuple[nn.Module, str]]:
-    """What has weights, and how they are cut; of PEFT's layers what is in them."""
+    """Yield the modules with weights, and how these are cut. For PEFT's modules, yield what they wrap and add."""
     for name, style in styles.items():
         module = network.get_submodule(name)
         if style not in (BY_COLUMNS, BY_ROWS) or isinstance(module, nn.Linear):
@@ -74,7 +74,7 @@ def _layers(network: PreTrainedModel, styles: Mapping[str, str]) -> Iterator[tup
         yield module.get_submodule("base_layer"), style
         for first, second in zip(module.lora_A.values(), module.lora_B.values(), strict=True):  # type: ignore[operator, union-attr]
             if style == BY_COLUMNS:
-                # Everyone computes all of A, and has from B the gradients of its own columns.
+                # Every rank computes all of A, and gets from B the gradients of its own columns only.
                 yield first, SUMMED
                 yield second, style
             else:
@@ -94,7 +94,7 @@ class _Cutter:
         self._mesh, self.group = mesh, mesh.get_group()
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
         self._made: dict[int, nn.Parameter] = {}
-        """By the id of the whole one: tied weights stay tied."""
+        """This rank's parts, by the id of the whole weight: tied weights stay tied."""
 
     def apply(self, module: nn.Module, style: str) -> None:
         if style == EXPERTS:
@@ -112,7 +112,7 @@ class _Cutter:
         module.forward = partial(_by_columns, module) if by_columns else partial(_by_rows, module, self.group)  # type: ignore[method-assign]
 
     def dropouts(self, module: nn.Module) -> None:
-        """Those of PEFT, of an input of which this rank has some columns."""
+        """Replace PEFT's dropouts on an input of which this rank has some columns."""
         for key, dropout in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if type(dropout) is nn.Dropout:
                 part = DropoutInParts(dropout.p, columns=(self._rank, self._size))
@@ -145,7 +145,7 @@ class _Cutter:
         embedding.forward = partial(_embed, embedding, of_embedding)
 
     def _range(self, size: int) -> tuple[int, int]:
-        """Where this rank's part begins, and how long it is."""
+        """Return where this rank's part begins, and how long it is."""
         start, stop = range_of(size, self._size, self._rank)
         return start, stop - start
 
@@ -196,19 +196,22 @@ def _some_experts(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The results of this rank's experts, added to those of the others'."""
+    """Compute the results of this rank's experts, and add those of the other ranks' experts."""
     many: int = module.num_experts  # type: ignore[assignment]
     hidden, weights = sum_gradients(group, hidden, weights)
     own = chosen - first
     mine = (own >= 0) & (own < many)
-    # One that is no expert's is left out, as transformers has it.
+    # An index of no expert is left out, as in transformers.
     found = _with_parameters(module, here, forward, hidden, torch.where(mine, own, many), torch.where(mine, weights, 0))
     return sum_results(group, _Connected.apply(found, hidden, weights))  # type: ignore[no-untyped-call]
 
 
 class _Connected(torch.autograd.Function):
-    """The first one. The others get zeros as gradients: where no token goes to any of a rank's experts nothing else
-    would, and the sum of their gradients would wait for this rank."""
+    """Returns its first argument, and gives the others gradients of zero.
+
+    If no token goes to any of a rank's experts, nothing else gives them gradients, and the sum of their gradients would
+    wait for this rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -223,7 +226,7 @@ class _Connected(torch.autograd.Function):
 def _with_parameters(
     module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor], forward: Callable[..., torch.Tensor], *args: Any
 ) -> torch.Tensor:
-    """A module's own forward pass, with something else in the place of its parameters."""
+    """Run a module's own forward pass, with something else in place of its parameters."""
     with _in_place_of_parameters(module, made):
         return forward(*args)
 

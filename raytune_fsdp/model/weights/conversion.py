@@ -1,4 +1,4 @@
-"""Tensors that transformers builds from others while it loads a model (one of all experts), and the way back.
+"""Convert tensors that transformers builds from others while it loads a model (all experts in one), and back.
 
 The rules and the arithmetic are transformers' own. Added here: a rank reads no more than its rows, because it converts
 a few experts at a time.
@@ -20,30 +20,30 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key
 from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.model.weights.source import Weights, all_finite
 
-# Converted at a time, but at least a row (an expert). Pieces this small keep a rank with 201 MiB of a Mixtral's weights
-# at 229 MiB, although its largest tensor has 80 (docs/results.md).
+# Bytes converted at a time, but at least a row (an expert). Pieces this small keep a rank with 201 MiB of a Mixtral's
+# weights at 229 MiB, although its largest tensor has 80 MiB (docs/results.md).
 _PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One use of a converter. Can be pickled."""
+    """One use of a converter. Picklable."""
 
     converter: WeightConverter
     label: str
     """The name that was matched; the converter derives the others from it."""
     sources: Mapping[str, tuple[str, ...]]
-    """Names of the tensors it reads, by the converter's patterns."""
+    """Names of the tensors that it reads, by the converter's patterns."""
     targets: tuple[str, ...]
-    """Names of the tensors it makes."""
+    """Names of the tensors that it makes."""
 
     def convert(self, tensors: Mapping[str, Sequence[torch.Tensor]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Convert the tensors given for each pattern; returns the results by name."""
-        # Where transformers' loader would collect whole tensors.
+        """Convert the tensors given for each pattern; return the results by name."""
+        # Put where transformers' loader would collect whole tensors.
         self.converter.collected_tensors = defaultdict(list, {key: list(found) for key, found in tensors.items()})
         try:
             made = self.converter.convert(self.label, model=model, config=model.config)
-        except Exception as error:  # any: operations do not check the shapes they are given
+        except Exception as error:  # any kind: operations do not check the shapes that they get
             raise ModelError(
                 f"transformers cannot convert {self.label} of {model.config.model_type}: {first_line(error)}. Does "
                 "config.json belong to another model, or are weights missing?"
@@ -104,7 +104,7 @@ class ConvertedWeights:
             return torch.empty((0, *shape[1:]), dtype=dtype)
         if not (conversion.merges or conversion.keeps_rows):
             return self._converted_whole(conversion)[name][start:stop].to(dtype)
-        self._whole = None  # the rows and siblings of a whole one that was kept have been read
+        self._whole = None  # if a whole conversion was kept, all of its rows and targets have been read
         at_once = max(1, _PIECE_BYTES // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
         if stop - start <= at_once:
             return self._converted(conversion, start, stop)[name].to(dtype)
@@ -119,11 +119,11 @@ class ConvertedWeights:
         if conversion is None:
             return self._stored.where(name)
         keys = [key for each in conversion.sources.values() for key in each]
-        broken = (key for key in keys if not all_finite(self._stored_whole(key)))  # asked only where something is wrong
+        broken = (key for key in keys if not all_finite(self._stored_whole(key)))  # called only if something is wrong
         return self._stored.where(next(broken, keys[0]))
 
     def _dtype(self, conversion: Conversion) -> torch.dtype:
-        """The type that all of its sources together promote to. A few experts may have only one of several types."""
+        """Return the type that all sources promote to together. A few experts may have only one of several types."""
         if conversion.label not in self._dtypes:
             keys = [key for each in conversion.sources.values() for key in each]
             self._dtypes[conversion.label] = reduce(
@@ -132,7 +132,7 @@ class ConvertedWeights:
         return self._dtypes[conversion.label]
 
     def _converted(self, conversion: Conversion, first: int, last: int) -> dict[str, torch.Tensor]:
-        """Rows [first, last) of what a conversion makes, from only what they are made from."""
+        """Convert rows [first, last) of a conversion's results, reading only what they are made from."""
         if conversion.merges:
             sources = {p: [self._stored_whole(k) for k in keys[first:last]] for p, keys in conversion.sources.items()}
         else:
@@ -140,9 +140,9 @@ class ConvertedWeights:
         return conversion.convert(sources, self._model)
 
     def _converted_whole(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        """All of a conversion that mixes rows. Kept until another is needed: its other rows and targets come next."""
+        """Convert all of a conversion that mixes rows. Kept until another is needed: its other rows are read next."""
         if self._whole is None or self._whole[0] is not conversion:
-            self._whole = None  # before the next one is made: two at once are more than loading may take
+            self._whole = None  # freed before the next is made: two at once are more than loading may take
             sources = {p: [self._stored_whole(key) for key in keys] for p, keys in conversion.sources.items()}
             self._whole = conversion, conversion.convert(sources, self._model)
         return self._whole[1]
@@ -153,7 +153,7 @@ class ConvertedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """Tensors of a network that are stored together, and the keys and shapes that they have in files."""
+    """Tensors of a network that are converted together for storing, and their keys and shapes in files."""
 
     names: tuple[str, ...]
     stored: Mapping[str, tuple[int, ...]]
@@ -171,14 +171,15 @@ class Outgoing:
 
 
 def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | None) -> list[Outgoing]:
-    """How the tensors of a network are stored: as transformers' save_pretrained would store them.
+    """Return how the tensors of a network are stored: as transformers' save_pretrained would store them.
 
-    `model` is None where its code came with it: transformers has no rules for that, so every tensor keeps its name.
+    `model` is None if the model brings its own code: transformers has no rules for it, so every tensor keeps its name.
     """
     if model is None:
         return [Outgoing(names=(name,), stored={name: shape}) for name, shape in shapes.items()]
     rules: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    # Without the rules for prefixes: the network's names have theirs, whether the files it came from had them or not.
+    # Without the rules for prefixes: the network's names have prefixes, whether the files that it came from had them or
+    # not.
     back = [rule.reverse_transform() for rule in reversed(rules) if type(rule).__name__ != "PrefixChange"]
     renamings = [rule for rule in back if not isinstance(rule, WeightConverter)]
     converters = [rule for rule in back if isinstance(rule, WeightConverter)]
@@ -212,7 +213,7 @@ def outgoing(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel | Non
 def under_keys(
     groups: Sequence[Outgoing], key_of: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Outgoing]:
-    """The same, with what has a key of its own in `key_of` under that key, and as it is."""
+    """Return these groups, with tensors that have a key in `key_of` stored under that key, unconverted."""
     found: list[Outgoing] = []
     for group in groups:
         if all(name in key_of for name in group.names):
@@ -223,7 +224,7 @@ def under_keys(
 
 
 def _matched(name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
-    """The name under the first converter that matches it, and the pattern that matched; the name alone if none does."""
+    """Return the name after the first converter that matches, and its pattern; the name and None if none matches."""
     for converter in converters:
         label, pattern = converter.rename_source_key(name)
         if pattern is not None:

@@ -1,7 +1,7 @@
-"""Weights that are stored quantized, as 16-bit numbers: each row is computed when it is read.
+"""Read weights that are stored quantized as 16-bit numbers: each row is computed when it is read.
 
-Bit for bit what transformers makes of them (`dequantize=True`), with no more in memory than a few rows. The numbers are
-bf16, as before they were quantized, whatever type the network has.
+The results are bit for bit those of transformers (`dequantize=True`), with no more than a few rows in memory. The
+numbers are bf16, as before they were quantized, whatever type the network has.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from raytune_fsdp.model.weights.source import FileWeights, Weights, all_finite
 
 DTYPE = torch.bfloat16
 
-# Computed at a time. In between it takes some six times as much: indices or fp32.
+# Bytes of results computed at a time. The computation takes about six times as much: indices or fp32.
 _PIECE_BYTES = 1 << 20
 
 _GROUP = 16
-"""Bytes of MXFP4 that share a scale: 32 numbers."""
+"""Bytes of MXFP4 that share a scale: they are 32 numbers."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
@@ -30,29 +30,29 @@ Shape = tuple[int, ...]
 
 
 def stored_weights(files: WeightFiles, key_of: Mapping[str, str]) -> Weights:
-    """The tensors in files by their names in the network, in 16 bits where they are quantized. Opens no file yet."""
+    """Return the tensors in files by their names in the network, quantized ones in 16 bits. Opens no file yet."""
     if files.quantization is None:
         return FileWeights(files, key_of)
     return DequantizedWeights(files, files.quantization, key_of)
 
 
 def check_packed(files: WeightFiles) -> None:
-    """Refuse tensors that cannot be dequantized: in numbers without scales, or with those of others."""
+    """Refuse tensors that cannot be dequantized: numbers without scales, or with scales that do not fit."""
     if files.quantization is not None:
         DequantizedWeights(files, files.quantization, {name: name for name in files.tensors()}).shapes()
 
 
 class DequantizedWeights:
-    """Weights in files, some of which are stored in numbers of few bits and scales."""
+    """Weights in files, some of which are stored as numbers of few bits and scales."""
 
     def __init__(self, files: WeightFiles, quantization: Quantization, key_of: Mapping[str, str]) -> None:
-        """`key_of` maps names in the network to those of `files.tensors()`."""
+        """Take in `key_of` the names of `files.tensors()` by names in the network."""
         stored = files.tensors()
         packed = {name: parts for name, key in key_of.items() if (parts := stored[key]) is not None}
         numbers = {name: packed[name].numbers if name in packed else key for name, key in key_of.items()}
         self._quantization = quantization
         self._numbers = FileWeights(files, numbers)
-        # Of their own, though mostly in the same file: no file is opened twice for a tensor.
+        # A separate reader, though mostly for the same files: no file is opened twice for a tensor.
         self._scales = FileWeights(files, {name: parts.scales for name, parts in packed.items()})
         self._packed = packed
 
@@ -61,7 +61,7 @@ class DequantizedWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, Shape]:
-        """Refuses what cannot be dequantized: everybody asks for shapes before rows."""
+        """Shapes by name. Refuses what cannot be dequantized: every caller asks for shapes before rows."""
         numbers, scales = self._numbers.shapes(), self._scales.shapes()
         shapes = {}
         for name, shape in numbers.items():  # file by file
@@ -78,9 +78,9 @@ class DequantizedWeights:
         return shapes
 
     def _unpacked(self, name: str, shape: Shape, dtype: torch.dtype, scales: Shape, of_scales: torch.dtype) -> Shape:
-        """The shape of a tensor, by those of its parts."""
+        """Return the shape of a tensor, from the shapes of its numbers and scales."""
         if self._quantization.method == "mxfp4":
-            wanted = shape[:-1]  # of all three dimensions, experts, outputs and inputs, the last is in groups
+            wanted = shape[:-1]  # of the three dimensions (experts, outputs, inputs) the last is in groups
             self._check(name, len(shape) == 4 and shape[3:] == (_GROUP,), shape, f"[..., {_GROUP}] in 4 dimensions")
             self._check(name, dtype == torch.uint8, dtype, "uint8")
             self._check_scales(name, of_scales == torch.uint8, of_scales, "uint8")
@@ -89,17 +89,17 @@ class DequantizedWeights:
         self._check(name, dtype == torch.float8_e4m3fn, dtype, "float8_e4m3fn")
         self._check(name, len(shape) in (2, 3), shape, "a matrix, or one of each expert")
         self._check_scales(name, of_scales in _SCALES, of_scales, "float32")
-        block = self._quantization.block or shape[-2:]
-        wanted = (*shape[:-2], *(-(-size // each) for size, each in zip(shape[-2:], block, strict=True)))
+        group = self._quantization.block or shape[-2:]
+        wanted = (*shape[:-2], *(-(-size // each) for size, each in zip(shape[-2:], group, strict=True)))
         alone = self._quantization.block is None and len(shape) == 2 and scales in ((), (1,))
-        self._check_scales(name, scales == wanted or alone, scales, f"{list(wanted)} (blocks of {list(block)})")
+        self._check_scales(name, scales == wanted or alone, scales, f"{list(wanted)} (groups of {list(group)})")
         return shape
 
     def _check(self, name: str, fits: bool, found: object, rule: object) -> None:
         _refuse(self._numbers.where(name), fits, found, rule)
 
     def _check_scales(self, name: str, fits: bool, found: object, rule: object) -> None:
-        _refuse(self._scales.where(name), fits, found, f"{rule} beside {self._packed[name].numbers}")
+        _refuse(self._scales.where(name), fits, found, f"{rule} for {self._packed[name].numbers}")
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._packed:
@@ -119,19 +119,19 @@ class DequantizedWeights:
                 _from_mxfp4(numbers[expert], exponents, into[expert])
             return
         *several, height, width = self._shapes[name]
-        # Not more than there are: a stranger's block may be of any size.
+        # No more than the matrix has: a stranger's config may say any size.
         rows, columns = map(min, self._quantization.block or (height, width), (height, width))
-        # The scales of these rows; those of a matrix may begin within a block.
+        # The scales of these rows; rows of a matrix may begin within a group.
         above, below = (first, last) if several else (first // rows, -(-last // rows))
         scales = self._scales.read(name, above, below).float()
-        scales = scales.reshape(*numbers.shape[:-2], -1, -(-width // columns))  # one may have no dimensions
+        scales = scales.reshape(*numbers.shape[:-2], -1, -(-width // columns))  # a single scale may have no dimensions
         skipped = 0 if several else first - above * rows
         scales = scales.repeat_interleave(rows, -2)[..., skipped : skipped + numbers.shape[-2], :]
         scales = scales.repeat_interleave(columns, -1)[..., :width]
         into.copy_(numbers.float().mul_(scales))  # in fp32, rounded once
 
     def where(self, name: str) -> str:
-        """Asked for where something is wrong: the scales, unless the numbers are."""
+        """Say where a tensor that is wrong is stored: in its scales, unless its numbers are wrong."""
         if name not in self._packed:
             return self._numbers.where(name)
         numbers = self._numbers.read(name, 0, self._numbers.shapes()[name][0])
@@ -139,7 +139,7 @@ class DequantizedWeights:
 
 
 def _from_mxfp4(numbers: torch.Tensor, exponents: torch.Tensor, into: torch.Tensor) -> None:
-    """One expert's matrix from [outputs, groups, 16] bytes. It is stored by outputs and used by inputs."""
+    """Dequantize one expert's matrix from [outputs, groups, 16] bytes. It is stored by outputs and used by inputs."""
     pairs, scales = _mxfp4_tables()
     at_once = max(1, _PIECE_BYTES // max(1, into.shape[0] * DTYPE.itemsize))
     for first in range(0, numbers.shape[0], at_once):
@@ -151,10 +151,10 @@ def _from_mxfp4(numbers: torch.Tensor, exponents: torch.Tensor, into: torch.Tens
 
 @cache
 def _mxfp4_tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """Both numbers of every byte, as one integer, and every scale, of which the last stands for no number.
+    """Return both numbers of every byte as one integer, and every scale, of which the last is NaN.
 
     Products are exact in bf16, which has the exponents of fp32. With these tables a core makes 950 million numbers a
-    second; by torch.ldexp on every number it makes 105.
+    second; with torch.ldexp on every number, 105 million.
     """
     numbers = torch.tensor([*_FP4, *(-each for each in _FP4)], dtype=DTYPE)
     pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], -1).view(torch.int32).flatten()

@@ -1,4 +1,4 @@
-"""Which key in weight files is which tensor of a network, and whether the two fit. Reads no weights."""
+"""Match the keys in weight files with the tensors of a network, and check that they fit. Reads no weights."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _AGAIN = "Download it again, or export it again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Where the files have every tensor of a network. Can be pickled."""
+    """Where the files have every tensor of a network. Picklable."""
 
     key_of: Mapping[str, str]
-    """Keys in the files by names in the network. What conversions read has no name there: it is under its own key. What
-    is stored in numbers and scales counts as one key, without what tells them apart."""
+    """Keys in the files by names in the network. What conversions read has no name in the network: it is under its own
+    key. Numbers and scales of a tensor count as one key, without the suffixes that tell them apart."""
     conversions: tuple[Conversion, ...] = ()
-    """How to make the tensors that are not stored as they are."""
+    """Conversions that make the tensors that are not stored as they are."""
 
 
 def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
@@ -58,7 +58,7 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     key_of: dict[str, str] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     extra = []
-    # In natural order (experts.2 before experts.10): converters stack parts in the order in which they come.
+    # In natural order (experts.2 before experts.10): converters stack tensors in the order in which they come.
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = name_of(key)
         if pattern is not None and name in names:
@@ -80,7 +80,7 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
 
 
 def _naming(model: PreTrainedModel) -> tuple[Callable[[str], tuple[str, str | None]], list[WeightConverter]]:
-    """From a key in the files to a name in the network, with the pattern of the converter that takes it, and those."""
+    """Return a function from a key to a name in the network and the pattern of its converter, and the converters."""
     rules = get_model_conversion_mapping(model)
     renamings: Any = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -88,14 +88,14 @@ def _naming(model: PreTrainedModel) -> tuple[Callable[[str], tuple[str, str | No
 
     def name_of(key: str) -> tuple[str, str | None]:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        # Renamed by a rule for older files, which these are not.
+        # A rule for older files would rename the key, but these files are not older.
         return (key, None) if name not in names and key in names else (name, pattern)
 
     return name_of, converters
 
 
 def _without_other_parts(model: PreTrainedModel, directory: Path, extra: list[str]) -> list[str]:
-    """The keys without those of the parts that see or hear: transformers lists these for some text classes only."""
+    """Leave out the keys of parts that see or hear: transformers lists these for some text classes only."""
     if not (directory / CONFIG_FILE).is_file():
         return extra
     named = find_named(model, directory, directory)
@@ -106,14 +106,14 @@ def _without_other_parts(model: PreTrainedModel, directory: Path, extra: list[st
 
 
 def matched_weights(files: WeightFiles, match: Match, network: PreTrainedModel) -> Weights:
-    """The weights in files under the names of the network. No file is opened before something is read."""
+    """Return the weights in files under the names of the network. No file is opened before something is read."""
     weights = stored_weights(files, match.key_of)
     return ConvertedWeights(weights, match.conversions, network) if match.conversions else weights
 
 
 def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequence[str]]) -> Conversion:
-    """The use of a converter for one tensor, by the keys that match each of its patterns."""
-    # By the last one, as in transformers, if several have the pattern.
+    """Return the use of a converter for one tensor, given the keys that match each of its patterns."""
+    # If several converters have the pattern, the last one is used, as in transformers.
     converter = next(c for c in reversed(converters) if next(iter(sources)) in c.source_patterns)
     for pattern, keys in sources.items():
         # transformers would not notice: the next expert would take the place of the missing one.
@@ -133,7 +133,7 @@ def _conversion(converters: Sequence[Any], name: str, sources: Mapping[str, Sequ
 
 
 def _gap(keys: Sequence[str]) -> str | None:
-    """Where a number is missing; None if one part of their names counts 0, 1, 2, ..."""
+    """Say where a number is missing; None if one part of the keys counts 0, 1, 2, ..."""
     for column in zip(*(key.split(".") for key in keys), strict=False):
         if len(set(column)) > 1 and list(column) != [str(i) for i in range(len(keys))]:
             found = next(i for i, part in enumerate(column) if part != str(i))
@@ -158,11 +158,11 @@ def check_shapes(model: PreTrainedModel, weights: Weights) -> None:
 
 
 def check_report(report: Mapping[str, Any], model: PreTrainedModel, directory: Path) -> None:
-    """Judge what transformers reports (`output_loading_info`) of a model that it has loaded from a directory.
+    """Judge what transformers reports (`output_loading_info`) about a model that it has loaded from a directory.
 
-    It draws tensors at random that are missing or of another shape, and leaves out those that it does not know. Only
-    what no layer of this network has may be left out: the tower of a model that also sees, layers that predict further
-    tokens.
+    transformers draws tensors at random that are missing or of another shape, and ignores those that it does not know.
+    Only what no layer of this network has may be ignored: the tower of a model that also sees, layers that predict
+    further tokens.
     """
     unknown = [key for key in report["unexpected_keys"] if not _ignored(model, key)]
     layers = _layers(model)
@@ -182,7 +182,7 @@ def check_report(report: Mapping[str, Any], model: PreTrainedModel, directory: P
 
 
 def _layers(model: PreTrainedModel) -> set[str]:
-    """Names of the modules that have weights of their own, and of those in lists, whatever is in them."""
+    """Return the names of the modules that have weights of their own, and of all modules in lists."""
     own: set[str] = set()
     listed: set[str] = set()
     for name, module in model.named_modules():
@@ -194,7 +194,7 @@ def _layers(model: PreTrainedModel) -> set[str]:
 
 
 def _around(name: str) -> Iterator[str]:
-    """Names of the modules around a module or tensor."""
+    """Yield the names of the modules around a module or tensor."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
@@ -209,19 +209,19 @@ def _misfit(directory: Path, model: PreTrainedModel, missing: Collection[str], e
 
 
 def grown_rows(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Embeddings with fewer rows in the files than in the network, each with the network's number of rows."""
+    """Return embeddings with fewer rows in the files than in the network, each with the network's number of rows."""
     vocabulary = model.config.get_text_config().vocab_size
     return {n: vocabulary for n in rows_of_tokens(model) if n in stored and stored[n][0] < vocabulary}
 
 
 def rows_of_tokens(model: PreTrainedModel) -> list[str]:
-    """Names of the tensors with a row for each token: embeddings, head, the head's bias."""
+    """Return the names of the tensors with a row for each token: embeddings, head, the head's bias."""
     vocabulary = model.config.get_text_config().vocab_size
     return [n for n, t in owned_tensors(model).items() if t.ndim and t.shape[0] == vocabulary]
 
 
 def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name; a tied weight only under its first name."""
+    """Return parameters and persistent buffers by name; a tied weight only under its first name."""
     persistent = set(model.state_dict())
     tensors = dict(model.named_parameters())
     tensors.update((name, b) for name, b in model.named_buffers() if name in persistent)
@@ -240,8 +240,8 @@ def _adopt_aliases(model: PreTrainedModel, stored: Collection[str], key_of: dict
 
 
 def _ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether a key may be left over: old checkpoints hold buffers that the network computes itself."""
-    # Ours are in the files of many architectures, and not all of them list these.
+    """Return whether a key may be left over: old checkpoints hold buffers that the network computes itself."""
+    # The files of many architectures have the buffers of `_COMPUTED`, and not all architectures list them.
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_COMPUTED]
     return any(re.search(pattern, key) for pattern in patterns)
 

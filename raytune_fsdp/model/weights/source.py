@@ -1,4 +1,4 @@
-"""Where the values of a network's tensors come from. All are read by rows, so that no rank reads more than it keeps."""
+"""Read the values of a network's tensors, always by rows, so that no rank reads more than it keeps."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ _MEAN_ROWS = 8192
 
 
 class Weights(Protocol):
-    """Tensors by the names they have in the network."""
+    """Tensors by their names in the network."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor."""
+        """Return the shape of every tensor."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
+        """Read rows [start, stop) to the CPU, in the stored type. A tensor without dimensions is read whole."""
 
     def where(self, name: str) -> str:
-        """Where this tensor is stored, for messages."""
+        """Say where this tensor is stored, for messages."""
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has neither infinities nor NaNs."""
+    """Return whether a tensor has neither infinities nor NaNs."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.itemsize == 1:  # of no 8-bit type is there a minimum
+    if tensor.itemsize == 1:  # torch has no minimum of 8-bit types
         tensor = tensor.to(torch.float16)
-    low, high = torch.aminmax(tensor)  # reads once and allocates nothing, unlike isfinite; both are NaN if anything is
+    low, high = torch.aminmax(tensor)  # reads once and allocates nothing, unlike isfinite; both are NaN if any is
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 class FileWeights:
     """Weights in safetensors files. One file is open at a time, memory-mapped.
 
-    Of files that are not on this machine there are shapes and types: what is read of them lies on the meta device.
+    If the files are not on this machine, only shapes and types are known: what is read lies on the meta device.
     """
 
     def __init__(self, files: WeightFiles, key_of: Mapping[str, str]) -> None:
-        """`key_of` maps names in the network to keys in the files."""
+        """Take in `key_of` the keys in the files by names in the network."""
         self._files = files
         self._key_of = key_of
         self._open_name: str | None = None
@@ -69,7 +69,7 @@ class FileWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         if (headers := self._files.headers) is not None:
             return {name: headers[key].shape for name, key in self._key_of.items()}
-        # File by file: only one is open at a time.
+        # File by file, as only one is open at a time.
         by_file = sorted(self._key_of, key=lambda name: self._files.file_of[self._key_of[name]])
         return {name: tuple(self._slice(name).get_shape()) for name in by_file}
 
@@ -121,8 +121,8 @@ class FileWeights:
 class RandomWeights:
     """Weights as transformers would initialise them, the same on every rank and at every world size.
 
-    Units (a block, or a module outside the blocks) are drawn one by one from a twin of the network on the meta device,
-    each under a seed of its own, so no more than one is in memory, and the order in which they are read has no effect.
+    Units (a layer, or a module outside the layers) are drawn one by one from a twin of the network on the meta device,
+    each with a seed of its own, so no more than one is in memory, and the order of reading has no effect.
     """
 
     def __init__(self, twin: PreTrainedModel, seed: int) -> None:
@@ -152,9 +152,9 @@ class RandomWeights:
         module = copy.deepcopy(self._units[unit]).to_empty(device="cpu")
         for tensor in module.state_dict().values():
             if tensor.is_floating_point():
-                tensor.fill_(torch.nan)  # stays in what nothing initialises
+                tensor.fill_(torch.nan)  # stays where nothing initialises the tensor
         with torch.random.fork_rng(devices=[]):
-            # By the unit's name, so that neither the rank nor the order of reading matters.
+            # Seeded by the unit's name, so that neither the rank nor the order of reading matters.
             torch.manual_seed(derive_key("weights", self._seed, unit))
             for child in reversed(list(module.modules())):  # children before parents, as transformers does
                 self._twin._init_weights(child)
@@ -170,20 +170,20 @@ class RandomWeights:
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, and every module outside of them that owns tensors."""
-    blocks = {id(block) for block in layers_of(model)}
-    inside = {id(child) for block in layers_of(model) for child in block.modules()} - blocks
+    """Yield the layers, and every module outside of them that owns tensors."""
+    layers = {id(layer) for layer in layers_of(model)}
+    inside = {id(child) for layer in layers_of(model) for child in layer.modules()} - layers
     for name, module in model.named_modules():
         owns = bool(module._parameters or module._buffers)
-        if id(module) in blocks or (owns and id(module) not in inside):
+        if id(module) in layers or (owns and id(module) not in inside):
             yield name, module
 
 
 class GrownWeights:
-    """Weights whose embeddings have fewer rows than the network needs, or rows for tokens that they were not made for.
+    """Weights whose embeddings have fewer rows than the network needs, or rows that now stand for other tokens.
 
-    New rows are the mean of all stored ones, or of those of a description. Means are summed in a fixed order in
-    float64, so every rank has the same ones.
+    A new row is the mean of all stored rows, or of those of its token's description. Means are summed in a fixed order
+    in float64, so every rank has the same means.
     """
 
     def __init__(
@@ -192,8 +192,11 @@ class GrownWeights:
         rows: Mapping[str, int],
         added: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
     ) -> None:
-        """`rows`: the number of rows that each grown tensor has in the network. `added`: by tensor and row, the rows
-        whose mean it starts as, also where the row is stored: vocabularies are padded; none means all."""
+        """Take in `rows` the number of rows that each grown tensor has in the network.
+
+        `added`: by tensor and row, the rows whose mean the row starts as; an empty sequence means all. They apply even
+        if the row is stored, since vocabularies are padded.
+        """
         self._inner = inner
         self._rows = rows
         self._added = added or {}

@@ -1,7 +1,7 @@
 """Optimizers over a sharded model, and the learning rate as a pure function of the step.
 
     build.py        which optimizer a run has                     groups.py       which weights are updated alike
-    schedule.py     the learning rate                             update.py       what training requires, and what all
+    schedule.py     the learning rate                             update.py       what training needs, and what all
                                                                                   but adamw.py share
     adamw.py        torch's fused kernel                          elementwise.py  AdamW written out, SGD, Lion
     muon.py         orthogonal updates, of the matrices that matrices.py finds
@@ -9,6 +9,6 @@
     pieces.py       a rank's pieces of sharded tensors
 
 A new optimizer is a class with the three methods of `Optimizer`, or a `Rule` of elementwise.py; a section in
-config/sections/optimizers.py; and a branch in `build_optimizer`. Whatever it computes from more than one number of a
-weight must be computed from the whole weight, or the number of ranks would decide what is learned.
+config/sections/optimizers.py; and a branch in `build_optimizer`. Whatever it computes from several numbers of a weight
+must be computed from the whole weight, or the number of ranks would change what is learned.
 """

@@ -1,7 +1,8 @@
-"""Adafactor: of the squares of a matrix's gradients, only the means of rows and of columns are kept.
+"""Adafactor: keep only the means of rows and of columns of the squares of a matrix's gradients.
 
-torch's crashes on sharded tensors. Here a rank has the rows' means of its rows, and all have the columns' of all rows:
-these are summed over the ranks in fp64, one vector for all matrices of the model, and so are the sizes of the updates.
+torch's Adafactor crashes on sharded tensors. Here a rank has the row means of its own rows, and all ranks have the
+column means over all rows: these are summed over the ranks in fp64, in one vector for all matrices of the model, and so
+are the sizes of the updates.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, split_like
 from raytune_fsdp.step.optim.update import Trained, computes_in, decayed, replace
 
 _LEAST = 1e-30
-"""Added to squares: a row whose gradients are all 0 is not divided by 0."""
+"""Added to squares, so that a row whose gradients are all 0 is not divided by 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of a weight, and what its factors say of them."""
+    """Some rows of a weight, and the root of their second moment by its factors."""
 
     rows: Rows
     weight: torch.Tensor
     gradient: torch.Tensor
     root: torch.Tensor
-    """By what the gradient is divided."""
+    """The divisor of the gradient."""
 
 
 class Adafactor:
-    """Without relative steps, first moments and scaling by the weight's size: the learning rate is the schedule's."""
+    """Adafactor without relative steps, first moments and scaling by the weight's size: the schedule's rate is used."""
 
     def __init__(self, weights: Trained, chosen: AdafactorOptimizer) -> None:
         self._trained = weights
@@ -52,7 +53,7 @@ class Adafactor:
             elif parameter.ndim == 2:
                 state["row"] = split_like(parameter, dtype=dtype)
                 state["column"] = torch.zeros(parameter.shape[1], dtype=dtype, device=local.device)
-            else:  # matrices in a row: experts, of which a rank has whole ones
+            else:  # stacked matrices: experts, of which a rank has whole ones
                 state["row"] = split_like(parameter, *parameter.shape[1:-1], dtype=dtype)
                 state["column"] = split_like(parameter, *parameter.shape[1:-2], parameter.shape[-1], dtype=dtype)
             self._trained.state[name] = state
@@ -77,14 +78,14 @@ class Adafactor:
         self._trained.drop_gradients()
 
     def _factors(self, names: Sequence[str], skip: torch.Tensor) -> None:
-        """Move the factors on by the gradients of this step."""
+        """Update the factors with the gradients of this step."""
         matrices = [name for name in names if self._trained.named[name].ndim == 2]
         sums = self._summed([self._column_sums(name) for name in matrices])
         columns = dict(zip(matrices, sums, strict=True))
         for name in names:
             parameter, state = self._trained.named[name], self._trained.state[name]
             assert parameter.grad is not None
-            # In its first update the old factors, which are 0, have no share.
+            # In a weight's first update the old factors, which are 0, have no share.
             share = self._trained.count(name, skip).double() ** -self._chosen.decay_power
             if parameter.ndim == 2:
                 _move(state["column"], columns[name] / parameter.shape[0] + _LEAST, share, skip)
@@ -106,7 +107,7 @@ class Adafactor:
         return total
 
     def _sizes(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """The root mean square of every update, before it is clipped."""
+        """Return the root mean square of every update, before it is clipped."""
         squares = []
         for name in names:
             total = torch.zeros((), dtype=torch.float64, device=self._trained.named[name].device)
@@ -134,7 +135,7 @@ class Adafactor:
             yield _Part(rows, weight, gradient, root.reshape(gradient.shape))
 
     def _summed(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums over the ranks that share the weights' rows, by one collective."""
+        """Sum over the ranks that share the weights' rows, with one collective."""
         if not values:
             return []
         split = Split.of(next(iter(self._trained.named.values())))

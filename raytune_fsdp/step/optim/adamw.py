@@ -1,4 +1,4 @@
-"""AdamW by torch's fused kernel: moments in the type of the weights."""
+"""AdamW with torch's fused kernel: moments have the type of the weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from raytune_fsdp.step.optim.pieces import at, local_gradients
 class AdamW:
     """Fused AdamW.
 
-    It works on this rank's pieces as plain tensors. Given DTensors, torch asks of every list of them how the operation
-    would have to be sharded: 1.0 s in the first step with 147 weights, and 10 ms in every other one (the kernel: 3.5).
+    It works on this rank's pieces as plain tensors. For DTensors, torch finds out for every list of them how the
+    operation has to be sharded: 1.0 s in the first step with 147 weights, and 10 ms in every other step (the kernel
+    takes 3.5 ms).
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], groups: Sequence[Group], config: OptimConfig) -> None:
@@ -47,8 +48,8 @@ class AdamW:
         found_inf = at(next(iter(self._named.values())).device, found_inf)
         for group in self.groups:
             taken = [name for name in group.names if self._named[name].grad is not None]
-            # Fused, because only that kernel takes a flag on the device: if it is 1, weights, moments and the count of
-            # steps stay as they are, and the host never waits for it.
+            # Fused, because only that kernel takes a flag on the device: if the flag is 1, weights, moments and the
+            # count of steps stay as they are, and the host never waits for it.
             adamw(
                 [local_piece(self._named[name]) for name in taken],
                 local_gradients(self._named[name] for name in taken),

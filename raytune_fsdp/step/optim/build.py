@@ -1,4 +1,4 @@
-"""Which optimizer a run has."""
+"""Build the optimizer of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytune_fsdp.step.optim.update import Optimizer, Trained
 def build_optimizer(
     model: PreTrainedModel, config: OptimConfig, method: Method | None = None, *, seed: int = 0
 ) -> Optimizer:
-    """The optimizer of a run, over a model that is already sharded."""
+    """Build the optimizer of a run, over a model that is already sharded."""
     chosen, groups, named = config.optimizer, groups_of(model, config, method), trained(model)
 
     def weights(mine: tuple[Group, ...]) -> Trained:

@@ -1,7 +1,7 @@
 """Optimizers that update every number by its own gradient and moments: AdamW written out, SGD, Lion.
 
-Every operation is one that IEEE rounds once (no `lerp`, no `addcmul`: vector units fuse these, the ends of a tensor's
-memory may not be), so a number's update has the same bits wherever the tensor is cut.
+Every operation is one that IEEE rounds once, so a number's update has the same bits wherever the tensor is cut. `lerp`
+and `addcmul` are not used: vector units fuse them, but not always at the ends of a tensor's memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Moments = Mapping[str, torch.Tensor]
 
 
 class Rule(Protocol):
-    """From a gradient to the direction in which its weight goes."""
+    """Turns a gradient into the direction in which its weight moves."""
 
     def kept(self, parameter: torch.Tensor) -> Mapping[str, Kept]:
-        """Its moments, by name."""
+        """Return how each moment of a parameter is kept, by the moment's name."""
 
     def direction(self, gradient: torch.Tensor, moments: Moments, step: torch.Tensor) -> tuple[torch.Tensor, Moments]:
-        """What is taken from the weight at a learning rate of 1, and the new moments. `step` is 1 in the first."""
+        """Return what to subtract at a learning rate of 1, and the new moments. `step` is 1 in the first step."""
 
 
 class AdamWRule:
-    """As torch's AdamW, with moments of any type."""
+    """torch's AdamW, with moments of any type."""
 
     def __init__(self, config: OptimConfig, moments: str) -> None:
         self._beta1, self._beta2, self._eps = config.beta1, config.beta2, config.eps
@@ -55,7 +55,7 @@ class AdamWRule:
 
 
 class SgdRule:
-    """Gradients, or their running sum."""
+    """Moves by gradients, or by their running sum."""
 
     def __init__(self, chosen: SgdOptimizer) -> None:
         self._momentum, self._nesterov = chosen.momentum, chosen.nesterov
@@ -71,7 +71,7 @@ class SgdRule:
 
 
 class LionRule:
-    """The sign of a mean of gradients: every weight moves by the learning rate."""
+    """Moves by the sign of a mean of gradients: every weight moves by the learning rate."""
 
     def __init__(self, chosen: LionOptimizer) -> None:
         self._beta1, self._beta2 = chosen.beta1, chosen.beta2
@@ -86,7 +86,7 @@ class LionRule:
 
 
 class Elementwise:
-    """A rule, applied to every weight."""
+    """An optimizer that applies a rule to every weight."""
 
     def __init__(self, weights: Trained, rule: Rule) -> None:
         self._trained = weights
@@ -118,7 +118,7 @@ class Elementwise:
     def _update(self, name: str, lr: float, weight_decay: float, skip: torch.Tensor) -> None:
         parameter, state, kept = self._trained.named[name], self._trained.state[name], self._kept[name]
         assert parameter.grad is not None
-        step = self._trained.count(name, skip)  # 0 if the first is skipped: what 0/0 gives is not written
+        step = self._trained.count(name, skip)  # 0 if the first step is skipped: the result of 0/0 is not written
         for rows in in_parts(parameter):
             weight = rows.of(parameter)
             dtype = computes_in(weight)
@@ -138,5 +138,5 @@ class Elementwise:
 
 
 def _keys(state: Mapping[str, torch.Tensor], kept: Mapping[str, Kept]) -> dict[str, list[str]]:
-    """The tensors of each moment: the name of one may be how another one's begins."""
+    """Return the tensors of each moment. Compared by whole names: one moment's name may begin another's."""
     return {moment: [key for key in state if key in (moment, f"{moment}_scale")] for moment in kept}

@@ -1,4 +1,4 @@
-"""Which weights are updated alike: with decay or without, adapters' second matrices, and the user's own."""
+"""Group the weights that are updated alike: with decay or without, adapters' second matrices, the user's own groups."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SECOND = re.compile(r"\.lora_(B|embedding_B)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Trained that are updated alike, by name."""
+    """Trained weights that are updated alike, by name."""
 
     names: tuple[str, ...]
     weight_decay: float
     lr_ratio: float = 1.0
-    """Their learning rate, as a multiple of the others'."""
+    """Their learning rate, as a multiple of the run's."""
 
     def only(self, names: Iterable[str], lr_ratio: float = 1.0) -> Group:
-        """Those of its weights that are among `names`, at a multiple of its rate."""
+        """Return a group of those of its weights that are among `names`, at a multiple of its rate."""
         kept = set(names)
         return Group(
             names=tuple(name for name in self.names if name in kept),
@@ -36,12 +36,12 @@ class Group:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What an optimizer updates, by name."""
+    """Return the parameters that an optimizer updates, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def groups_of(model: nn.Module, config: OptimConfig, method: Method | None = None) -> tuple[Group, ...]:
-    """All trained weights. A rate by pattern and that of LoRA+ multiply; a decay by pattern comes before all others."""
+    """Group all trained weights. A pattern's rate and LoRA+'s multiply; a pattern's decay replaces any other decay."""
     plain, ratio, names = undecayed_names(model), getattr(method, "lr_ratio", None), _all_names(model)
     found: dict[tuple[float, float], list[str]] = {}
     for name in trained(model):
@@ -57,7 +57,7 @@ def groups_of(model: nn.Module, config: OptimConfig, method: Method | None = Non
 
 
 def check_groups(network: nn.Module, config: OptimConfig) -> None:
-    """Refuse a pattern that no trained weight is updated by. The network may be on the meta device."""
+    """Refuse a pattern that applies to no trained weight. The network may be on the meta device."""
     if not config.groups:
         return
     names, own = _all_names(network), trained(network)
@@ -79,10 +79,11 @@ def check_groups(network: nn.Module, config: OptimConfig) -> None:
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Parameters without weight decay: everything with fewer than two dimensions, factors, and the embeddings.
+    """Return the parameters without decay: those with fewer than two dimensions, IA3's factors, and embeddings.
 
     An output embedding that is tied to the input embedding is the same parameter; an untied one is a matrix like any
-    other and decays. Rows of new tokens do not, in the head either: they are few, and start as means of others.
+    other and decays. Rows of new tokens do not decay, not even in the head: they are few, and start as means of other
+    rows.
     """
     embeddings = {
         f"{prefix}.{name}" if prefix else name
@@ -91,12 +92,12 @@ def undecayed_names(model: nn.Module) -> set[str]:
         for name, _ in module.named_parameters(recurse=False)
     }
     embeddings |= {name for name, _ in model.named_parameters() if name.endswith(f".{ROWS}")}
-    # IA3's factors are vectors in the form of a matrix, and around one.
+    # IA3's factors are vectors in the form of a matrix, and around 1.
     return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2 or ".ia3_l." in name}
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """The names of every weight, by its first one: a tied weight has several."""
+    """Return all names of every weight, by its first name: a tied weight has several."""
     first: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     names: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Which weights of a network are hidden matrices, and of which matrices one tensor is made."""
+"""Find the hidden matrices among a network's weights, and split tensors that are made of several matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.model.layers import layers_of
 
 Parts = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""A whole matrix, as views of those that it is made of. A view of three dimensions is a matrix of all its rows."""
+"""Splits a whole matrix into views of the matrices that it is made of. A view of three dimensions is one matrix of all
+its rows."""
 
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 _FUSED = ("c_attn", "qkv_proj", "Wqkv", "query_key_value")
@@ -24,12 +25,12 @@ _GROUPED = "query_key_value"
 
 
 def hidden_matrices(model: PreTrainedModel) -> dict[str, Parts]:
-    """Matrices inside the blocks by name: weights of linear layers, and of experts, which have three dimensions.
+    """Return the matrices inside the layers by name: weights of linear layers, and of experts (three dimensions).
 
-    Not the embeddings, the head and what tells experts apart: their rows stand for tokens and experts, and are of very
-    different sizes rightly.
+    Embeddings, head and routers are left out: their rows stand for tokens and experts, and rightly have very different
+    sizes.
     """
-    inside = {id(p) for block in layers_of(model) for p in block.parameters()}
+    inside = {id(p) for layer in layers_of(model) for p in layer.parameters()}
     found: dict[str, Parts] = {}
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
@@ -43,15 +44,17 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Parts]:
                 if each := _adapter_of_experts(model, prefix):
                     found[name] = each
                     continue
-                # Conv1D keeps a matrix with its inputs first; so do the experts of some, whose sizes tell.
+                # Conv1D stores a matrix input first; so do some networks' experts, which their sizes show.
                 axis = 1 if isinstance(module, Conv1D) else 0
                 found[name] = _parts(last, axis, parameter.shape[-2:], model)
     return found
 
 
 def _adapter_of_experts(model: PreTrainedModel, prefix: str) -> Parts | None:
-    """PEFT keeps the adapters of all experts of a weight in one pair: A has their rows one after the other, B their
-    columns in turn."""
+    """Return how to split an adapter of experts; None if it is another weight.
+
+    PEFT keeps the adapters of all experts in one pair: A has their rows one after the other, B their columns in turn.
+    """
     wrapper, found, rest = prefix.rpartition(".lora_")
     count = getattr(model.get_submodule(wrapper), "num_experts", 1) if found else 1
     if count == 1:
@@ -64,7 +67,7 @@ def _in_turn(count: int, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _parts(name: str, axis: int, shape: torch.Size, model: PreTrainedModel) -> Parts:
-    """A matrix of queries, keys and values, or of gates and what they gate, computes several things."""
+    """Return how to split a matrix that computes several things: queries, keys, values; or gates and what they gate."""
     config = model.config.get_text_config()
     if name == "gate_up_proj":
         inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
@@ -79,20 +82,20 @@ def _parts(name: str, axis: int, shape: torch.Size, model: PreTrainedModel) -> P
         return _whole
     kept = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     width = getattr(config, "head_dim", None) or hidden // heads
-    # A config may have a number of key heads, or of one head for all, that its network does not use: the rows tell.
+    # A config may have a number of key heads, or one head for all, that its network does not use: the rows tell.
     for each in (kept, heads, 1):
         if shape[axis] == (heads + 2 * each) * width:
-            # GPT-NeoX, Bloom, Falcon: of each group of heads its queries, its key, its value.
+            # GPT-NeoX, Bloom, Falcon: for each group of heads its queries, its key, its value.
             grouped = (heads // each, 1, 1), each
             return partial(_pieces, axis, *(grouped if name == _GROUPED else ((heads, each, each), 1)))
     return _whole
 
 
 def check_matrices(network: PreTrainedModel, config: OptimConfig) -> None:
-    """Refuse Muon where it would update nothing. The network may be on the meta device."""
+    """Refuse Muon if it would update nothing. The network may be on the meta device."""
     if config.optimizer.type == "muon" and not hidden_matrices(network):
         raise ConfigError(
-            "optim.optimizer.type=muon: no matrix inside the blocks is trained (vectors, embeddings and adapters of "
+            "optim.optimizer.type=muon: no matrix inside the layers is trained (vectors, embeddings and adapters of "
             "rank 1 are none), so there is nothing for muon to update: set optim.optimizer.type=adamw"
         )
 
@@ -106,7 +109,7 @@ def _every_second(axis: int, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _pieces(axis: int, shares: tuple[int, ...], groups: int, matrix: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Along an axis there are `groups` of pieces, whose sizes are to each other as `shares`."""
+    """Split along an axis, in each of `groups` groups, into pieces whose sizes are in the ratio of `shares`."""
     size = matrix.shape[axis] // groups
     sizes = [size * share // sum(shares) for share in shares]
     if groups == 1:

@@ -1,7 +1,7 @@
-"""How a moment is kept between steps: in a floating-point type, in bf16, or in 8 bits.
+"""Keep moments between steps: in a floating-point type, in bf16, or in 8 bits.
 
-Whatever is rounded is rounded by keyed noise, and what is quantized, and in which blocks, follows from the whole
-tensor: so the numbers that are kept do not depend on how it is split.
+Rounding uses keyed noise, and what is quantized, and in which groups, follows from the whole tensor: so the numbers
+that are kept do not depend on how the tensor is split.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from raytune_fsdp.step.optim.pieces import split_like
 from raytune_fsdp.step.optim.update import LEVELS, to_bf16
 
 BLOCK = 256
-"""Numbers that share a scale. Blocks are parts of a row and so of a shard, whatever the number of ranks; those of the
-flat tensor, which others have, would be cut."""
+"""Numbers that share a scale. Groups are parts of a row and so of a shard, whatever the number of ranks; groups of the
+flat tensor, as others have them, would be cut."""
 
 _FEW = 4096
 """Smaller parameters keep fp32: the norms of all layers are a ten-thousandth of a model."""
@@ -27,20 +27,20 @@ class Kept(Protocol):
     """How one moment is kept."""
 
     rounded: bool
-    """Whether it needs noise."""
+    """Whether writing it needs noise."""
 
     def zeros(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of a moment that is 0, by what is added to its name."""
+        """Return the tensors of a moment that is 0, by the suffix that is added to its name."""
 
     def read(self, kept: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The numbers of some rows."""
+        """Return the numbers of some rows."""
 
     def write(self, value: torch.Tensor, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """What is kept of them."""
+        """Return the tensors that keep the numbers of some rows."""
 
 
 class AsType:
-    """In a floating-point type; None: in that of the weights."""
+    """Keeps a moment in a floating-point type; None: in that of the weights."""
 
     rounded = False
 
@@ -58,7 +58,7 @@ class AsType:
 
 
 class Bf16(AsType):
-    """In bf16, rounded by noise."""
+    """Keeps a moment in bf16, rounded by noise."""
 
     rounded = True
 
@@ -71,13 +71,13 @@ class Bf16(AsType):
 
 
 class EightBit:
-    """As codes of 8 bits, each block with the size of its largest number.
+    """Keeps a moment as codes of 8 bits, each group with the size of its largest number.
 
     A code stands for the square of its share of the largest: near 0 codes are close to each other, since the numbers of
-    a block differ by orders of magnitude, and equal steps would make most of them 0. (Codes that span seven decades, as
-    those of others do, have half as many for the upper two, where most numbers are.) A second moment is kept as its
-    root: the update divides by that, and 1e-5 of the largest is 1e-10 as a square. It is never rounded to 0: a first
-    moment beside it would be divided by `eps` alone.
+    a group differ by orders of magnitude, and equal steps would make most of them 0. (Codes that span seven decades, as
+    other libraries' do, have half as many for the upper two, where most numbers are.) A second moment is kept as its
+    root: the update divides by the root, and 1e-5 of the largest is 1e-10 as a square. It is never rounded to 0: its
+    first moment would be divided by `eps` alone.
     """
 
     rounded = True
@@ -113,8 +113,8 @@ class EightBit:
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Whether a moment in 8 bits is worth it. Of a DTensor this is the whole shape."""
-    # A block of one number would be its scale and its code: five bytes. So is each row of an adapter of rank 1.
+    """Return whether a moment in 8 bits is worth it. A DTensor's shape is that of the whole."""
+    # A group of one number would be a scale and a code: five bytes. Each row of an adapter of rank 1 is such a group.
     return parameter.ndim > 1 and parameter.shape[1:].numel() > 1 and parameter.numel() >= _FEW
 
 
@@ -123,21 +123,21 @@ def _block(columns: int) -> int:
 
 
 def _largest(value: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of every block; the last one of a row may be shorter."""
+    """Return the largest absolute value of every group; the last group of a row may be shorter."""
     rows, columns = value.shape
-    block = _block(columns)
-    filled = torch.nn.functional.pad(value, (0, -columns % block))
-    return filled.view(rows, filled.shape[1] // block, block).abs().amax(-1)
+    size = _block(columns)
+    filled = torch.nn.functional.pad(value, (0, -columns % size))
+    return filled.view(rows, filled.shape[1] // size, size).abs().amax(-1)
 
 
 def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    rows, blocks = scale.shape
-    return scale[:, :, None].expand(rows, blocks, _block(columns)).reshape(rows, -1)[:, :columns]
+    rows, groups = scale.shape
+    return scale[:, :, None].expand(rows, groups, _block(columns)).reshape(rows, -1)[:, :columns]
 
 
 @table
 def _levels(signed: bool, device: torch.device) -> torch.Tensor:
-    """The values of the codes, in rising order: 255 from -1 to 1, or 256 from 0 to 1. The largest number is exact."""
+    """Return the values of the codes, rising: 255 from -1 to 1, or 256 from 0 to 1. The largest number is exact."""
     most = 127 if signed else 255
     share = torch.arange(-most if signed else 0, most + 1, dtype=torch.float64) / most
     return (share * share.abs()).to(torch.float32).to(device)

@@ -1,8 +1,9 @@
-"""Muon: the update of every hidden matrix is made orthogonal, whole.
+"""Muon: make the update of every hidden matrix orthogonal, as a whole.
 
-On shards torch's Muon orthogonalises each rank's rows alone, which is off by 2e-3 after 5 steps. Here a matrix is
-gathered by one rank, its owner, and goes back as rows. As many matrices are underway as there are ranks, each at
-another owner; they are taken by size, so that owners finish together. Of experts every rank has whole ones already.
+On shards torch's Muon orthogonalises each rank's rows alone, which is off by 2e-3 after 5 steps. Here one rank, the
+owner of a matrix, gathers it and sends its rows back. As many matrices are handled at once as there are ranks, each by
+another owner; they are taken by size, so that owners finish together. Experts need no gathering: every rank has whole
+ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from raytune_fsdp.step.optim.pieces import Split, in_parts
 from raytune_fsdp.step.optim.update import Optimizer, Trained, computes_in, decayed, replace
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: chosen by Muon's authors to raise small singular values fastest, to between 0.7 and 1.2."""
+"""Coefficients of the quintic iteration. Muon's authors chose them to raise small singular values fastest, to between
+0.7 and 1.2."""
 
 
 class Muon:
@@ -55,7 +57,7 @@ class Muon:
         skip = self._trained.skipped(found_inf)
         taken = dict(self._trained.taken())
         flat = [name for name in taken if self._trained.named[name].ndim == 2]
-        # The same list on every rank: by shapes of whole matrices.
+        # Sorted by shapes of whole matrices, so that every rank has the same list.
         flat.sort(key=lambda name: (-self._cost(name), name))
         owners = self._split.shards * self._split.replicas
         for start in range(0, len(flat), owners):
@@ -94,18 +96,18 @@ class Muon:
             self._write(name, rows[name], groups[name], lr_factor, skip)
 
     def _experts(self, name: str, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
-        """A rank has whole experts, since rows of three-dimensional weights are experts."""
+        """Update this rank's experts. They are whole, since rows of three-dimensional weights are experts."""
         update = self._direction(name, skip)
         for expert in update:
             expert.copy_(_orthogonal_parts(expert.contiguous(), self._parts[name], self._chosen.iterations))
         self._write(name, update, group, lr_factor, skip)
 
     def _direction(self, name: str, skip: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a matrix that is to be made orthogonal, in the type and the place for it."""
+        """Return this rank's rows of a matrix to make orthogonal, in the type and on the device for that."""
         parameter, momentum = self._trained.named[name], self._trained.state[name]["momentum"]
         assert parameter.grad is not None
         local, mesh = local_piece(parameter), self._split.mesh
-        # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and speak on GPUs.
+        # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and communicate on GPUs.
         place = local.device.type if mesh is None else mesh.device_type
         found = torch.empty_like(local, dtype=_works_in(local, place))
         for rows in in_parts(parameter):
@@ -128,14 +130,14 @@ class Muon:
 
 
 def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:
-    """bf16 is enough for the iteration, which ends anywhere near 1; CPUs are not faster in it."""
+    """Return the type of the iteration: bf16 is enough, since it only ends near 1, but CPUs are not faster in it."""
     return torch.bfloat16 if place == "cuda" else computes_in(piece)
 
 
 def orthogonal_together(
     rows: Sequence[torch.Tensor], shapes: Sequence[torch.Size], parts: Sequence[Parts], iterations: int, split: Split
 ) -> list[torch.Tensor]:
-    """Make whole matrices orthogonal, of which every rank has some rows: the i-th by rank i of those that share them.
+    """Make matrices orthogonal of which every rank has some rows; rank i of those that share them does the i-th.
 
     Every rank has one whole matrix in memory, and sends and receives each number once.
     """
@@ -159,7 +161,7 @@ def orthogonal_together(
 
 
 def _orthogonal_parts(matrix: torch.Tensor, parts: Parts, iterations: int) -> torch.Tensor:
-    """Each matrix in it made orthogonal, and as large as an update of AdamW: 0.2 in the root mean square."""
+    """Make each matrix in it orthogonal, and as large as an update of AdamW: 0.2 in the root mean square."""
     made = torch.empty_like(matrix)
     for piece, place in zip(parts(matrix), parts(made), strict=True):
         flat = piece.reshape(-1, piece.shape[-1])
@@ -168,7 +170,7 @@ def _orthogonal_parts(matrix: torch.Tensor, parts: Parts, iterations: int) -> to
 
 
 def orthogonal(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Its singular values raised to about 1, by Newton and Schulz: products of matrices only."""
+    """Raise a matrix's singular values to about 1 by the Newton-Schulz iteration: products of matrices only."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     value: torch.Tensor = (matrix.mT if tall else matrix).contiguous()

@@ -1,4 +1,4 @@
-"""This rank's pieces of sharded tensors: which rows they are, and tensors that are split in the same way."""
+"""Find this rank's pieces of sharded tensors, and make tensors that are split in the same way."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from torch.distributed.tensor import DTensor
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of, range_of, shard_axis
 
 NUMBERS_AT_ONCE = 1 << 22
-"""An update that is written out has up to ten intermediate results: of so many numbers they take 160 MiB in fp32, of an
-expert of Mixtral 4.7 GB. A multiple of what shares a scale (moments.py)."""
+"""Numbers of an update that are computed at a time. An update that is written out has up to ten intermediate results:
+for this many numbers they take 160 MiB in fp32, for an expert of Mixtral 4.7 GB. It is a multiple of the numbers that
+share a scale (moments.py)."""
 
 
 def at(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A number where weights and gradients are, or back. With parallel.cpu_offload that is another place, and the host
-    waits; otherwise nothing is done."""
+    """Move a number to where weights and gradients are, or back.
+
+    With parallel.cpu_offload that is another device, and the host waits; otherwise nothing is done.
+    """
     return tensor if tensor.device == device else tensor.to(device)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's shard of every gradient, as plain tensors that share memory with it."""
+    """Return this rank's shard of every gradient, as plain tensors that share memory with it."""
     return [local_piece(p.grad) for p in parameters if p.grad is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the rows of a tensor are spread: over the shards of a mesh, alike in each of its replicas."""
+    """How the rows of a tensor are spread: over the shards of a mesh, the same in each of its replicas."""
 
     mesh: DeviceMesh | None = None
     axis: int = 0
@@ -60,7 +63,7 @@ class Split:
 
     @property
     def over_shards(self) -> dist.ProcessGroup | None:
-        """The ranks that have one whole tensor between them. None: this one has it alone."""
+        """The ranks that have one whole tensor between them. None: this rank has all of it."""
         return None if self.mesh is None or self.shards == 1 else self.mesh.get_group(self.axis)
 
     @property
@@ -69,17 +72,18 @@ class Split:
         return None if self.mesh is None or self.replicas == 1 else self.mesh.get_group(1 - self.axis)
 
     def rows_of(self, rows: int, shard: int) -> tuple[int, int]:
-        """The rows [start, stop) that a shard has."""
+        """Return the rows [start, stop) that a shard has."""
         return range_of(rows, self.shards, shard)
 
 
 def split_like(parameter: torch.Tensor, *columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of the shape [rows of the parameter, *columns], split as the parameter is."""
+    """Return zeros of the shape [rows of the parameter, *columns], split as the parameter is."""
     local = local_piece(parameter)
     if not isinstance(parameter, DTensor):
         return torch.zeros((local.shape[0], *columns), dtype=dtype, device=local.device)
     whole = torch.empty((parameter.shape[0], *columns), device="meta")
-    # On the meta device, because `from_local` sends what has memory to the mesh's: with parallel.cpu_offload a GPU.
+    # On the meta device, because `from_local` moves what has memory to the mesh's device: a GPU, with
+    # parallel.cpu_offload.
     rows = torch.empty((local.shape[0], *columns), device="meta")
     shape = DTensor.from_local(
         rows, parameter.device_mesh, parameter.placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -93,19 +97,20 @@ class Rows:
 
     start: int
     stop: int
-    """Among this rank's."""
+    """The end of the rows [start, stop) among this rank's rows."""
     first: int
     """The place of `start` in the whole parameter."""
     left: int
     right: int
-    """Columns of this rank's: all of them, unless one row has too many. A row of experts is an expert."""
+    """The end of the columns [left, right) among this rank's: all, unless one row has too many. A row of experts is an
+    expert."""
     first_column: int = 0
     """The place of `left` in the whole parameter."""
 
     def of(self, tensor: torch.Tensor, each: int = 1) -> torch.Tensor:
-        """These numbers of the parameter, or of what is split like it, as a matrix that shares memory with it.
+        """Return these numbers of the parameter, or of a tensor split like it, as a matrix that shares its memory.
 
-        `each`: of how many columns of the parameter the tensor has one number.
+        `each`: the tensor has one number for this many columns of the parameter.
         """
         local = local_piece(tensor)
         if not local.ndim:
@@ -115,12 +120,12 @@ class Rows:
 
 
 def columns_of(tensor: torch.Tensor) -> int:
-    """How many numbers a row has."""
+    """Return how many numbers a row has."""
     return tensor.shape[1:].numel()
 
 
 def in_parts(parameter: torch.Tensor, *, whole_rows: bool = False) -> Iterator[Rows]:
-    """This rank's rows of a parameter, some at a time. A row that is too long for that comes in parts itself."""
+    """Yield this rank's rows of a parameter, some at a time. A row that is too long comes in parts itself."""
     local = local_piece(parameter)
     rows, piece, columns = local.shape[0] if local.ndim else 1, piece_of(parameter), columns_of(local)
     at_once = max(1, NUMBERS_AT_ONCE // max(1, columns))

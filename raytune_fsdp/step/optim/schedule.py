@@ -10,15 +10,15 @@ from raytune_fsdp.plan.plan import Plan
 
 
 def lr_factor(step: int, config: OptimConfig, plan: Plan) -> float:
-    """Fraction of the peak learning rate at a step (1 for the first). Pure."""
+    """Return the fraction of the peak learning rate at a step; the first step is 1. Pure."""
     return multiplier(step, config, schedule_steps=plan.schedule_steps, warmup_steps=plan.warmup_steps)
 
 
 def multiplier(step: int, config: OptimConfig, *, schedule_steps: int, warmup_steps: int) -> float:
-    """The same, for a schedule of this length.
+    """Return the fraction of the peak learning rate at a step of a schedule of this length. Pure.
 
     Warmup reaches the peak at its last step. The decay starts from the peak one step later and would reach the floor
-    one step after the schedule's end, where a run that goes on longer then stays.
+    one step after the schedule's end; a run that goes on longer stays there.
     """
     schedule = config.schedule
     if step <= warmup_steps:
@@ -45,7 +45,7 @@ def multiplier(step: int, config: OptimConfig, *, schedule_steps: int, warmup_st
 
 
 def _one_cycle(step: int, schedule: OneCycleSchedule, steps: int) -> float:
-    """From the first step to the peak, and from there to the last one."""
+    """Rise from the first step to the peak, and fall from there to the last step."""
     peak = max(0.0, schedule.rise * steps - 1)
     if step - 1 < peak:
         return _half_cosine(schedule.start, 1.0, (step - 1) / peak)

@@ -1,4 +1,4 @@
-"""What optimizers whose kernels know no `found_inf` have in common: nothing changes where it is 1, and nobody waits."""
+"""What optimizers without a kernel that takes `found_inf` share: if it is 1 nothing changes, and no host waits."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.pieces import Rows, at
 
-# What training and checkpoints require of an optimizer.
-
 
 class Optimizer(Protocol):
-    """What training and checkpoints require of an optimizer. No method waits for the device."""
+    """What training and checkpoints need from an optimizer. No method waits for the device."""
 
     def init_state(self) -> None:
         """Make the state that the first step would make, to load into it or to save it before any step."""
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's part of every tensor of the state, by `<parameter>.<moment>`. Call `init_state` first."""
+        """Return this rank's piece of every tensor of the state, by `<parameter>.<moment>`. Call `init_state` first."""
 
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         """Update the weights from their gradients at this fraction of the peak learning rate, and drop the gradients.
 
-        Where `found_inf` (a number on the device) is 1, weights and state stay as they are, bit for bit.
+        If `found_inf` (a number on the device) is 1, weights and state stay as they are, bit for bit.
         """
 
 
 class Trained:
-    """The trained weights of an optimizer, how many updates each has had, and how an update is written to one."""
+    """The trained weights of an optimizer, their state, and how an update is written to one."""
 
     def __init__(
         self,
@@ -51,22 +49,22 @@ class Trained:
         self._stochastic = stochastic_rounding
 
     def taken(self) -> list[tuple[str, Group]]:
-        """The weights that have a gradient."""
+        """Return the weights that have a gradient, with their groups."""
         return [(name, group) for group in self.groups for name in group.names if self.named[name].grad is not None]
 
     def rate(self, group: Group, lr_factor: float) -> float:
         return self._lr * group.lr_ratio * lr_factor
 
     def skipped(self, found_inf: torch.Tensor) -> torch.Tensor:
-        """Whether nothing may change, where the weights are."""
+        """Return whether nothing may change, on the device of the weights."""
         return at(next(iter(self.named.values())).device, found_inf) > 0
 
     def start(self, name: str) -> dict[str, torch.Tensor]:
-        """The state that every weight has, before its moments."""
+        """Return the state that every weight has besides its moments."""
         return {"step": torch.zeros((), dtype=torch.float32, device=self.named[name].device)}
 
     def count(self, name: str, skip: torch.Tensor) -> torch.Tensor:
-        """The number of this update, by which its noise is looked up: one that is skipped is not counted."""
+        """Count this update and return its number, which keys its noise. A skipped update is not counted."""
         step = self.state[name]["step"]
         step.add_(1 - skip.to(step.dtype))
         return step
@@ -92,25 +90,26 @@ class Trained:
 
 
 def replace(tensor: torch.Tensor, value: torch.Tensor, skip: torch.Tensor) -> None:
-    """The new value, in place, unless the update is skipped. A new value that is not finite is then never looked at."""
+    """Write the new value in place, unless the update is skipped; a value that is not finite then has no effect."""
     tensor.copy_(torch.where(skip, tensor, value.to(tensor.dtype)))
 
 
 def computes_in(weight: torch.Tensor) -> torch.dtype:
-    """The type of an update: fp32 for 16-bit weights."""
+    """Return the type in which an update is computed: fp32 for 16-bit weights."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 def decayed(weight: torch.Tensor, lr: float, weight_decay: float) -> torch.Tensor:
-    """The weight, in the type of its update, after decoupled decay."""
+    """Return the weight after decoupled decay, in the type of its update."""
     wide = weight.to(computes_in(weight))
     return wide * (1 - lr * weight_decay) if weight_decay else wide
 
 
-# Rounding that is right on average, by noise that is looked up: keyed by seed, parameter, step and place.
+# Rounding that is right on average, with noise that is keyed by seed, parameter, step and place.
 #
 # Rounded to the nearest, a bf16 weight does not move unless an update is at least 1/512 of it, and a moment with
-# `beta2=0.999`, which changes by 1/1000, stays where it is. Rounded up as often as the rest is large, both move.
+# `beta2=0.999`, which changes by 1/1000, stays where it is. Rounded up with a probability that is the remainder's size,
+# both move.
 
 LEVELS = 1 << 16
 """Noise is a whole number in [0, LEVELS): as many bits as bf16 leaves out of fp32."""
@@ -119,18 +118,18 @@ _LOW = 0xFFFF
 
 
 class Noise:
-    """The noise of one tensor of a run: by a number's place in the whole tensor, never by the rank."""
+    """The noise of one tensor of a run. It depends on a number's place in the whole tensor, never on the rank."""
 
     def __init__(self, seed: int, name: str, what: str) -> None:
         key = derive_key("rounding", seed, name, what)
         self._keys = tuple(_signed(key >> shift & 0xFFFFFFFF) for shift in (0, 32))
 
     def of(self, step: torch.Tensor, first: int, rows: int, columns: int, left: int = 0) -> torch.Tensor:
-        """For these rows and columns of the tensor (a matrix of int32), at a step, which is a number on the device."""
+        """Return the noise of these rows and columns (a matrix of int32) at a step, which is a number on the device."""
         places = torch.arange(first, first + rows, device=step.device, dtype=torch.int32)
         now = _mix(step.to(torch.int32) + self._keys[0])
         lines = _mix(_mix(places + self._keys[1]) ^ now)
-        # Hashed as well: added as they are, two rows whose hashes are near would have the same noise, shifted.
+        # Columns are hashed, too: added as they are, two rows with close hashes would have the same noise, shifted.
         across = _mix(torch.arange(left, left + columns, device=step.device, dtype=torch.int32))
         return (_mix(lines[:, None] ^ across) >> 16).bitwise_and_(_LOW)
 
@@ -152,7 +151,7 @@ def _signed(value: int) -> int:
 
 
 def to_bf16(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to one of its two neighbours in bf16: the nearer one the likelier."""
-    # bf16 is the upper half of fp32. Infinities have nothing in the lower half, and stay.
+    """Round fp32 to one of its two neighbours in bf16; the nearer one is the likelier."""
+    # bf16 is the upper half of fp32. Infinities have only zeros in the lower half, and stay.
     bits = value.contiguous().view(torch.int32) + noise
     return bits.bitwise_and_(~_LOW).view(torch.float32).bfloat16()
