@@ -115,7 +115,7 @@ def _name(network: nn.Module, wanted: nn.Module) -> str:
 
 
 def why_not_alone(network: PreTrainedModel) -> str | None:
-    """Why the rows of new tokens of a network with adapters cannot be trained alone, and the way out."""
+    """Return why a network with adapters cannot train rows of new tokens alone, and the way out; None if it can."""
     inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
     kind = type(network).__name__
     for module in (inputs, outputs):

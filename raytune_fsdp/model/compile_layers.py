@@ -79,7 +79,7 @@ _SETTINGS = (
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Restore the compiler's settings afterwards: what the caller compiles after a run is as if there had been none."""
+    """Restore the compiler's settings afterwards, so that the caller's own compilations are as if no run had been."""
     before = [getattr(config, name) for config, name in _SETTINGS]
     try:
         yield

@@ -312,7 +312,7 @@ def _compute_from_outside(model: PreTrainedModel, prefix: str, buffer: torch.Ten
 def _with_owner(
     module: nn.Module, prefix: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield every module, children first, with its name and the innermost model around it (its `_init_weights`)."""
+    """Yield every module, children first, with its name and the innermost model around it, which initialises it."""
     if isinstance(module, PreTrainedModel):
         owner = module
     for name, child in module.named_children():

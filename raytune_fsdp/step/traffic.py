@@ -61,7 +61,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """How many numbers a rank receives in a step, and as many are sent; (N-1)/N of them are counted."""
+    """What a rank receives in a step, in numbers; it sends as many. Only the (N-1)/N from other ranks are counted."""
 
     gathered: float
     """Weights that are gathered."""

@@ -120,7 +120,7 @@ class PrincipalInit:
     def _next(self, first: str) -> list[str]:
         """Return the weights to decompose together: one for each rank that reads, or more while their pairs are small.
 
-        A rank that reads alone waits for nobody, so it takes no more than its share.
+        A rank that reads alone waits for nobody, so it takes one weight at a time.
         """
         names, size = list(self._pairs), 0
         found: list[str] = []

@@ -58,7 +58,7 @@ class HubWeights:
         return place_of(self.repository) / "snapshots" / self.commit
 
     def lacking(self) -> list[str]:
-        """The files that are not in this machine's cache."""
+        """Return the files that are not in this machine's cache."""
         return [name for name, size in sorted(self.sizes.items()) if size_of(self.directory / name) != size]
 
 

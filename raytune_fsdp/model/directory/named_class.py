@@ -127,8 +127,10 @@ def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) 
 
 
 def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
-    """Return the class that a config.json names. For a run's own config.json, which names the trained class, the
-    model_type decides."""
+    """Return the class that a config.json names.
+
+    A run's own config.json names the class that it trains, so there the model_type decides.
+    """
     if "auto_map" in values:
         return None
     kind = str(values.get("model_type"))

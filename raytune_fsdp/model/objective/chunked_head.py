@@ -3,7 +3,8 @@
 Logits are the largest tensor of a step: 8,192 tokens of a vocabulary of 128,256 are 4 GiB in fp32, held together with
 their softmax and their gradient. Here a few hundred tokens at a time become logits, losses and at once gradients; only
 losses and gradients are kept. On one CPU thread, 2,048 tokens of that vocabulary take 0.26 times the logits' memory
-besides the gradients, in 0.92 of the time of the plain loss, which takes 2.76 times that memory (docs/results.md).
+besides the gradients, in 0.92 of the time of the plain loss, which takes 2.76 times the logits' memory
+(docs/results.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from raytune_fsdp.base.batch import PADDING, MicroBatch
 
 @contextmanager
 def noisy_embeddings(model: PreTrainedModel, block: MicroBatch, alpha: float | None) -> Iterator[None]:
-    """In this context the network's embedding adds noise to its results, no larger than alpha / sqrt(L * width).
+    """Have the network's embedding add noise to its results in this context, no larger than alpha / sqrt(L * width).
 
     L is how many tokens a packed sample has, padding left out. The noise is drawn from the random state that every
     micro-batch begins with, before any dropout: the embedding comes first and is never computed again.

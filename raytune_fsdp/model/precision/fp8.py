@@ -2,7 +2,7 @@
 
 The weights that are trained, saved and exported are fp32, as under `bf16`, and have the same names. Forward multiplies
 two numbers with 4 bits of exponent and 3 of mantissa, backward one of these with one of 5 and 2 (`rowwise`: 4 and 3
-throughout). Before, both tensors are divided by their largest number, so that they fill the range: that scale is
+throughout). What is multiplied is first divided by its largest number, so that it fills the range: that scale is
 computed again in every product, and is the same at every world size, since a maximum does not depend on who computes
 it.
 
