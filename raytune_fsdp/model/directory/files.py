@@ -214,8 +214,7 @@ def cached(name: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # With other patterns the library takes a directory that lacks one such file (weights, a README, …) for
-        # incomplete.
+        # Without this pattern the library takes a directory for incomplete that lacks any file: weights, a README, …
         return Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=["*config.json"]))
     except LocalEntryNotFoundError:
         return None

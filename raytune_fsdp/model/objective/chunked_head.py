@@ -193,7 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Torch says that a parameter needs its gradient even under no_grad.
         wanted = [learning and needed for needed in ctx.needs_input_grad]
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # In fp32 also for 16-bit weights: chunks are summed here that one product would sum in its accumulators.
+        # In fp32 even for 16-bit weights: here chunks are summed, which a single product would sum in its accumulators.
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
