@@ -1,4 +1,4 @@
-"""The run as a person follows it in a terminal: a line per step, evaluations, events in words, the curve at the end."""
+"""Show a run in a terminal: a line per step, evaluations, events in words, and the loss curve at the end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from raytune_fsdp.record.screen_messages import Looks, message
 from raytune_fsdp.record.tracker import RunStart, Status
 
 _WINDOW = 20
-"""Steps that the remaining time is estimated from."""
+"""The remaining time is estimated from this many steps."""
 _MOST_LINES = 200
-"""Of steps, for a run of any length, unless `tracking.console_every` says how many."""
+"""Lines of steps in a run of any length, unless `tracking.console_every` sets the interval."""
 _TELL_SECONDS = 0.1
-"""Between two messages to the region of a terminal, which is drawn as often."""
+"""Seconds between two messages to the region of a terminal, which is drawn as often."""
 _BOLD, _YELLOW, _RESET = "\033[1m", "\033[33m", "\033[0m"
 _LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same command continues"}
 _WORDS = {
     names.ATTEMPT_STARTED: "started on {world_size} workers",
-    names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why}), blocks {blocks} ({blocks_why})",
+    names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why}), layers {blocks} ({blocks_why})",
     names.COMPILED: "compiled {graphs} graphs up to step {step}",
     names.PROFILED: "profiled step {step}: {path}",
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",
@@ -49,8 +49,10 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class ConsoleTracker:
-    """Prints to `stream` (stdout), each line at once: steps, or where a region shows those
-    (record/screen_messages.py), messages to it."""
+    """Print each line to `stream` (stdout) at once.
+
+    Where a region of the terminal shows the steps (record/screen_messages.py), it gets messages instead of their lines.
+    """
 
     def __init__(self, stream: TextIO | None = None, *, every: int | None = None) -> None:
         """`every`: steps between two lines of steps (`tracking.console_every`)."""
@@ -141,7 +143,8 @@ class ConsoleTracker:
         return "  ".join(parts) + ("  skipped" if step.skipped else "")
 
     def _message_of(self, step: StepMetrics, world_size: int) -> str:
-        """A step for the region. What matters most comes first: a narrow terminal shows fewer."""
+        """Return the message that shows a step in the region. What matters most comes first, as a narrow terminal shows
+        fewer fields."""
         wait = step.data_seconds / step.step_seconds if step.step_seconds > 0 else 0.0
         fields = [
             f"loss {step.loss:.4f}",
@@ -186,7 +189,7 @@ class ConsoleTracker:
 
 
 def evaluation_in_words(values: Mapping[str, float]) -> str:
-    """The values of an evaluation in a line; those of subjects are left out."""
+    """Return the values of an evaluation as one line, without those of single subjects."""
     return "  ".join(
         f"{key.removeprefix('eval/')} {value:.4f}"
         + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
@@ -196,7 +199,7 @@ def evaluation_in_words(values: Mapping[str, float]) -> str:
 
 
 def event_in_words(name: str, fields: Mapping[str, object]) -> str:
-    """An event as a person would say it; an unknown one as its name and fields."""
+    """Say an event as a person would; an unknown one by its name and fields."""
     get = fields.get
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
     rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
@@ -260,7 +263,7 @@ def _checked(fields: Mapping[str, object]) -> str:
         for name, what in (("kept", "what a rank keeps"), ("peak", "its peak"), ("seconds", "the time of a step"))
         if isinstance(off := fields.get(f"{name}_error"), int | float)
     ]
-    return f"predicted, beside what is measured at step {fields.get('step')}: {', '.join(found) or 'nothing'}"
+    return f"predicted, compared with what is measured at step {fields.get('step')}: {', '.join(found) or 'nothing'}"
 
 
 def _notice_short(fields: Mapping[str, object]) -> str:
@@ -298,13 +301,13 @@ def _unit(unit: object) -> str:
 def _received(fields: Mapping[str, object]) -> str:
     names = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
     found = [f"{gibibytes(size)} {what}" for key, what in names.items() if isinstance(size := fields.get(key), int)]
-    if len(found) < 2:  # of an older version
+    if len(found) < 2:  # an older version wrote the event
         return ""
     return f"; in a step a rank receives {', '.join(found[:-1])} and {found[-1]}"
 
 
 def short(value: float) -> str:
-    """A count with three digits: 987, 12.3k, 4.56M."""
+    """Return a count with three digits: 987, 12.3k, 4.56M."""
     if not math.isfinite(value):
         return str(value)
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -318,7 +321,7 @@ def gibibytes(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units: 2d 3h, 1h 05m, 3m 20s, 12s."""
+    """Return a duration in its two largest units: 2d 3h, 1h 05m, 3m 20s, 12s."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -332,9 +335,9 @@ def duration(seconds: float) -> str:
 
 
 def curve(losses: Sequence[float], width: int, height: int) -> str:
-    """The losses as `height` lines of at most `width` braille characters, with the scale at the left.
+    """Draw the losses in `height` lines of at most `width` braille characters, with the scale at the left.
 
-    If there are more losses than dots in a line, a dot is the mean of its share. A loss that is not finite is a gap.
+    If there are more losses than dots in a line, each dot is the mean of several. A loss that is not finite is a gap.
     """
     # A braille character has two dots across and four down.
     points = _pooled(losses, 2 * width)

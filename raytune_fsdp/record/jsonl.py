@@ -1,7 +1,7 @@
-"""The run directory's own record, `metrics.jsonl` and `events.jsonl`: the truth about a run.
+"""Write and read the run directory's own record, `metrics.jsonl` and `events.jsonl`: the truth about a run.
 
-`metrics.jsonl` has a line per optimizer step, exactly once and in order, and a line per evaluation. `events.jsonl` only
-ever grows, and other processes append to it too.
+`metrics.jsonl` has exactly one line per optimizer step, in order, and a line per evaluation. `events.jsonl` only ever
+grows, and other processes append to it, too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _STEP = b'{"kind": "step", "trajectory": {'
 
 
 class JsonlTracker:
-    """Writes both files. A write that fails raises `TrainingError`: a run without a record is not worth its time.
+    """Writes both files. A write that fails raises `TrainingError`: training without a record is a waste of time.
 
     The operating system has a line when the call returns, and the disk has it when `sync` returns. Every commit calls
-    that first, so no committed checkpoint is ahead of its lines.
+    `sync` first, so no committed checkpoint is ahead of its lines.
     """
 
     def __init__(self, directory: Path, lease: Lease | None = None) -> None:
-        """`lease` is asked before anything is written: the run may be another command's by now."""
+        """`lease` is checked before anything is written: another command may own the run by now."""
         self._lease = lease
         self._metrics_path = directory / METRICS_FILE
         self._events_path = directory / EVENTS_FILE
@@ -53,10 +53,10 @@ class JsonlTracker:
         self._attempt = 0
         self._evaluated: set[tuple[int, str]] = set()
         self.repaired: dict[str, object] = {}
-        """What was mended at the start, as fields of the event: problems, and where the broken file is."""
+        """What was mended at the start, as fields of an event: the problems, and where the broken file is."""
 
     def start(self, run: RunStart) -> None:
-        """Opens `metrics.jsonl` after the line of step `resumed_from`, and removes all lines after that."""
+        """Remove all lines of `metrics.jsonl` after step `resumed_from`, and open it for appending."""
         if self._lease is not None:
             self._lease.check()
         self._attempt = run.attempt
@@ -76,7 +76,7 @@ class JsonlTracker:
         self._append(step_lines(metrics, world_size, attempt))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Leaves out values that are on record already: an attempt may repeat the evaluation at its checkpoint."""
+        """Write the values that are not on record: an attempt may repeat the evaluation at its checkpoint."""
         fresh = {key: value for key, value in values.items() if (step, key) not in self._evaluated}
         if fresh:
             self._evaluated |= {(step, key) for key in fresh}
@@ -91,10 +91,10 @@ class JsonlTracker:
         return {}
 
     def finish(self, status: Status) -> None:
-        with suppress(TakenOverError):  # said before, or too late to matter
+        with suppress(TakenOverError):  # reported before, or too late to matter
             self.sync()
             if self._file is not None:
-                with suppress(TransientError):  # a full disk: what ends the attempt is said elsewhere, too
+                with suppress(TransientError):  # a full disk: how the attempt ends is reported elsewhere, too
                     self.event(names.ATTEMPT_ENDED, status=status)
         if self._file is not None:
             self._file.close()
@@ -108,7 +108,7 @@ class JsonlTracker:
             raise _cannot_write(self._metrics_path, error) from error
 
     def sync(self) -> None:
-        """As above. Also where a commit learns that the run is not this command's any more."""
+        """Return when all lines are on the disk. Here a commit also learns that another command owns the run now."""
         try:
             if self._file is not None:
                 os.fsync(self._file.fileno())
@@ -118,11 +118,11 @@ class JsonlTracker:
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error
         if self._lease is not None:
-            self._lease.check()  # last: what comes before may take long
+            self._lease.check()  # last, as syncing may take long
 
 
 def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, object]) -> None:
-    """Appends a line to an `events.jsonl`, with the time and without secrets. Any process may do so at any time."""
+    """Append a line to an `events.jsonl`, with the time and without secrets. Any process may do so at any time."""
     _append_line(path, {
         "time": now(),
         "attempt": attempt,
@@ -132,14 +132,14 @@ def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, ob
 
 
 def append_evaluation(path: Path, step: int, values: Mapping[str, float], *, attempt: int) -> None:
-    """Appends a line to an `evaluations.jsonl`: what the driver has had measured, in the order of the steps."""
+    """Append a line to an `evaluations.jsonl`, which the driver writes, in the order of the steps."""
     _append_line(path, evaluation_line(step, values, attempt))
 
 
 def _append_line(path: Path, line: Mapping[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Appended in one write, without a buffer: lines of several processes must not be mixed.
+        # Append in one write, without a buffer: lines of several processes must not be mixed.
         with FileIO(path, "ab+", opener=open_private) as file:
             # A line that a crash left unfinished must not swallow this one.
             torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
@@ -149,33 +149,36 @@ def _append_line(path: Path, line: Mapping[str, object]) -> None:
 
 
 def repair_event(problems: Sequence[str], aside: Path) -> dict[str, object]:
-    """The fields of the event that says what was mended in a record; empty if nothing was."""
+    """Return the fields of the event that says what was mended in a record; empty if nothing was."""
     if not problems:
         return {}
     return {"problems": [*problems], "kept": str(aside) if aside.exists() else None}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every line of a `metrics.jsonl`, steps and evaluations, except a last one that is still being written."""
+    """Return every line of a `metrics.jsonl`, steps and evaluations, except a last one that is still being written."""
     return [_known(path, raw) for raw in _finished(path)]
 
 
 def each_line_of(run_dir: Path) -> Iterator[dict[str, Any] | None]:
-    """Steps and evaluations of a run: what the ranks have written, then what was measured beside them."""
+    """Yield steps and evaluations of a run: first the ranks' lines, then evaluations that other processes measured.
+
+    Yields None for a line that is neither.
+    """
     yield from each_line(run_dir / METRICS_FILE)
     yield from each_line(run_dir / EVALUATIONS_FILE)
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The same lines one by one, so that a million of them take no memory; None for one that is neither."""
+    """Yield lines one at a time, so that a million take no memory; None for one that is neither step nor evaluation."""
     return map(read_line, _finished(path))
 
 
 def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
-    """The results of evaluations up to a step, by step."""
+    """Return the results of evaluations up to a step, by step."""
     found: dict[int, dict[str, float]] = {}
     for raw in _finished(path):
-        if raw.startswith(b'{"kind": "step"'):  # most lines: they are not parsed
+        if raw.startswith(b'{"kind": "step"'):  # most lines, so do not parse them
             continue
         line = _known(path, raw)
         if line["kind"] == "eval" and line["step"] <= last_step:
@@ -184,10 +187,10 @@ def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
 
 
 def read_step(path: Path, step: int) -> dict[str, Any] | None:
-    """The line of a step; None if it is not on record."""
+    """Return the line of a step; None if it is not on record."""
     for raw in _finished(path):
         known = WHOLE_STEP.fullmatch(raw)
-        if known is not None and int(known[1]) != step:  # most lines: they are not parsed
+        if known is not None and int(known[1]) != step:  # most lines, so do not parse them
             continue
         line = _known(path, raw)
         if line["kind"] == "step" and line["trajectory"]["step"] == step:
@@ -196,11 +199,11 @@ def read_step(path: Path, step: int) -> dict[str, Any] | None:
 
 
 def seconds_after(path: Path, step: int) -> float:
-    """How long the steps after this one have taken."""
+    """Return how many seconds the steps after this one have taken."""
     seconds = 0.0
     for raw in _finished(path):
         known = WHOLE_STEP.fullmatch(raw)
-        if known is not None and int(known[1]) <= step:  # most lines: they are not parsed
+        if known is not None and int(known[1]) <= step:  # most lines, so do not parse them
             continue
         line = read_line(raw)
         if line is not None and line["kind"] == "step" and line["trajectory"]["step"] > step:
@@ -209,45 +212,45 @@ def seconds_after(path: Path, step: int) -> float:
 
 
 def read_trajectory(path: Path) -> list[dict[str, Any]]:
-    """What makes two runs equal, step by step: the "trajectory" of every step line, in the file's order."""
+    """Return the "trajectory" of every step line, in the file's order. Two runs are equal if these are."""
     return [line["trajectory"] for line in read_metrics(path) if line["kind"] == "step"]
 
 
 def raw_steps(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Of every step line the bytes of its trajectory, and the whole line. Equal bytes are equal trajectories.
+    """Yield the bytes of the trajectory and the whole line of every step. Equal bytes are equal trajectories.
 
-    Nothing is parsed: two records of 100,000 steps are compared in 0.3 s, and in 2 s where each line is.
+    Nothing is parsed: comparing two records of 100,000 steps takes 0.3 s; it would take 2 s with parsing.
     """
     for raw in _finished(path):
         if raw.startswith(_STEP):
-            # As `step_lines` writes it: a trajectory has no braces inside.
+            # In the form of `step_lines`, a trajectory has no braces inside.
             yield raw[len(_STEP) : raw.find(b"}") + 1], raw
         elif b'"step"' in raw and b'"trajectory"' in raw:
             yield raw, raw
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every event on record, except lines that a crash left unfinished, and any that nobody here has written."""
+    """Return every event on record, except lines that a crash left unfinished, or that we have not written."""
     return list(each_event(path))
 
 
 def each_event(path: Path) -> Iterator[dict[str, Any]]:
-    """The same one by one."""
+    """Yield events one at a time."""
     return (event for event in map(event_of, _finished(path)) if event is not None)
 
 
 def event_of(raw: bytes) -> dict[str, Any] | None:
-    """A line of `events.jsonl`; None if it is not an event."""
+    """Parse a line of `events.jsonl`; None if it is not an event."""
     line = from_bytes(raw)
     if not isinstance(line, dict) or not isinstance(line.get("event"), str):
         return None
-    # The next attempt has the next number, which is part of the name of a directory.
+    # Bounded, because the next attempt has the next number, which is part of a directory's name.
     known = is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
     return line if known else None
 
 
 def _finished(path: Path) -> Iterator[bytes]:
-    """The lines, but not a last one that is still being written."""
+    """Yield the lines, except a last one that is still being written."""
     if not path.exists():
         return
     try:

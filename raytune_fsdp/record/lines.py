@@ -1,7 +1,7 @@
-"""The lines of `metrics.jsonl`: how they are written, read and recognised.
+"""Write, read and recognise the lines of `metrics.jsonl`.
 
-Floats are written so that reading gives the same bits. JSON has no NaN and no infinities: they are written as "NaN",
-"Infinity" and "-Infinity", as in protobuf's JSON, and turned back here.
+Floats are written so that reading gives the same bits. JSON has no NaN and no infinities: they are written as the texts
+"NaN", "Infinity" and "-Infinity", as in protobuf's JSON, and become floats again when they are read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.untrusted import parse_json
 
-# One NaN object for all: containers compare by identity first, so two runs with the same NaN have equal trajectories.
+# One NaN object for all: containers compare by identity first, so the trajectories of two runs with NaN can be equal.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-# What is the same however often a run is interrupted or resized; no key of it may depend on the machine.
+# These values are the same however often a run is interrupted or resized: none may depend on the machine.
 _TRAJECTORY = ("step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "lr")
 _BESIDE = (
     "accuracy", "datasets", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes",
@@ -29,9 +29,9 @@ _BESIDE = (
 
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'
 WHOLE_STEP = re.compile(
-    # Every value of the trajectory; of what stands beside it only that it is one line of plain text without braces.
-    # Nothing is tried twice (`*+`), so that no line takes long. With a million lines a resume takes 4 s of processor
-    # time; it took 16 s when each was parsed. A line in another form is parsed: a key more costs time, nothing else.
+    # Checks every value of the trajectory; the rest only has to be one line of plain text without braces. It never
+    # backtracks (`*+`), so no line takes long. With a million lines a resume takes 4 s of processor time; it took 16 s
+    # when each was parsed. A line in another form is parsed: an additional key only costs time.
     rb'^\{"kind": "step", "trajectory": \{"step": ([1-9][0-9]{0,14}), "epoch": '
     + _NUMBER
     + rb', "samples": "[0-9a-f]*+", "tokens": [0-9]++, "target_tokens": [0-9]++, "loss": '
@@ -43,13 +43,13 @@ WHOLE_STEP = re.compile(
     + rb"\}, [ -z|~]*+\}\n",
     re.MULTILINE,
 )
-"""A line of a step as it is written here; its group is the step."""
+"""Matches the line of a step in the form in which it is written here; the group is the step."""
 
 
 def step_lines(metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> Iterator[dict[str, object]]:
-    """The lines of steps that are written now."""
-    # Steps arrive together, as they are fetched from the device: each gets the time at which it ended, from their
-    # durations. Trackers take it from here, so that a point that is sent twice is the same point.
+    """Yield the lines of steps that have just ended."""
+    # Steps arrive together, as they are fetched from the device: their durations say when each ended. Trackers take the
+    # time from the line, so that a point that is sent twice is the same point.
     end = datetime.now(UTC) - timedelta(seconds=sum(step.step_seconds for step in metrics))
     for step in metrics:
         end += timedelta(seconds=step.step_seconds)
@@ -64,33 +64,33 @@ def step_lines(metrics: Sequence[StepMetrics], world_size: int, attempt: int) ->
 
 
 def evaluation_line(step: int, values: Mapping[str, float], attempt: int) -> dict[str, object]:
-    """The line of an evaluation that has ended now."""
+    """Return the line of an evaluation that has just ended."""
     return {"kind": "eval", "step": step, "values": values, "attempt": attempt, "time": now()}
 
 
 def now() -> str:
-    """The time as lines have it."""
+    """Return the time in the form in which lines have it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def to_bytes(line: object) -> bytes:
-    """A line of a JSON Lines file, with its end."""
+    """Return a line of a JSON Lines file, with its end."""
     text = json.dumps(_encode(line), allow_nan=False, default=_plain, ensure_ascii=False)
     return text.encode(errors="replace") + b"\n"
 
 
 def from_bytes(raw: bytes) -> Any:
-    """What a line says; None if it is not JSON."""
+    """Parse a line; None if it is not JSON."""
     try:
         value = parse_json(raw, doubles=True)
-        # Looked for in the bytes first: to walk through every value takes longer than to parse it.
+        # Look for these texts in the bytes first: walking through every value takes longer than parsing it.
         return _decode(value) if b'NaN"' in raw or b'Infinity"' in raw else value
     except ValueError:
         return None
 
 
 def read_line(raw: bytes) -> dict[str, Any] | None:
-    """A line of `metrics.jsonl`; None if it is neither a step nor an evaluation."""
+    """Parse a line of `metrics.jsonl`; None if it is neither a step nor an evaluation."""
     line = from_bytes(raw)
     if not isinstance(line, dict):
         return None
@@ -106,7 +106,7 @@ def read_line(raw: bytes) -> dict[str, Any] | None:
 
 
 def metrics_of(line: Mapping[str, Any]) -> StepMetrics:
-    """What a line of a step says of it, as far as everybody is shown it."""
+    """Return the metrics in the line of a step, as far as users are shown them."""
     trajectory = line["trajectory"]
 
     def number(name: str) -> float:
@@ -124,12 +124,12 @@ def metrics_of(line: Mapping[str, Any]) -> StepMetrics:
 
 
 def step_of(line: Mapping[str, Any]) -> int:
-    """The step of a line, which for an evaluation is the one before it."""
+    """Return the step of a line; for an evaluation, the step before it."""
     return int(line["trajectory"]["step"] if line["kind"] == "step" else line["step"])
 
 
 def time_of(line: Mapping[str, Any]) -> int | None:
-    """When it was, in milliseconds since 1970; None in lines of older versions."""
+    """Return the time in a line, in milliseconds since 1970; None in lines of older versions."""
     try:
         return round(datetime.fromisoformat(line["time"]).timestamp() * 1000)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -137,7 +137,7 @@ def time_of(line: Mapping[str, Any]) -> int | None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that fits into a float. For Python a truth value is one, too."""
+    """Return whether a value is a number that fits into a float. A bool, which Python counts as an int, is not."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
@@ -168,6 +168,6 @@ def _decode(value: Any) -> Any:
 
 
 def _plain(value: object) -> object:
-    """A scalar of an array library as a number, anything else as text."""
+    """Return a scalar of an array library as a number, anything else as text."""
     item = getattr(value, "item", None)
     return _encode(item()) if callable(item) else str(value)

@@ -15,9 +15,10 @@ LR = "train/lr"
 EPOCH = "train/epoch"
 ACCURACY = "train/accuracy"
 TOKEN_ACCURACY = "train/token_accuracy"
-"""The same number under the name that says what it counts. The older one stays, for dashboards that have it."""
+"""`train/accuracy` under a name that says what it counts. The older name stays, for dashboards that use it."""
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
-"""Over the layers: tokens of the busiest expert, over the mean of its layer's experts. 1 is perfect balance."""
+"""Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect
+balance."""
 EXPERTS_IDLE = "train/experts_idle"
 TOKENS_PER_SECOND = "perf/tokens_per_second"
 MFU = "perf/mfu"
@@ -28,119 +29,122 @@ MEMORY_BYTES = "perf/memory_bytes"
 HOST_MEMORY_BYTES = "perf/host_memory_bytes"
 GPU_UTILIZATION = "perf/gpu_utilization"
 RANKS = ("fastest", "median", "slowest")
-"""perf/step_seconds/<rank>, and of data_seconds and compute_seconds, where there are several."""
+"""perf/step_seconds/<rank>, perf/data_seconds/<rank> and perf/compute_seconds/<rank>, if there are several ranks."""
 SPREAD = ("perf/step_seconds_min", "perf/step_seconds_median", "perf/step_seconds_max")
 """The same numbers as perf/step_seconds/<rank>, which stay."""
 PREDICTION_ERRORS = ("predicted/kept_error", "predicted/peak_error", "predicted/seconds_error")
-"""By how much too much was predicted before the run, of what was measured: of the memory that a rank keeps, of its
-peak, of the time of a step. 0.05 is 5 % too much."""
+"""Relative errors (predicted / measured - 1) of what was predicted before the run: the memory that a rank keeps, its
+peak, the time of a step. 0.05 means that 5 % too much was predicted."""
 NODE_FIGURES = ("host_rss", "host_free", "gpu_util", "gpu_memory")
-"""system/<node>/<figure>: bytes that its ranks have in memory, bytes that it has left, percent (the mean of its GPUs),
-bytes in use on its fullest GPU."""
+"""system/<node>/<figure>: bytes of memory that the node's ranks use, bytes of memory that are free, GPU utilization in
+percent (the mean of its GPUs), bytes in use on its fullest GPU."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
 results depend on: device, threads and versions of rank 0; evaluates (whether values are measured, and how many prompts
-are answered), if the ranks measure anything. If attempts before it have failed since then: lost_seconds,
+are answered), if the ranks measure anything. If attempts after that checkpoint have failed: lost_seconds, the time
 for which they have trained."""
 ATTEMPT_ENDED = "attempt_ended"
-"""Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over); there is none where rank 0
-was killed."""
+"""Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over). There is no such event if
+rank 0 was killed."""
 KERNELS = "kernels"
-"""What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (compiled or eager), and why
-it is this one of each."""
+"""What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (whether layers are compiled
+or eager), and for each the reason."""
 SHARDED = "sharded"
-"""What an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when); and what a
-rank receives in a step: weights_bytes, gradients_bytes, and where ranks share samples attention_bytes (null: not
-known)."""
+"""Which weights an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when);
+and what a rank receives in a step: weights_bytes, gradients_bytes, and, where ranks share samples, attention_bytes
+(null: not known)."""
 PREDICTED = "predicted"
-"""What a rank of the attempt needs, as the planner says. Fields: kept_bytes (of its device, from step to step),
-peak_bytes (of tensors), where (what it does then), beside_bytes (of the device, beside tensors), checkpoint_bytes and
-step_seconds (null: the device is not known); or because: why nothing could be predicted."""
+"""What a rank of the attempt needs, by the planner's prediction. Fields: kept_bytes (device memory kept from step to
+step), peak_bytes (of tensors), where (in which part of the step the peak is), beside_bytes (device memory that is not
+tensors), checkpoint_bytes and step_seconds (null: the device is not known); or because: why nothing could be
+predicted."""
 PREDICTION_CHECKED = "prediction_checked"
-"""The same, measured. Fields: step, kept_bytes, peak_bytes (null on CPUs), step_seconds, and by how much too much was
-predicted, of what was measured: kept_error, peak_error, seconds_error (null: one of the two is not known)."""
+"""The prediction was compared with what was measured. Fields: step; measured: kept_bytes, peak_bytes (null on CPUs),
+step_seconds; relative errors of the prediction: kept_error, peak_error, seconds_error (null: one of the two is not
+known)."""
 COMPILED = "compiled"
-"""Graphs were compiled in the steps since the last fetch of metrics, up to this one; after step 3 none should be,
-but for the short last step of a run in epochs. Fields: step, graphs."""
+"""Graphs were compiled in the steps since the last fetch of metrics, up to this one. After step 3 none should be,
+except in the short last step of a run in epochs. Fields: step, graphs."""
 PROFILED = "profiled"
-"""A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percent of the step in
-which it was idle, and in which it only communicated."""
+"""A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percentages of the step
+in which it was idle, and in which it only communicated."""
 SAVED = "saved"
-"""Fields: step, seconds, bytes, path; recovery (true), if the clock has chosen the step."""
+"""Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step."""
 NO_ROOM_TO_SAVE = "no_room_to_save"
-"""The clock asks for a checkpoint, and storage has no room for it and the next one, so there is none. Once in an
+"""A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""
 ROOM_MADE = "room_made"
-"""Storage had no room for another checkpoint, so recovery points were removed that the run does not need for going on.
-Fields: removed (their names, with commas)."""
+"""Storage had no room for another checkpoint, so recovery points that the run does not need to go on were removed.
+Fields: removed (their names, separated by commas)."""
 MEMORY_SHORT = "memory_short"
 """A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes)."""
 NOTICE_SHORT = "notice_short"
-"""A save took longer than what may end the run leaves it. Once for each such time. Fields: step, seconds (of the save),
-bytes, notices (seconds, by what ends the run: spot, job_stop, pod, scheduler, ranks)."""
+"""A save took longer than the notice that the run gets before something ends it. Once for each kind of notice. Fields:
+step, seconds (of the save), bytes, notices (seconds, by what ends the run: spot, job_stop, pod, scheduler, ranks)."""
 SAVE_FAILED = "save_failed"
 """Nothing was committed, and training goes on. Fields: step, problem."""
 SAVE_POSTPONED = "save_postponed"
-"""A checkpoint was due while the previous one was being written; it starts after that.
-Fields: step."""
+"""A checkpoint was due while the previous one was being written; it starts after that. Fields: step."""
 CHECKPOINT_DAMAGED = "checkpoint_damaged"
 """A checkpoint was set aside, and the run continues from an older one. Fields: path, problem, now (its place)."""
 EXPORTED = "exported"
-"""A checkpoint was exported beside training. Fields: step, path, seconds."""
+"""A checkpoint was exported while training went on. Fields: step, path, seconds."""
 EXPORTED_ALONE = "exported_alone"
-"""A base that also sees could not be read, so an export has the language model alone. Fields: step, path, model (the
-class), because."""
+"""The base of a multimodal model could not be read, so an export has the language model alone. Fields: step, path,
+model (the class), because."""
 EXPORT_FAILED = "export_failed"
-"""Training goes on. Fields: step, problem."""
+"""A checkpoint could not be exported; training goes on. Fields: step, problem."""
 EVALUATED = "evaluated"
-"""A checkpoint was measured beside training; the values are in evaluations.jsonl. Fields: step, seconds."""
+"""A checkpoint was evaluated while training went on; the values are in evaluations.jsonl. Fields: step, seconds."""
 EVALUATION_FAILED = "evaluation_failed"
-"""Training goes on. Fields: step, problem."""
+"""A checkpoint could not be evaluated; training goes on. Fields: step, problem."""
 SKIPPED_UPDATE = "skipped_update"
 """Fields: step, loss, grad_norm."""
 ANSWERED = "answered"
 """Fields: step, prompt, answer, and of a conversation its messages."""
 ROWS_DROPPED = "rows_dropped"
-"""Rows did not become a document. Fields: counts by reason; truncated, cut, rows."""
+"""Rows did not become documents. Fields: counts by reason; truncated, cut, rows."""
 ROWS_HELD_OUT = "rows_held_out"
-"""Rows of the training data are measured instead of trained on. Fields: rows (how many, by dataset)."""
+"""Rows of the training data are used for evaluation instead. Fields: rows (how many, by dataset)."""
 ROWS_LEFT_OUT = "rows_left_out"
-"""Rows are not trained on because equal ones are measured, or trained on. Fields: before, after (rows by dataset)."""
+"""Rows are not trained on because equal rows are used for evaluation, or are trained on already. Fields: before, after
+(rows by dataset)."""
 COLUMN_NOT_READ = "column_not_read"
-"""A well-known column that the format of a dataset does not read, and that is not empty. Fields: dataset, column,
-share (of the rows that have something in it), rows (how many were looked at), read_by."""
+"""A well-known column is not empty, and the format of its dataset does not read it. Fields: dataset, column, share (of
+rows that have something in it), rows (how many were looked at), read_by."""
 ROWS_SKIPPED = "rows_skipped"
 """Unusable rows were left out. Fields: rows (where, reason and message of each), reasons (counts)."""
 WINDOWS_BUILT = "windows_built"
-"""Windows were tokenized, because no cache had them. Fields: windows; steps, the first and the last that used them
-(null: counted before the first step)."""
+"""Windows were tokenized, because no cache had them. Fields: windows; steps, the first and the last step that used them
+(null: they were tokenized for a count before the first step)."""
 RANKS_JOINED = "ranks_joined"
 """All ranks of an attempt have started. Fields: ranks (rank, node, node_id, pid, node_rank and local_rank of each)."""
 NOT_SENT_TO_MLFLOW = "not_sent_to_mlflow"
-"""The config sends the run to MLflow, but rank 0 has no MLflow, or could not send everything. Fields: because."""
+"""The config asks for MLflow, but MLflow is not installed on rank 0, or not everything could be sent. Fields:
+because."""
 RECORD_REPAIRED = "record_repaired"
 """metrics.jsonl was broken; what can be trusted was kept. Fields: problems, kept (the file as it was)."""
 SETTINGS_CHANGED = "settings_changed"
 """A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
 KERNELS_CHANGED = "kernels_changed"
-"""A run continues with another attention or loss than it was trained with, or with its blocks compiled or no longer so:
-the same up to rounding. Fields: what, was, now, why."""
+"""A run continues with another attention or loss than it was trained with, or with its layers newly compiled or no
+longer compiled: the same up to rounding. Fields: what, was, now, why."""
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"
 """Fields: rank, node, cause, last_step (committed), logs (directory)."""
 REGISTRY_REPAIRED = "registry_repaired"
-"""Ray Train's own list of checkpoints was wrong or unreadable. Fields: what (was done about it)."""
+"""Ray Train's own list of checkpoints was wrong or unreadable. Fields: what (what was done about it)."""
 RESIZED = "resized"
 """The run goes on with another number of ranks. Fields: before, after, cause; seconds, from the end of the last attempt
-to the end of the first step of this one; steps_redone, which had been trained and were not saved."""
+to the end of the first step of this one; steps_redone, which had been trained but not saved."""
 SLOW_RANK = "slow_rank"
-"""The others have been waiting for a rank. Fields: step, rank, node, seconds (a step of its own work), others (the
-median of theirs), spends_it_on (data, compute or storage)."""
+"""The other ranks have been waiting for one rank. Fields: step, rank, node, seconds (of its own work in a step), others
+(the median of theirs), spends_it_on (data, compute or storage)."""
 STOPPED_EARLY = "stopped_early"
-"""The evaluations have not improved for `eval.early_stop.patience` times, so the run is complete. Fields: step, metric,
-best (its value) and best_step."""
+"""`eval.early_stop.patience` evaluations in a row have not improved, so the run is complete. Fields: step, metric, best
+(its value) and best_step."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 
@@ -154,39 +158,39 @@ def evaluation_accuracy(dataset: str) -> str:
 
 
 ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
-"""Of multiple choice: by the probability of each choice, and by its logarithm for each character."""
+"""Accuracies of multiple choice: by the probability of each choice, and by its logarithm per character."""
 EXACT_MATCH = "exact_match"
 
 
 def evaluation_of(task: str, kind: str, subject: str | None) -> str:
-    """A share of right answers, over all questions of a task or over those of a subject."""
+    """Return the name of a share of right answers, over all questions of a task or over those of a subject."""
     return f"eval/{task}/{kind}" if subject is None else f"eval/{task}/{subject}/{kind}"
 
 
 def is_of_subject(metric: str) -> bool:
-    """Whether it is one of a task's many subjects, which are for curves and not for lines of text."""
+    """Return whether a metric is about one of a task's many subjects, which are for curves and not for text."""
     return metric.startswith("eval/") and metric.count("/") > 2
 
 
 def higher_is_better(metric: str | None) -> bool:
-    """Whether the highest value of a metric is the best one, by its name. None, the mean loss, is best when lowest."""
+    """Return whether the highest value of a metric is the best, by its name. None is the mean loss: lowest is best."""
     return metric is not None and metric.rpartition("/")[2] in (*ACCURACY_OF_CHOICES, EXACT_MATCH)
 
 
 def highest_is_best(metric: str | None, best_is: object) -> bool:
-    """The same under `checkpoint.best_is`, which may say otherwise."""
+    """Return whether the highest value of a metric is the best, by `checkpoint.best_is`, or by name if it is `auto`."""
     return best_is == "highest" or (best_is == "auto" and higher_is_better(metric))
 
 
 def score(values: Mapping[str, float], metric: str | None) -> float | None:
-    """An evaluation as one number: the value of `metric`, or the mean loss. None if that is missing or not finite."""
+    """Return one number for an evaluation: `metric`, or else the mean loss. None if it is missing or not finite."""
     losses = [value for name, value in values.items() if name.endswith("/loss")]
     found = values.get(metric, math.nan) if metric else sum(losses) / len(losses) if losses else math.nan
     return found if math.isfinite(found) else None
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
-    """The values of an evaluation, and after each loss the perplexity: not on record, as it follows from the loss."""
+    """Return the values of an evaluation, with the perplexity after each loss. It is not on record: the loss is."""
     found: dict[str, float] = {}
     for key, value in values.items():
         found[key] = value
@@ -196,7 +200,7 @@ def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss per token: between how many tokens, all equally likely, the model could as well have had to guess."""
+    """Return exp(loss): guessing between this many equally likely tokens would give the same loss per token."""
     try:
         return math.exp(loss)
     except OverflowError:  # a loss over 709
@@ -204,7 +208,7 @@ def perplexity(loss: float) -> float:
 
 
 def labelled(key: str) -> tuple[str, str]:
-    """The key in characters of Prometheus, and the name that it holds, of a dataset or a node: "" if it holds none."""
+    """Split a key into a Prometheus metric's name and the name of the dataset or node in it ("" if there is none)."""
     kind, _, rest = key.partition("/")
     of, _, figure = rest.rpartition("/")
     if kind == "perf" or key in EXPERT_LOAD:
@@ -213,7 +217,7 @@ def labelled(key: str) -> tuple[str, str]:
 
 
 def _of_datasets(datasets: Any) -> dict[str, Any]:
-    """Loss and accuracy of each dataset of a step."""
+    """Return loss and accuracy of each dataset in a step."""
     values: dict[str, Any] = {}
     for entry in datasets if isinstance(datasets, list | tuple) else ():
         if isinstance(entry, list | tuple) and len(entry) == 4 and isinstance(entry[0], str):
@@ -241,8 +245,10 @@ def _of_ranks(name: str, values: Any) -> dict[str, Any]:
 
 
 def node_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """What the line of a step says about the nodes, as named numbers. Most lines say nothing
-    (run/measure/meter.py)."""
+    """Return what the line of a step says about the nodes, as named numbers; most lines say nothing.
+
+    run/measure/meter.py measures them.
+    """
     values: dict[str, float] = {}
     nodes = line.get("nodes")
     for entry in nodes if isinstance(nodes, list | tuple) else ():
@@ -253,7 +259,7 @@ def node_values(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """The line of a step as named numbers; without those that it does not have, such as MFU on unknown devices."""
+    """Return the line of a step as named numbers, without those that it lacks, such as MFU on unknown devices."""
     spread = _of_ranks(STEP_SECONDS, line.get("rank_seconds"))
     values = {
         LOSS: line["trajectory"]["loss"],

@@ -1,8 +1,8 @@
-"""What a `metrics.jsonl` is worth, found out and mended before anything is added to it.
+"""Check a `metrics.jsonl`, and mend it, before anything is added to it.
 
-A record that a run continues has a line for every step up to its checkpoint, once and in order, with the evaluations
-between them. Whatever it is that has broken one (a crash of the machine, a full disk, an editor, two files put
-together), what can be trusted is kept, the rest is named, and the broken file stays beside the new one.
+A record that a run continues has exactly one line for every step up to its checkpoint, in order, with the evaluations
+between them. Whatever has broken one (a crash of the machine, a full disk, an editor, two files put together), the
+lines that can be trusted are kept, the problems are named, and the broken file stays next to the new one.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from raytune_fsdp.record.lines import WHOLE_STEP, read_line, step_of
 _PIECE = 2**22  # bytes that are read at a time
 
 Span = tuple[int, int]
-"""The place of a line in its file: its first byte, and the one after its last."""
+"""The place of a line in its file: its first byte, and the byte after its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What a run continues with."""
+    """What was found in the record that a run continues."""
 
     evaluated: frozenset[tuple[int, str]] = frozenset()
-    """The evaluations that are on record, by step and key."""
+    """Step and key of every evaluation on record."""
     problems: tuple[str, ...] = ()
-    """What was wrong with the record; nothing, as a rule."""
+    """What was wrong with the record; usually nothing."""
 
 
 def truncate(path: Path, last_step: int, *, aside: Path) -> Taken:
     """Remove every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
 
-    If the lines up to there are not what they should be, they are mended, and the file as it was is kept as `aside`.
-    The file is replaced even when nothing is cut: a process of an earlier attempt that is still alive then writes into
-    a file that nobody reads.
+    If the lines up to there are not what they should be, they are mended, and the broken file is kept as `aside`. The
+    file is replaced even when nothing is cut: a process of an earlier attempt that is still alive then writes into a
+    file that nobody reads.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
@@ -59,24 +59,24 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Taken:
 
 
 def _keep(path: Path, aside: Path) -> None:
-    """A link, where the file system has them: a copy of a file of 20 GB without content has content."""
+    """Keep a file as `aside`, by a link where the file system can: a copy of 20 GB of holes would fill the disk."""
     aside.unlink(missing_ok=True)
     try:
         os.link(path, aside)
-        take_from_others(aside)  # an older version's record was for everybody
+        take_from_others(aside)  # everybody could read an older version's record
     except OSError:
         with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
             shutil.copyfileobj(broken, kept)
 
 
 def is_whole(path: Path, last_step: int) -> bool:
-    """Whether the record has every line up to a step, once and in order."""
+    """Return whether the record has exactly one line for every step up to this one, in order."""
     with _opened(path) as file:
         return _as_written(file, last_step) is not None
 
 
 def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
-    """The places of the lines to keep, in order."""
+    """Return the places of the lines to keep, in order."""
     written = _as_written(file, last_step)
     if written is None:
         return _salvage(file, last_step)
@@ -85,12 +85,12 @@ def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
 
 
 def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str]]] | None:
-    """Where the lines up to a step end, and their evaluations; None if they are not as they were written."""
+    """Return where the lines up to a step end, and their evaluations; None if they are not as they were written."""
     newest, end, evaluated = 0, 0, set[tuple[int, str]]()
     for step, after, keys in _lines(file):
         if step > last_step and newest == last_step:
             break
-        # The next step, or an evaluation after the newest one.
+        # Only the next step may follow, or an evaluation after the newest step.
         if step != newest + (keys is None):
             return None
         newest, end = step, after
@@ -100,7 +100,7 @@ def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str
 
 
 def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
-    """The lines of a broken record that can be trusted, and what is wrong with the others."""
+    """Return the lines of a broken record that can be trusted, and what is wrong with the others."""
     steps: dict[int, Span] = {}
     evaluations: list[tuple[int, Span]] = []
     evaluated: set[tuple[int, str]] = set()
@@ -115,7 +115,7 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
             continue
         in_order, highest = in_order and step >= highest, max(step, highest)
         if keys is None:
-            # The last one counts: a step is trained again after a resume, and what was trained last is in the weights.
+            # The last line counts: a step is trained again after a resume, and the weights have what was trained last.
             again += step in steps
             steps[step] = first, after
         elif all((step, key) in evaluated for key in keys):
@@ -139,32 +139,32 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:
-    """Every finished line: its step (-1: neither a step nor an evaluation), where it ends, an evaluation's keys."""
+    """Yield for every finished line its step (-1: neither step nor evaluation), where it ends, an evaluation's keys."""
     file.seek(0)
     offset, rest, nuls = 0, b"", 0
     while nuls <= NULS and (piece := file.read(_PIECE)):
         nuls += piece.count(0)
         if nuls > NULS:
-            piece = piece[: piece.index(0)]  # what comes now is no record any more
-        block = rest + piece
-        end = block.rfind(b"\n") + 1
+            piece = piece[: piece.index(0)]  # what follows is no record
+        chunk = rest + piece
+        end = chunk.rfind(b"\n") + 1
         position = 0
-        for match in WHOLE_STEP.finditer(block, 0, end):
+        for match in WHOLE_STEP.finditer(chunk, 0, end):
             if match.start() > position:
-                yield from _others(block[position : match.start()], offset + position)
+                yield from _others(chunk[position : match.start()], offset + position)
             position = match.end()
             yield int(match[1]), offset + position, None
-        yield from _others(block[position:end], offset + position)
-        rest = block[end:]
+        yield from _others(chunk[position:end], offset + position)
+        rest = chunk[end:]
         if len(rest) > LINE_BYTES:
-            rest = b"\0"  # a line without an end is not kept in memory, and its end is not taken for a line
-        offset += len(block) - len(rest)
+            rest = b"\0"  # do not keep an endless line in memory, and do not take its last part for a line
+        offset += len(chunk) - len(rest)
     if read_line(rest) is not None:  # editors leave out the end of the last line; a crash leaves half of it
         yield from _others(rest, offset)
 
 
 def _others(lines: bytes, offset: int) -> Iterator[tuple[int, int, Iterable[str] | None]]:
-    """The same of lines that are not steps in the form in which they are written."""
+    """Yield what `_lines` does, for lines that are not steps in the form in which we write them."""
     for raw in lines.splitlines(keepends=True):
         offset += len(raw)
         line = read_line(raw)
@@ -175,7 +175,7 @@ def _others(lines: bytes, offset: int) -> Iterator[tuple[int, int, Iterable[str]
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file for reading, empty if there is none. A pipe or a device would keep its reader waiting."""
+    """Open the file for reading, or an empty one if there is none. A pipe or a device would keep its reader waiting."""
     if not path.exists():
         return io.BytesIO()
     if not path.is_file():
@@ -199,7 +199,7 @@ def _lines_in_words(count: int) -> str:
 
 
 def _steps_in_words(steps: list[int]) -> str:
-    """`steps 3, 7-9 and 2 more`: at most eight pieces."""
+    """Name steps as in `steps 3, 7-9 and more, 20 in all`: at most eight pieces."""
     pieces: list[list[int]] = []
     for step in steps:
         if pieces and step == pieces[-1][-1] + 1:

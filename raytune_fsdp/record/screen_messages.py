@@ -1,8 +1,8 @@
-"""What a run tells the region of a terminal that shows how far it is: lines of JSON among its other output.
+"""Messages of a run to the region of a terminal that shows its progress: lines of JSON among the run's other output.
 
 The region belongs to the command that a person has started (cli/screen.py), and what it shows happens in other
-processes: in ranks, under Ray on other nodes. Their lines reach the command's output anyway. So does this, in the same
-order, as a line that begins with a character that text does not have.
+processes: in ranks, under Ray on other nodes. Their lines reach the command's output anyway. So do these messages, in
+the same order, each as a line that begins with a character that no text has.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from raytune_fsdp.base.untrusted import MIB, parse_json
 
 MARK = "\x1e"
 VARIABLE = "RAYTUNE_FSDP_LIVE"
-"""Set where a region shows what is printed: to `colours` or `plain`."""
+"""An environment variable that is set if a region shows what is printed, to `colours` or `plain`."""
 PLAIN_TERMS = ("dumb", "unknown", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """What output may look like. Can be sent to other processes."""
+    """How output may look. Can be sent to other processes."""
 
     live: bool
-    """A region shows how far the run is, below the lines."""
+    """A region below the lines shows the run's progress."""
     colours: bool
 
     @classmethod
@@ -42,17 +42,17 @@ class Looks:
 
 
 def colourful(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that shows colours, and whoever is at it wants them."""
+    """Return whether a stream is a terminal that shows colours, and its user wants them."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM", "") not in PLAIN_TERMS[:2]
 
 
 def message(**fields: object) -> str:
-    """What the region is to show from now on, as a line."""
+    """Return the line that makes the region show these fields from now on."""
     return MARK + json.dumps(fields, default=str)
 
 
 def read_message(line: str) -> Mapping[str, Any] | None:
-    """The fields of such a line; None if it is another one."""
+    """Return the fields of a line that `message` made; None if it is any other line."""
     if not line.startswith(MARK) or len(line) > MIB:
         return None
     try:
@@ -63,7 +63,7 @@ def read_message(line: str) -> Mapping[str, Any] | None:
 
 
 def tell(**fields: object) -> None:
-    """Tell the region of this process's output, if it has one."""
+    """Send a message to the region that shows this process's output, if there is one."""
     if VARIABLE in os.environ:
-        with suppress(OSError):  # it has gone, with its terminal or killed
+        with suppress(OSError):  # the region is gone: its terminal was closed, or it was killed
             print(message(**fields), flush=True)

@@ -1,4 +1,4 @@
-"""A run's record, followed while another process writes it."""
+"""Follow a run's record while another process writes it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ _HIGHEST = (1 << 63) - 1
 
 
 class RecordFollower:
-    """The lines of a growing `metrics.jsonl`, each once: an attempt that resumes puts a shorter file in its place."""
+    """Reads each line of a growing `metrics.jsonl` once.
+
+    An attempt that resumes puts another file, often a shorter one, in its place.
+    """
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """`after`: the lines of this step and those before it are left out."""
+        """`after`: lines up to this step are left out."""
         self._path = path
         self._reader: RecordReader | None = None
         self._file: tuple[int, int] | None = None
         self._size = 0
         self._newest = (0, after)
-        """Attempt and step of the newest line. They only grow: what is trained again is a later attempt's."""
+        """Attempt and step of the newest line. The pair only grows: a later attempt trains a step again."""
         self._catching_up = True
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What has been written since the last call."""
+        """Yield the lines written since the last call."""
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
@@ -40,7 +43,7 @@ class RecordFollower:
             self._catching_up = True
             self._file = found.st_dev, found.st_ino
             self._reader = RecordReader(self._path)
-            # Of an attempt that went back: what is on record before that has the number of an earlier one.
+            # The file of an attempt that went back: its lines of earlier steps have the numbers of earlier attempts.
             self._reader.seek(Position(0 if self._newest[0] else self._newest[1] + 1))
         self._size = found.st_size
         assert self._reader is not None
@@ -54,14 +57,14 @@ class RecordFollower:
 
 
 class EventFollower:
-    """The events of an `events.jsonl`, which only ever grows."""
+    """Reads each event of an `events.jsonl` once; the file only ever grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = self._nuls = 0
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What has been written since the last call."""
+        """Yield the events written since the last call."""
         if not self._path.exists():
             return
         _check(self._path)
@@ -77,7 +80,7 @@ class EventFollower:
 
 
 def _check(path: Path) -> None:
-    """Refuse what is not a file: a stranger's may be a pipe, and to open that would never end."""
+    """Refuse what is not a regular file: a stranger's may be a pipe, and opening that might never return."""
     try:
         os.close(open_regular(path, links=True))
     except UnsoundError as error:

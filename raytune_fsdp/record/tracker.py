@@ -1,4 +1,4 @@
-"""What a tracker is; one that does nothing, and several as one.
+"""The interface of a tracker, a tracker that does nothing, and several trackers as one.
 
 Rank 0 calls a tracker, from one thread: `start` once, then `steps`, `evaluation`, `event` and `state` in any order, and
 `finish` at the end. Steps arrive in order, possibly many at once, as scalars are fetched from the device together.
@@ -17,8 +17,8 @@ from raytune_fsdp.base.errors import RaytuneError, TrainingError, in_one_line
 logger = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted", "handed_over"]
-"""How an attempt ended; `handed_over`: for another one, of the same command or of one that has taken over the run, so
-the run goes on."""
+"""How an attempt ended. `handed_over`: another attempt goes on with the run, of the same command or of one that has
+taken over the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class UsedData:
 
     name: str
     digest: str
-    """Of the content of its files, and of which rows are used; at most 36 characters."""
+    """A hash of its files' content and of which rows are used; at most 36 characters."""
     kind: str
-    """What its place is, as MLflow names it: local, s3, hugging_face, …"""
+    """The kind of its place, as MLflow names it: local, s3, hugging_face, …"""
     place: Mapping[str, object]
     rows: int
     purpose: Literal["training", "evaluation"]
@@ -42,9 +42,9 @@ class RunStart:
     name: str
     """`run.name`."""
     attempt: int
-    """1 for the first start of the worker group."""
+    """The number of the attempt, from 1."""
     resumed_from: int = 0
-    """Step of the checkpoint that the attempt continues from; 0 when it starts anew."""
+    """Step of the checkpoint that the attempt continues from; 0 if it starts from the beginning."""
     total_steps: int | None = None
     """Step at which the run ends."""
     config: str = ""
@@ -52,7 +52,7 @@ class RunStart:
     plan: Mapping[str, object] = field(default_factory=dict)
     """The plan, ready for JSON."""
     params: Mapping[str, object] = field(default_factory=dict)
-    """What of the config differs from its defaults, with dotted keys."""
+    """The settings that differ from their defaults, with dotted keys."""
     datasets: Sequence[UsedData] = ()
     commit: str | None = None
     """The git commit of the directory in which the command was started; None where there is none."""
@@ -61,32 +61,32 @@ class RunStart:
     parameters: ParameterCount | None = None
     """The size of the network."""
     over: bool = False
-    """No step will follow: the tracker makes up for what it has not got, and for how the run ended."""
+    """No step will follow: the tracker only sends what its receiver lacks, and how the run ended."""
     committed: int | None = None
     """Step of the newest checkpoint, if that is not `resumed_from`."""
 
 
 class Tracker(Protocol):
     def start(self, run: RunStart) -> None:
-        """Begins an attempt, before its first step."""
+        """Begin an attempt, before its first step."""
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
-        """Takes finished optimizer steps, in order."""
+        """Take finished optimizer steps, in order."""
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the result of an evaluation after `step`, under keys such as `eval/<dataset>/loss`."""
+        """Take the result of an evaluation after `step`, under keys such as `eval/<dataset>/loss`."""
 
     def event(self, name: str, /, **fields: object) -> None:
-        """Takes anything else worth knowing; the names in use are in `tracking.names`."""
+        """Take anything else worth knowing; the names in use are in `record.names`."""
 
     def state(self) -> dict[str, str]:
-        """What a checkpoint must hold so that a run resumed from it continues here. May wait for a bounded time."""
+        """Return what a checkpoint must hold so that a run resumed from it continues here. May wait a bounded time."""
 
     def sync(self) -> None:
-        """Returns when everything reported so far is on storage. May be called from another thread."""
+        """Return when everything reported so far is on storage. May be called from another thread."""
 
     def finish(self, status: Status) -> None:
-        """Ends the attempt. May wait for a bounded time; a second call does nothing."""
+        """End the attempt. May wait for a bounded time; a second call does nothing."""
 
 
 class NullTracker:
@@ -117,7 +117,7 @@ class NullTracker:
 class Composite:
     """Several trackers as one: each is called in turn, and a failure of one does not reach the others or training.
 
-    Errors that this package raises on purpose do reach training, once every tracker has had its turn: a run directory
+    Errors that this package raises on purpose do reach training, after every tracker has been called: a run directory
     that cannot be written (`TrainingError`), and an interruption that happened to arrive here. So does whatever
     `record` raises, which is called first: a run is not trained without its record.
     """
@@ -157,7 +157,7 @@ class Composite:
                 call(tracker)
             except RaytuneError as error:
                 ours = ours or error
-            except Exception as error:  # a tracker is foreign code to training, whatever it raises
+            except Exception as error:  # to training, a tracker is foreign code that may raise anything
                 if tracker is self._record:
                     ours = TrainingError(
                         f"the record of the run cannot be kept, so training stops: {in_one_line(error)}. The same "
@@ -175,7 +175,7 @@ class Composite:
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested mappings and lists as one mapping with dotted keys: `data.train.0.path`. Empty ones stay as they are."""
+    """Turn nested mappings and lists into one mapping with dotted keys: `data.train.0.path`. Empty ones stay."""
     flat: dict[str, object] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -1,6 +1,6 @@
-"""Commands that look at a run or a machine from outside.
+"""Tools that examine a run or a machine from outside.
 
 audit/    trains a segment of a run again, and compares
 doctor/   checks machine, cluster, storage and services before a run
-dry_run/  a run without its effects
+dry_run/  trains two steps of a run, measures them, and leaves nothing
 """

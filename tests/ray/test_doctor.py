@@ -77,7 +77,7 @@ def test_a_cluster_that_is_well_passes(tmp_path: Path, cluster: Nodes, storage: 
     assert seconds < 20
     found = {each["check"]: each["found"] for each in findings}
     assert found["Ray"] == f"joined the cluster at {cluster.address}, 2 nodes, 4 CPUs"
-    assert "turns away who has no token" in found["token"] and "2 nodes with the same Python" in found["same"]
+    assert "refuses everybody without a token" in found["token"] and "2 nodes with the same Python" in found["same"]
     assert found["resources"] == "2 workers on CPUs, room for 2, free now for 2"
     assert found["shared"].startswith("all nodes see run.storage")
     assert set(tmp_path.rglob("*")) == before and not Path(storage["storage"]).exists()

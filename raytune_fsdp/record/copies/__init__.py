@@ -1,8 +1,10 @@
 """The record sent on: MLflow, Weights & Biases, TensorBoard.
 
-following.py      a tracker that follows the record in a thread; and the id that a receiver knows a run by
+following.py      a tracker that follows the record in a thread; the id by which a receiver knows a run
 muted.py          silences loggers in one thread
-mlflow.py         the run in MLflow; mlflow_run.py: as the server has it, mlflow_extras.py: besides its metrics,
-                  mlflow_model.py: its export in the registry
+mlflow.py         the run in MLflow
+mlflow_run.py     the run as the MLflow server has it
+mlflow_extras.py  what MLflow gets besides metrics: attempts, tables, the report
+mlflow_model.py   the export in MLflow's registry
 tensorboard.py    the run in TensorBoard; wandb.py: in Weights & Biases
 """

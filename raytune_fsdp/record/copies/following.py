@@ -1,8 +1,8 @@
-"""A tracker that follows the record: training only says how far that is committed, and a thread sends what is missing.
+"""Send the record on from a thread: training only says how far it is committed, and the thread sends what is missing.
 
-A library that talks to a server may block for minutes, so no call of it is made by the thread that trains, which does
-not hand over the lines either: the thread reads them. Only lines up to the newest checkpoint are sent, as a resume cuts
-the others and few receivers take anything back.
+A library that talks to a server may block for minutes, so the thread that trains never calls it. It does not hand over
+the lines either: the sending thread reads them from the record. Only lines up to the newest checkpoint are sent, as a
+resume cuts the others and few receivers take anything back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
 class Position:
     """A place between two lines: after all lines of the steps before `step`, and the first `lines` of that step.
 
-    Not a number of bytes: a resume may cut lines that were sent, and they are then written anew.
+    Not a number of bytes: a resume may cut lines that were sent, and they are then written again.
     """
 
     step: int = 0
@@ -51,15 +51,15 @@ class Sent:
 
     place: Position = Position()
     highest: int = -1
-    """The highest step of which the receiver may have something that this cursor does not know of. It has, if a run
-    went back beyond what was sent already, or was begun by a version without cursors."""
+    """The highest step of which the receiver may have points that this cursor does not know of: the run went back
+    behind what had been sent, or was begun by a version without cursors."""
 
     def to_text(self) -> str:
         return json.dumps({"step": self.place.step, "lines": self.place.lines, "highest": self.highest})
 
     @classmethod
     def from_text(cls, text: str | None) -> Sent | None:
-        """None if there is none, or if it was not written here."""
+        """Read a cursor; None if there is none, or if it was not written here."""
         try:
             found = json.loads(text or "")
             numbers = [found[key] for key in ("step", "lines", "highest")]
@@ -71,7 +71,7 @@ class Sent:
 
 
 class RecordReader:
-    """Reads a record that may still be growing, from a place on."""
+    """Reads a record, which may still be growing, from a given place."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class RecordReader:
         self._place = Position()
 
     def seek(self, place: Position) -> None:
-        """Go to a place. Its lines are looked for where they should be: those before it are not read."""
+        """Go to a place. A binary search finds its step, so the lines before are not read."""
         self._place = place
         if self._file is None:
             if not self._path.exists():
@@ -92,7 +92,7 @@ class RecordReader:
                 break
 
     def lines(self, last_step: int) -> Iterator[tuple[Position, dict[str, Any]]]:
-        """The next finished lines up to a step, each with the place after it. Goes on where the last call stopped."""
+        """Yield the next finished lines up to a step, each with the place after it. A later call goes on from there."""
         if self._file is None:
             self.seek(self._place)
         if self._file is None:
@@ -103,7 +103,7 @@ class RecordReader:
             raw = self._file.readline(LINE_BYTES)
             line = read_line(raw) if raw.endswith(b"\n") else None
             if line is None and raw.endswith(b"\n") and (nuls := nuls + raw.count(0)) <= NULS:
-                continue  # not one of ours: the repair at the start of the next attempt says so
+                continue  # not one of ours: the repair at the start of the next attempt reports it
             if line is None or step_of(line) > last_step:
                 self._file.seek(offset)
                 return
@@ -113,7 +113,7 @@ class RecordReader:
 
 
 def _first_of(file: BinaryIO, step: int) -> int:
-    """Where the first line of a step begins, or of the next one: lines are in the order of their steps."""
+    """Return where the first line of a step (or of the next one on record) begins. Lines are in the order of steps."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while low < high:  # the line begins between the two
         middle = (low + high) // 2
@@ -126,9 +126,9 @@ def _first_of(file: BinaryIO, step: int) -> int:
 
 
 def _line_after(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Of the first line of ours that begins at an offset or after it, before the end: where it ends, and its step."""
+    """Find the first line of ours that begins between an offset and the end; return where it ends, and its step."""
     file.seek(max(0, offset - 1))
-    # First, the rest of the line that the byte before the offset belongs to.
+    # First skip the rest of the line that the byte before the offset belongs to.
     nuls = file.readline(LINE_BYTES).count(0) if offset > 0 else 0
     while file.tell() < end and nuls <= NULS:
         raw = file.readline(LINE_BYTES)
@@ -147,12 +147,15 @@ ALL = 2**62  # a step that no run reaches
 
 
 class Follower(NullTracker, ABC):
-    """Never raises, and waits only in `finish`: `finish_seconds` at most, telling `progress` how far it is."""
+    """Sends the record from its own thread. Never raises, and waits only in `finish`.
+
+    `finish` waits for `finish_seconds` at most, and reports to `progress` how far it is.
+    """
 
     receiver = ""
-    """Who gets the record, in words."""
+    """The receiver's name, for messages."""
     noisy: Sequence[str] = ()
-    """Loggers of its libraries that say nothing of use."""
+    """Loggers of its libraries that say nothing useful."""
 
     def __init__(self, directory: Path, *, finish_seconds: float = 30.0, progress: Progress | None = None) -> None:
         self._directory = directory
@@ -168,7 +171,7 @@ class Follower(NullTracker, ABC):
         self._status: Status = "finished"
         self._closed = False
         self._abandoned = False
-        # The thread's own.
+        # Used by the thread alone.
         self._reader = RecordReader(directory / METRICS_FILE)
         self._ended = False
         self._problem = ""
@@ -181,7 +184,7 @@ class Follower(NullTracker, ABC):
         self._thread.start()
 
     def event(self, name: str, /, **fields: object) -> None:
-        """After a commit the thread may send the lines up to it. Other events it reads from the record."""
+        """Wake the thread. After a commit it may send the lines up to it; other events it reads from the record."""
         with self._changed:
             self._happened = True
             if name == SAVED and isinstance(step := fields.get("step"), int):
@@ -189,7 +192,7 @@ class Follower(NullTracker, ABC):
             self._changed.notify_all()
 
     def finish(self, status: Status) -> None:
-        """Sends the rest, and the status, within the deadline. Says what is left."""
+        """Send the rest and the status within the deadline, and report what is left."""
         if self._thread is None or self._closed or self._abandoned:
             return
         if status == "handed_over":
@@ -202,8 +205,8 @@ class Follower(NullTracker, ABC):
         with self._changed:
             self._status = status
             if status == "finished":
-                # Nothing of a run that has reached its end will be cut. What a failed run has not committed will: it
-                # would be there twice when the run continues.
+                # No line of a run that has reached its end will be cut. The uncommitted lines of a failed run will be:
+                # if they were sent, the receiver would have them twice when the run continues.
                 self._committed = ALL
             self._closed = True
             self._changed.notify_all()
@@ -213,13 +216,13 @@ class Follower(NullTracker, ABC):
             if self._progress is not None and self._thread.is_alive():
                 self._progress(f"steps sent to {self.receiver}", *self._reached())
         self._abandoned = not self._ended
-        if self.unsent is not None and not self._start.over:  # then the command says it
+        if self.unsent is not None and not self._start.over:  # if it is over, the command reports it
             self._say_unsent(self.unsent)
 
     @property
     @abstractmethod
     def unsent(self) -> str | None:
-        """After `finish`: what the receiver has not got, in a sentence; None if it has everything."""
+        """After `finish`: a sentence about what the receiver lacks; None if it has everything."""
 
     @property
     @abstractmethod
@@ -228,17 +231,17 @@ class Follower(NullTracker, ABC):
 
     @abstractmethod
     def _sent_steps(self) -> int:
-        """The last step that the receiver has."""
+        """Return the last step that the receiver has."""
 
     @abstractmethod
     def _advance(self) -> None:
-        """Do the next thing, or wait until there is one; set `_ended` when all is done. May block, and raise."""
+        """Do the next thing, or wait until there is one; set `_ended` when all is done. May block or raise."""
 
     def _say_unsent(self, unsent: str) -> None:
         logger.warning("%s", unsent)
 
     def _reached(self) -> tuple[int, int]:
-        """The last step that the receiver has, and the last one that it may have."""
+        """Return the last step that the receiver has, and the last one that it may have."""
         total = self._start.total_steps
         wanted = max(0, self._committed if total is None else min(self._committed, total))
         return min(self._sent_steps(), wanted), wanted
@@ -265,25 +268,25 @@ class Follower(NullTracker, ABC):
                     if self._closed:
                         last_tries += self._is_a_try(error)
                         if last_tries == LAST_TRIES and not self._start.over:
-                            return  # the command goes on, without the devices that the ranks hold
+                            return  # the command tries again later, when the ranks no longer hold their devices
                         time.sleep(LAST_PAUSES_SECONDS)
                     self._pause(min(2.0 ** min(failures, 10), MAX_PAUSE_SECONDS))
 
     @abstractmethod
     def _failed(self) -> None:
-        """`_advance` has raised."""
+        """Prepare for another try: `_advance` has raised."""
 
     def _is_a_try(self, error: Exception) -> bool:
-        """Whether a failure counts as one of the last tries."""
+        """Return whether a failure counts as one of the last tries."""
         return True
 
     def _pause(self, seconds: float) -> None:
-        """Wait, but not once the run has ended."""
+        """Wait for some seconds, or until the run has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._abandoned, timeout=seconds)
 
     def _wait(self, committed: int, seconds: float | None = None) -> None:
-        """Wait until there is something to do: another commit, an event, the end; or for so long."""
+        """Wait for another commit, an event or the end of the run; for `seconds` at most."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self._abandoned or self._happened or self._committed != committed,
@@ -292,7 +295,7 @@ class Follower(NullTracker, ABC):
 
 
 class Copy(Follower):
-    """A follower whose receiver does not say what it has: how far it is stands in files of the run's directory."""
+    """A follower whose receiver cannot say what it has: files in the run's directory keep how far it is."""
 
     def __init__(self, directory: Path, sent_file: Path, **kwargs: Any) -> None:
         super().__init__(directory, **kwargs)
@@ -300,26 +303,30 @@ class Copy(Follower):
         measured = RecordReader(directory / EVALUATIONS_FILE)
         self._measured = _Part(measured, sent_file.with_name(f"{sent_file.name}.evaluations"))
         self._late_at = 0
-        """The last step at which something late was written, or where writing began."""
+        """The last step at which a late evaluation was written, or where writing began."""
         self._is_open = False
 
     @abstractmethod
     def _open(self, step: int) -> None:
-        """Begin to write with this step, of which the receiver may have something: at the start, and again after a
-        failure."""
+        """Begin to write with this step, of which the receiver may have something already.
+
+        Called at the start, and again after a failure.
+        """
 
     @abstractmethod
     def _write(self, line: Mapping[str, Any]) -> None:
         """Take a line of the record."""
 
     def _write_late(self, line: Mapping[str, Any]) -> None:
-        """Take what was measured beside training, after steps that came later: one at most for every step that is
-        written."""
+        """Take an evaluation that was measured by another process while training went on, so later steps are written.
+
+        One at most for every step that is written.
+        """
         self._write(line)
 
     @abstractmethod
     def _flush(self) -> None:
-        """Return when the lines so far are the receiver's."""
+        """Return when the receiver has the lines so far."""
 
     @abstractmethod
     def _close(self, status: Status) -> None: ...
@@ -345,7 +352,7 @@ class Copy(Follower):
             self._happened = False
         if not self._is_open:
             if self._start.over and not (self._steps.more(committed) or self._measured.more(ALL)):
-                self._ended = closed  # there is nothing to open it for
+                self._ended = closed  # nothing to send, so it need not be opened
                 if not closed:
                     self._wait(committed)
                 return
@@ -357,7 +364,7 @@ class Copy(Follower):
         ):
             copied, self._late_at = True, self._steps.sent.step
         if copied:
-            # At most half of the time, so that training has Python's lock for as long, whatever there is to send.
+            # Pause for as long as sending took: training gets Python's lock for half of the time at least.
             self._pause(time.monotonic() - began)
         elif closed:
             self._close(self._status)
@@ -366,8 +373,8 @@ class Copy(Follower):
             self._wait(committed)
 
     def _begin(self, committed: int) -> None:
-        # From the first line of the step: what came after the place that is known may be there as well, and nobody can
-        # remove a part of a step.
+        # From the first line of the step: the receiver may have more than the place we kept, and nobody can remove a
+        # part of a step there.
         step = min(self._steps.last_sent().step, max(committed, 0))
         self._open(step)
         self._steps.go_to(Position(step))
@@ -377,7 +384,7 @@ class Copy(Follower):
         self._is_open = True
 
     def _copy(self, part: _Part, write: Callable[[Mapping[str, Any]], None], last_step: int, most: int = ALL) -> bool:
-        """Copy what comes next, for a tenth of a second. Whether there was anything."""
+        """Copy what comes next, for a tenth of a second; return whether there was anything."""
         began, sent = time.monotonic(), part.sent
         for place, line in islice(part.reader.lines(last_step), most):
             write(line)
@@ -392,7 +399,7 @@ class Copy(Follower):
 
 
 class _Part:
-    """A file that is copied, and how far."""
+    """A file that is copied, and how far it has been."""
 
     def __init__(self, reader: RecordReader, sent_file: Path) -> None:
         self.reader = reader
@@ -406,7 +413,7 @@ class _Part:
         return Position()
 
     def more(self, last_step: int) -> bool:
-        """Whether there are lines that were not sent."""
+        """Return whether there are lines that were not sent."""
         self.go_to(self.last_sent())
         return next(self.reader.lines(last_step), None) is not None
 
@@ -420,14 +427,14 @@ class _Part:
         self.sent = sent
 
 
-# The id that a receiver knows a run by, in a file of the run's directory.
+# The id by which a receiver knows a run, in a file of the run's directory.
 
 
 _LIMIT = 1024
 
 
 def kept_id(file: Path) -> str:
-    """The id; empty if there is none. What cannot be one is set aside: the receiver would get nothing any more."""
+    """Return the id; empty if there is none. A file without a usable id is set aside, or nothing more could be sent."""
     try:
         return read_file(file, limit=_LIMIT).decode().strip()
     except FileNotFoundError:

@@ -1,14 +1,15 @@
-"""The run in MLflow: params, metrics by step, data, the config, the plan, and what happened.
+"""Send a run to MLflow: params, metrics by step, datasets, the config, the plan, and events.
 
-`metrics.jsonl` is the record, and MLflow gets a copy of it (see `following.py`). How far it is stands in a tag of the
-MLflow run, which is in the same request as the points before it: a server that was away gets everything when it is
-back, however long that was, from this process or from the next one.
+`metrics.jsonl` is the record, and MLflow gets a copy of it (see `following.py`). A tag of the MLflow run says how far
+it has been sent, and travels in the same request as the points before it: a server that was away, however long, gets
+everything when it is back, from this process or from the next one.
 
-MLflow keeps a point for every (key, time, step, value), and takes none back. So the time of a point is the one in its
-line, which makes a point that is sent twice the same point; and only lines up to the newest checkpoint are sent, as a
-resume cuts the others.
+MLflow keeps a point for every (key, time, step, value), and removes none. So the time of a point is the one in its
+line: sent twice, it is the same point. And only lines up to the newest checkpoint are sent, as a resume cuts the
+others.
 
-The run has every metric. Below it is a run for each attempt, with the figures of its nodes and its events alone.
+The MLflow run has every metric. Below it is a run for each attempt, which has only the figures of its nodes and its
+events.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ logger = logging.getLogger(__name__)
 RUN_ID = "mlflow_run_id"
 """Key of the run's id in `Tracker.state`."""
 CURSOR = "raytune_fsdp.sent"
-"""Tag with the cursor."""
+"""Tag that holds the cursor."""
 _ASKED_FOR = "?"
-"""Before a token, in the file of the run's id: a run with it was asked for."""
+"""Prefix of a token in the file of the run's id: a run with this token was asked for, but its id is not known."""
 _RESUMED_FROM, _COMMIT = "raytune_fsdp.resumed_from", "mlflow.source.git.commit"
 _MAX_PARAM_CHARS = 6000
 _TRIES_BESIDE = 4
-"""With three, one run in fifteen lacked something where every fifth request is lost."""
+"""Tries for each thing that is not a metric. With three, where every fifth request is lost, one run in fifteen lacked
+something."""
 _MEASURED = "evaluations"
 
 _STATUS: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -75,21 +77,21 @@ def mlflow_installed() -> bool:
 
 @dataclass(slots=True)
 class _Batch:
-    """What comes next of the record."""
+    """The part of the record that is sent next."""
 
     points: list[Point] = field(default_factory=list)
     nodes: dict[int, list[Point]] = field(default_factory=dict)
-    """By attempt, the figures of its nodes."""
+    """The figures of the nodes, by attempt."""
     sent: Sent = field(default_factory=Sent)
-    """Where these end."""
+    """The cursor after these points."""
     num_lines: int = 0
 
 
 class MlflowTracker(Follower):
-    """Keeps one MLflow run per run, however often that is resumed.
+    """Keeps one MLflow run per run, however often the run is resumed.
 
-    `directory` is that of the run, with its record. `artifact_root` is used when the experiment is created; None where
-    a server decides.
+    `directory` is the run's, with its record. `artifact_root` is used when the experiment is created; None where a
+    server decides.
     """
 
     receiver = "MLflow"
@@ -109,37 +111,37 @@ class MlflowTracker(Follower):
         self._uri = uri
         self._experiment = experiment
         self._artifact_root = artifact_root
-        # The thread's own.
+        # Used by the thread alone.
         self._run: MlflowRun | None = None
         self._run_id: str | None = None
         self._first = self._sent = Sent()
         self._evaluations, self._measured = RecordReader(directory / EVALUATIONS_FILE), Position()
         self._asked = False
-        """Whether `_sent` is what MLflow says."""
+        """Whether `_sent` comes from MLflow."""
         self._unsure = False
         """Whether the last request may have arrived, although it failed."""
         self._known: dict[str, bytearray] | None = None
         self._room = MAX_POINTS
-        """How many points a request may have: fewer after one that failed, as it may have been too much."""
+        """How many points a request may have: fewer after one that failed, as it may have been too large."""
         self._hopeless: set[Position] = set()
         self._attempts = AttemptRuns()
         self._tables = Tables(directory)
         self._beside: deque[tuple[str, Callable[[MlflowRun], None]]] = deque()
-        """What is to be sent besides metrics, by what it is. It must not cost those: artifacts may live in another
-        store."""
+        """What is to be sent besides metrics, with its name. Its failures must not cost metrics: artifacts may live in
+        another store."""
         self._tries = 0
         self._given_up: set[str] = set()
         self._last_things = False
-        """Whether what only the end of a run has is among them already."""
+        """Whether what can be sent only at the end of a run has been added to `_beside`."""
 
     def state(self) -> dict[str, str]:
-        """The run's id, if it is known by now; the run's directory has it, too."""
+        """Return the run's id, if it is known by now; the run's directory has it, too."""
         run_id = self._run_id or self._start.state.get(RUN_ID)
         return {RUN_ID: run_id} if run_id else {}
 
     def _say_unsent(self, unsent: str) -> None:
         super()._say_unsent(unsent)
-        with suppress(RaytuneError):  # the run has ended, however that was; this must not end it in another way
+        with suppress(RaytuneError):  # the run has ended, and this must not change how
             fields = {"because": unsent}
             append_event(self._directory / EVENTS_FILE, NOT_SENT_TO_MLFLOW, attempt=self._start.attempt, fields=fields)
 
@@ -168,7 +170,7 @@ class MlflowTracker(Follower):
         return not isinstance(error, RefusedError)
 
     def _advance(self) -> None:
-        """Opens the run, or sends what comes next, or ends the run, or waits until there is something to do."""
+        """Open the run, send what comes next, end the run, or wait until there is something to do."""
         if self._run is None:
             self._run = self._open()
             return
@@ -186,7 +188,7 @@ class MlflowTracker(Follower):
         batch = self._next(self._run, committed)
         if batch.sent != self._sent:
             self._send(self._run, batch)
-            # At most half of the time, so that training has Python's lock for as long, whatever there is to send.
+            # Pause for as long as sending took: training gets Python's lock for half of the time at least.
             self._pause(time.monotonic() - began)
         elif self._beside:
             self._send_beside(self._run)
@@ -203,7 +205,7 @@ class MlflowTracker(Follower):
             self._wait(committed, due)
 
     def _open(self) -> MlflowRun:
-        """The run of this attempt, of the run's directory, or of the checkpoint; else a new one."""
+        """Return the MLflow run named by the run's directory or by the checkpoint; else create one."""
         client = connect(self._uri)
         if self._artifact_root is not None:
             make_private(Path(self._artifact_root))
@@ -213,7 +215,7 @@ class MlflowTracker(Follower):
         asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
         run = find_run(client, self._uri, known) if known and asked_for is None else None
         if run is None:
-            # Kept before it is asked for: a server may create a run and not say so, and this process may crash then.
+            # Keep the token before asking: a server may create a run and its answer get lost, or this process crash.
             token = asked_for or uuid.uuid4().hex
             self._directory.mkdir(parents=True, exist_ok=True)
             replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
@@ -232,7 +234,7 @@ class MlflowTracker(Follower):
         return run
 
     def _describe(self, run: MlflowRun) -> None:
-        """Sends the params; what else describes the run comes beside the metrics, unless it is there."""
+        """Send the params, and queue what else describes the run, unless MLflow has it."""
         start = self._start
         self._beside.clear()
         self._last_things, self._measured = False, Position()
@@ -259,11 +261,11 @@ class MlflowTracker(Follower):
         if not start.over:
             events = self._tables.events
             self._beside.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
-        # Last, as a sign that the others are there.
+        # The tags go last: they show that all before them has arrived.
         self._beside.append(("tags", lambda run: run.set_tags(tags)))
 
     def _queue_last_things(self, run: MlflowRun) -> None:
-        """What only the end of a run has."""
+        """Queue what can be sent only at the end of a run."""
         self._last_things = True
         attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
         if run.status != status:
@@ -281,7 +283,7 @@ class MlflowTracker(Follower):
             except Exception as error:
                 self._tries += 1
                 if self._tries < _TRIES_BESIDE:
-                    raise  # the server is asked for the run before the next one: while it is away, none counts
+                    raise  # before the next try the server is asked for the run: while it is away, no try counts
                 self._given_up.add(what)
                 problem = redact_text(in_one_line(error))
                 logger.warning("MLflow did not take the %s of run %s: %s", what, run.id, problem)
@@ -292,23 +294,23 @@ class MlflowTracker(Follower):
         self._tables.send(run, self._attempts, self._start.attempt)
 
     def _cursor(self, run: MlflowRun, *, otherwise: Sent | None) -> Sent:
-        """How far the record is in MLflow, by what the run there says; `otherwise` if it says nothing."""
+        """Return how far the record is in MLflow, as the run's tag there says; `otherwise` if it says nothing."""
         with self._changed:
             committed = max(self._committed, 0)
         sent = Sent.from_text(run.tags.get(CURSOR)) or otherwise
         if sent is None:
-            # Nothing has been sent, or a version without cursors has sent it, which dropped what a server that was away
-            # for long did not get. Those points have other times than the lines: what is there is not sent again.
+            # Nothing has been sent, or it was sent by a version without cursors, which dropped points while a server
+            # was away for long. Its points have other times than the lines, so what is there is not sent again.
             self._known = self._history(run)
             return Sent(highest=max(map(len, self._known.values()), default=0) - 1)
         if sent.place.step > committed:
-            # The newest checkpoint was damaged, and its steps are trained again. MLflow keeps what it has of them; only
-            # what it lacks is sent.
+            # The newest checkpoint was damaged, and its steps are trained again. MLflow keeps the points it has of
+            # them; only what it lacks is sent.
             return Sent(Position(committed), max(sent.highest, sent.place.step))
         return sent
 
     def _history(self, run: MlflowRun) -> dict[str, bytearray]:
-        """By key, the steps that MLflow has: a byte for each."""
+        """Return the steps that MLflow has, by key, with a byte for each step."""
         found: dict[str, bytearray] = {}
         limit = self._start.total_steps or ALL
         for key in run.keys:
@@ -317,7 +319,7 @@ class MlflowTracker(Follower):
             found[key] = bytearray(max(steps, default=-1) + 1)
             for step in steps:
                 found[key][step] = 1
-            self._pause(time.monotonic() - began)  # as after what is sent
+            self._pause(time.monotonic() - began)  # as after sending
         return found
 
     def _go_to(self, sent: Sent) -> None:
@@ -336,14 +338,16 @@ class MlflowTracker(Follower):
             if is_count(attempt := line.get("attempt")) and (figures := [*node_points_of(line, run.start_time)]):
                 batch.nodes.setdefault(attempt, []).extend(figures)
             most = max(most, len(found))
-            if len(batch.points) + most > self._room:  # the next line may have as many
+            if len(batch.points) + most > self._room:  # the next line may have as many points
                 break
         batch.sent = Sent(place, highest)
         return batch
 
     def _more_measured(self) -> bool:
-        """Whether there is more that was measured beside training. Every process sends all of it: MLflow keeps a point
-        once."""
+        """Return whether other processes have measured more evaluations.
+
+        Each process that sends the run sends all of them: MLflow keeps a point once.
+        """
         self._evaluations.seek(self._measured)
         return _MEASURED not in self._given_up and next(self._evaluations.lines(ALL), None) is not None
 
@@ -352,14 +356,14 @@ class MlflowTracker(Follower):
         found = list(self._evaluations.lines(ALL))
         points = [point for _, line in found for point in points_of(line, run.start_time)]
         if self._measured == Position():
-            # A run that began anew has measured its steps again, at another time: MLflow keeps what it has of them.
+            # A run that began again has measured its steps again, at another time: MLflow keeps what it has of them.
             there = {key: set(run.steps_of(key)) for key in {point[0] for point in points} & set(run.keys)}
             points = [point for point in points if point[3] not in there.get(point[0], ())]
         run.add_points(points, {})
         self._measured = found[-1][0]
 
     def _has(self, run: MlflowRun, point: Point) -> bool:
-        """Whether MLflow has a value of this key for this step."""
+        """Return whether MLflow has a value of this key for this step."""
         if self._known is None:
             self._known = self._history(run)
         key, _, _, step = point
@@ -369,13 +373,13 @@ class MlflowTracker(Follower):
     def _send(self, run: MlflowRun, batch: _Batch) -> None:
         sent = batch.sent
         try:
-            # Both before the cursor, which MLflow's database has after the points: if the server dies in between, they
-            # are sent once more, and it knows them by their time and value.
+            # Both before the cursor, which MLflow's database gets after the points: if the server dies in between,
+            # they are sent once more, and it recognises them by their time and value.
             self._attempts.add_points(run, batch.nodes)
             run.add_points(batch.points, {CURSOR: sent.to_text()})
         except Exception as error:
             self._room = max(1, self._room // 4)
-            # A line that is refused every time would hold up all that come after it.
+            # A line that is refused every time would hold up all lines after it.
             if isinstance(error, RefusedError) and batch.num_lines == 1:
                 self._hopeless.add(sent.place)
                 logger.warning("MLflow does not take a line of step %d, so it is left out there", sent.place.step)

@@ -1,4 +1,4 @@
-"""What MLflow gets of a run besides its metrics: a run for each attempt, tables of what happened, and the report."""
+"""Send MLflow what a run has besides metrics: a run for each attempt, tables of events and answers, and the report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 _NUM_EVENTS, _REPORT = "raytune_fsdp.events", "raytune_fsdp.record.report"
 """Tags: how many events the table has, and the hash of the report that is there."""
 _LISTED = "mlflow.loggedArtifacts"
-"""MLflow's own tag, by which its pages know that a file is a table."""
+"""MLflow's own tag: it makes its pages show a file as a table."""
 _EVERY_SECONDS, _SHARE = 60.0, 50
-"""A table is sent whole. Not more often than once a minute, and for a fiftieth of the time: one of a long run may have
-megabytes."""
+"""A table is sent whole, and that of a long run may have megabytes: so it is sent once a minute at most, and takes at
+most a fiftieth of the time."""
 _MOST_FAILURES = 3
-"""In a row, while the server answers otherwise: fewer than the last tries of a run, which are for its metrics."""
+"""Failures in a row while other requests succeed. Fewer than the last tries of a run, which are for its metrics."""
 _MOST_ROWS = 10_000
 _MOST_BYTES = 64 << 20
 
@@ -36,7 +36,10 @@ Event = Mapping[str, Any]
 
 
 class AttemptRuns:
-    """The runs below a run. Found by their tags, so a request without an answer makes no second one."""
+    """The MLflow runs of attempts, below the one of the run.
+
+    They are found by their tags, so a creation whose answer was lost is not repeated.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[int, MlflowRun] | None = None
@@ -47,7 +50,7 @@ class AttemptRuns:
         self._runs = None
 
     def of(self, run: MlflowRun, attempt: int) -> MlflowRun:
-        """That of an attempt, created if there is none."""
+        """Return the MLflow run of an attempt; create it if there is none."""
         if self._runs is None:
             self._runs = run.attempts()
         if attempt not in self._runs:
@@ -63,14 +66,14 @@ class AttemptRuns:
         self._end_before(attempt, events)
 
     def _end_before(self, attempt: int, events: Iterable[Event]) -> None:
-        """Those whose processes had no time for that, or no server."""
+        """End the runs of earlier attempts, whose processes had no time or no server to do so."""
         failed = {event["attempt"] for event in events if event["event"] == ATTEMPT_FAILED}
         for number, before in (self._runs or {}).items():
             if number < attempt and before.status == "RUNNING":
                 before.end("FAILED" if number in failed else "KILLED")
 
     def add_points(self, run: MlflowRun, points: Mapping[int, Sequence[Point]]) -> None:
-        """Add the figures of nodes, by attempt. They must not hold up the metrics."""
+        """Add the figures of nodes, by attempt. Their failures must not hold up the metrics."""
         if self._failures >= _MOST_FAILURES:
             return
         try:
@@ -85,7 +88,7 @@ class AttemptRuns:
 
 
 class Tables:
-    """Events and answers of a run as tables, in the run and, those of an attempt, below it."""
+    """Events and answers of a run as tables in its MLflow run; an attempt's events also in that of the attempt."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / EVENTS_FILE
@@ -94,14 +97,14 @@ class Tables:
         self._next = 0.0
 
     def due(self) -> float | None:
-        """Seconds until they are sent again; None if there is nothing new."""
+        """Return the seconds until they are sent again; None if there is nothing new."""
         return self._next - time.monotonic() if self.stale else None
 
     def events(self) -> list[dict[str, Any]]:
         return read_events(self._file)
 
     def differ_from(self, run: MlflowRun) -> bool:
-        """Whether MLflow has other ones. Of older versions it has none."""
+        """Return whether MLflow has other tables, or none: older versions sent none."""
         events = self.events()
         return bool(events) and run.tags.get(_NUM_EVENTS) != str(len(events))
 
@@ -132,7 +135,7 @@ def _put(run: MlflowRun, tables: Mapping[str, str | None], num_events: int) -> N
 
 
 def events_table(events: Sequence[Event]) -> str:
-    """The newest events."""
+    """Return the newest events as a table."""
     rows = [
         [
             event.get("time"), event["attempt"], event["event"], event["fields"].get("step"),
@@ -144,7 +147,7 @@ def events_table(events: Sequence[Event]) -> str:
 
 
 def answers_table(events: Iterable[Event]) -> str | None:
-    """What the model has answered, by prompt and step. A step that was trained again has its last answer."""
+    """Return the model's answers by prompt and step as a table; the last answer of a step that was trained again."""
     answers: dict[tuple[str, Any], list[Any]] = {}
     for event in events:
         fields = event["fields"]
@@ -159,14 +162,14 @@ def _text(value: object) -> str:
 
 
 def _table(columns: list[str], rows: list[list[Any]]) -> str:
-    """The form in which MLflow's own `log_table` writes them, which has pandas read and join them for that."""
-    # Row by row: one call for all of them would keep Python's lock for 20 ms, and training waiting.
+    """Write a table in the form of MLflow's own `log_table`, which would have pandas read and join it."""
+    # Row by row: one call for all rows would hold Python's lock for 20 ms, and training would wait.
     data = ", ".join(json.dumps(row, default=str) for row in rows)
     return f'{{"columns": {json.dumps(columns)}, "data": [{data}]}}'
 
 
 def send_report(run: MlflowRun, directory: Path) -> None:
-    """What there is in `report/`, unless MLflow has it. No links: the directory may be a stranger's."""
+    """Send the files in `report/`, unless MLflow has them. No links: the directory may be a stranger's."""
     place = directory / REPORT
     files = [file for file in sorted(place.rglob("*")) if file.is_file() and not file.is_symlink()]
     files = [file for file in files if file.stat().st_size <= _MOST_BYTES]

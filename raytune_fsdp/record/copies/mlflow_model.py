@@ -1,4 +1,4 @@
-"""The export of a run as a version of a model in MLflow's registry."""
+"""Register the export of a run as a version of a model in MLflow's registry."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, connect, get_ru
 from raytune_fsdp.record.copies.muted import muted
 
 _STEP = "raytune_fsdp.step.train_step"
-"""Tag of a version: it is the export of this step."""
+"""Tag of a version: the step whose export it is."""
 _PLACE = "export"
 
 
 def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
-    """The version of model `name` that is this run's export after `step`: made unless it is there. Raises anything.
+    """Return the version of model `name` that is this run's export after `step`; create it if there is none.
 
-    A server may not see the export's directory, and takes no path of another machine: it gets a copy of the files
-    among the run's artifacts. A database has the directory itself as the source.
+    May raise anything. A server may not see the export's directory, and refuses paths of other machines: it gets a copy
+    of the files among the run's artifacts. With a database, the directory itself is the source.
     """
     is_server = uri.startswith(("http://", "https://", "databricks"))
     with muted(*NOISY_LOGGERS):

@@ -1,6 +1,6 @@
-"""A run as an MLflow server has it: found or created, described, written to. The only module that imports mlflow.
+"""Find or create a run on an MLflow server, describe it, and write to it. The only module that imports mlflow.
 
-Every call may block for as long as its timeouts allow, and may raise whatever its libraries raise.
+Every call may block for as long as its timeouts allow, and may raise whatever the libraries raise.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The client's own retries (7 of them, 246 s in all) would send a request again without asking whether it has arrived. A
-# server on a busy machine needs more than 5 s for a full request. Telemetry is not ours to send, and two lines with
-# addresses at the end are not ours to print.
+# The client's own retries (7 of them, 246 s in all) would send a request again without asking whether it has arrived.
+# The timeout: a server on a busy machine needs more than 5 s for a full request. Whether to send telemetry is the
+# user's choice, not ours; and MLflow would print two lines with addresses at the end.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -46,13 +46,13 @@ NOISY_LOGGERS = (
     "urllib3.connectionpool",
 )
 
-# MLflow's limits for a request: 1,000 metrics, 100 params, 100 tags, and 1,000 of all together. Its client splits what
-# is more into several requests, with the tags in the first of them: a cursor would be ahead of its points.
+# MLflow's limits for a request: 1,000 metrics, 100 params, 100 tags, and 1,000 of all together. Its client splits a
+# larger one into several requests, with the tags in the first of them: a cursor would be ahead of its points.
 MAX_POINTS, _MAX_PARAMS, _MAX_TAGS = 900, 100, 100
 _MAX_NAME = 500  # of a dataset
 
-# MLflow's codes for a run that is not there (the second: its id is not one of this server's), and for a request that no
-# other try will help.
+# MLflow's codes for a run that does not exist (the second: the id is not one of this server's), and for a request that
+# will not succeed in another try either.
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
@@ -71,8 +71,10 @@ class GoneError(Exception):
 
 
 class MlflowRun:
-    """A run that is there. Its `tags`, `params`, `keys` (of metrics), `inputs` (name and digest) and `status` are as of
-    the last look at it."""
+    """A run that exists in MLflow.
+
+    Its `tags`, `params`, `keys` (of metrics), `inputs` (name and digest) and `status` are as of the last look at it.
+    """
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
         self._client = client
@@ -82,7 +84,7 @@ class MlflowRun:
         self._read(run)
 
     def look(self) -> None:
-        """Read it again. Raises GoneError."""
+        """Read it again. Raises GoneError if it is not there."""
         self._read(_get(self._client, self.id))
 
     def set_running(self) -> None:
@@ -96,7 +98,7 @@ class MlflowRun:
             self.status = status
 
     def add_params(self, params: Mapping[str, str]) -> None:
-        """Add those that are new. In MLflow a param never changes: a resumed run keeps its first value."""
+        """Add the params that are new. In MLflow a param never changes: a resumed run keeps its first value."""
         from mlflow.entities import Param
 
         new = [Param(key, value) for key, value in params.items() if key not in self.params]
@@ -118,7 +120,7 @@ class MlflowRun:
         self._client.log_artifact(self.id, str(file), directory)
 
     def add_directory(self, directory: Path, name: str) -> str:
-        """Copy all files of a directory, and say where they are."""
+        """Copy all files of a directory into the run's artifacts, and return where they are."""
         self._client.log_artifacts(self.id, str(directory), name)
         return f"{self._artifacts}/{name}"
 
@@ -144,7 +146,7 @@ class MlflowRun:
             self._client.log_inputs(self.id, new)
 
     def attempts(self) -> dict[int, MlflowRun]:
-        """The runs below this one, by the number of their attempt."""
+        """Return the runs below this one, by the number of their attempt."""
         found = self._client.search_runs([self._experiment], f"tags.`{_PARENT}` = '{self.id}'")
         runs = [MlflowRun(self._client, run) for run in found]
         return {int(run.tags[ATTEMPT]): run for run in runs if run.tags.get(ATTEMPT, "").isdecimal()}
@@ -165,7 +167,7 @@ class MlflowRun:
             self._log(metrics=metrics, tags=[RunTag(*pair) for pair in tags.items()] if last else [])
 
     def steps_of(self, key: str) -> list[int]:
-        """The steps of all points of a metric."""
+        """Return the steps of all points of a metric."""
         return [point.step for point in self._client.get_metric_history(self.id, key)]
 
     def _read(self, run: Run) -> None:
@@ -183,7 +185,7 @@ class MlflowRun:
         from mlflow.exceptions import MlflowException
 
         try:
-            # Synchronous, or the client would keep a queue of its own, and its failures to itself.
+            # Synchronous: otherwise the client keeps a queue of its own, and does not report failures.
             self._client.log_batch(self.id, **what, synchronous=True)
         except MlflowException as error:
             if error.error_code not in _REFUSED:
@@ -192,7 +194,7 @@ class MlflowRun:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of a server or a database. The first one imports mlflow, which takes a second or two."""
+    """Return a client of a server or a database. The first call imports mlflow, which takes a second or two."""
     from mlflow.tracking import MlflowClient
 
     if uri.startswith("sqlite:///"):
@@ -205,10 +207,10 @@ def connect(uri: str) -> MlflowClient:
 
 
 def _create(file: Path) -> None:
-    """Have MLflow make its database beside its place, and put it there whole.
+    """Have MLflow make its database in a temporary file next to its place, and put it there when it is complete.
 
-    MLflow makes its tables in forty migrations, for seconds. Where a rank died among them, it refused the database from
-    then on, for every run that uses it.
+    MLflow makes its tables in forty migrations, which takes seconds. If a rank died in between, MLflow refused the
+    database from then on, for every run that uses it.
     """
     from mlflow.tracking import MlflowClient
 
@@ -227,12 +229,12 @@ def _create(file: Path) -> None:
 
 
 def get_run(client: MlflowClient, run_id: str) -> MlflowRun:
-    """The run with an id. Raises GoneError."""
+    """Return the run with an id. Raises GoneError if there is none."""
     return MlflowRun(client, _get(client, run_id))
 
 
 def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
-    """The run with an id; None if it is no longer there."""
+    """Return the run with an id; None, with a warning, if it is no longer there."""
     try:
         return get_run(client, run_id)
     except GoneError:
@@ -246,7 +248,7 @@ def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
 def create_run(
     client: MlflowClient, *, experiment: str, artifact_root: str | None, name: str, token: str, again: bool
 ) -> MlflowRun:
-    """A new run. With `again` it is looked for first, by its `token`: a server may have created it and not said so."""
+    """Create a run. With `again`, look for its `token` first: a server may have created it, and its answer got lost."""
     experiment_id = _experiment_id(client, experiment, artifact_root)
     if again and (found := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
         return MlflowRun(client, found[0])
@@ -275,13 +277,13 @@ def _experiment_id(client: MlflowClient, name: str, artifact_root: str | None) -
         try:
             return str(client.create_experiment(name, artifact_location=artifact_root, tags=_KIND))
         except MlflowException as error:
-            # Another run may have created it since we asked.
+            # Another run may have created the experiment since we asked.
             found = client.get_experiment_by_name(name)
             if error.error_code != "RESOURCE_ALREADY_EXISTS" or not found:
                 raise
     for key, value in _KIND.items():
-        if key not in found.tags:  # what its owner has chosen stays
-            with suppress(MlflowException):  # not everybody may change it, and it only decides what a page shows first
+        if key not in found.tags:  # keep what its owner has chosen
+            with suppress(MlflowException):  # we may lack the right, and the tag only decides what a page shows first
                 client.set_experiment_tag(found.experiment_id, key, value)
     return str(found.experiment_id)
 
@@ -295,12 +297,12 @@ Point = tuple[str, float, int, int]
 
 
 def points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
-    """The points of a line. Lines of older versions have no time: theirs is `otherwise`."""
+    """Yield the points of a line. Lines of older versions have no time: their points get `otherwise`."""
     return _points(line, step_values(line) if line["kind"] == "step" else with_perplexity(line["values"]), otherwise)
 
 
 def node_points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
-    """What a line says about the nodes."""
+    """Yield the points of a line that are about the nodes."""
     return _points(line, node_values(line), otherwise)
 
 
@@ -312,5 +314,5 @@ def _points(line: Mapping[str, Any], values: Mapping[str, float], otherwise: int
 
 @lru_cache(1000)
 def mlflow_name(key: str) -> str:
-    """The key in characters and a length that MLflow accepts, and without `//`, `..` or a leading `/`."""
+    """Return the key in characters and a length that MLflow accepts, without `//`, `..` or a leading `/`."""
     return posixpath.normpath(re.sub(r"[^\w./: -]", "_", key)).lstrip("/.")[:_MAX_KEY_CHARS] or "_"

@@ -1,4 +1,4 @@
-"""Silences loggers in one thread: what other threads log passes, and no level or handler is changed."""
+"""Silence loggers in one thread: messages of other threads pass, and no level or handler changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def muted(*names: str) -> Iterator[None]:
-    """Drops what these loggers say in the calling thread, except errors."""
+    """Drop the messages of these loggers in the calling thread, except errors."""
     thread = threading.get_ident()
 
     def passes(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The run in TensorBoard: files of curves in its directory, written from the record by a thread."""
+"""Write TensorBoard's files of curves into the run's directory, from the record, in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from raytune_fsdp.record.tracker import Status
 
 
 def tensorboard_installed() -> bool:
-    """Whether there is what writes its files, which Ray Train brings. TensorBoard itself is only needed to look."""
+    """Return whether tensorboardX is installed: it writes the files, and Ray Train brings it.
+
+    TensorBoard itself is only needed to look at them.
+    """
     return find_spec("tensorboardX") is not None
 
 
@@ -36,10 +39,10 @@ class TensorboardTracker(Copy):
             self._file.close()
         self._files += 1
         self._place.mkdir(parents=True, exist_ok=True)
-        # Files have the second in their names, and one of the same second would be written over.
+        # Files are named by the second, so a second file of the same second would overwrite the first.
         by = f"{'c' if self._start.over else ''}{self._files:04}"
         self._file = EventsWriter(str(self._place / "events"), filename_suffix=f".a{self._start.attempt:04}.{by}")
-        # What is there of this step and later ones is not shown.
+        # TensorBoard then hides what older files have of this step and later ones.
         self._file.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, line: Mapping[str, Any]) -> None:

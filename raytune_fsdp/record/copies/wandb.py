@@ -1,4 +1,4 @@
-"""The run in Weights & Biases, sent from the record by a thread. Its key is in the environment: WANDB_API_KEY."""
+"""Send a run to Weights & Biases, from the record, in a thread. The key is in the environment: WANDB_API_KEY."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytune_fsdp.record.copies.following import Copy, kept_id
 from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
 from raytune_fsdp.record.tracker import Status
 
-# Its codes: what is not 0 is a crash there, 255 what a user has stopped.
+# W&B's exit codes: 255 means stopped by a user, any other but 0 a crash.
 _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
 _EVALUATED = "evaluated_step"
 
@@ -25,7 +25,7 @@ def wandb_installed() -> bool:
 
 
 class WandbTracker(Copy):
-    """Keeps one run there per run. Its library spools on this machine what its server does not take yet."""
+    """Keeps one W&B run per run. W&B's library spools on this machine what its server does not take yet."""
 
     receiver = "Weights & Biases"
 
@@ -42,12 +42,12 @@ class WandbTracker(Copy):
         import wandb
 
         if self._run is not None:
-            return  # it takes a step again, and keeps the last value of a key
+            return  # W&B takes a step again, and keeps the last value of a key
         file = self._directory / WANDB_ID_FILE
         if not (known := kept_id(file)):
             known = uuid.uuid4().hex
             replace_at_once(file, f"{known}\n".encode())
-        make_private(self._directory / "wandb")  # where it spools the config
+        make_private(self._directory / "wandb")  # where the library spools the config
         self._run = wandb.init(
             project=self._project,
             entity=self._entity,
@@ -57,7 +57,7 @@ class WandbTracker(Copy):
             config=redact(dict(self._start.params)),
             allow_val_change=True,
             resume="allow",
-            # What is printed goes to logs of our own, and the code around is not for others.
+            # The console goes to our own logs, and the code around us is not for others to see.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
 
@@ -68,8 +68,8 @@ class WandbTracker(Copy):
             self._run.log({name: value for name, value, _, _ in points}, step=self._row)
 
     def _write_late(self, line: Mapping[str, Any]) -> None:
-        # It takes no row of a step before its last one: these come into the row of that, with their own step beside.
-        # Once the run is over, no row is open, and each gets one.
+        # W&B takes no row of a step before its last one: these values go into its last row, with their own step as a
+        # metric. Once the run is over, no row is open, and each line gets a row.
         self._run.define_metric(_EVALUATED, hidden=True)
         self._run.define_metric("eval/*", step_metric=_EVALUATED)
         points = list(points_of(line, 0))
@@ -77,7 +77,7 @@ class WandbTracker(Copy):
         self._run.log({name: value for name, value, _, _ in points} | {_EVALUATED: line["step"]}, step=row)
 
     def _flush(self) -> None:
-        """Nothing: what was logged is in its spool."""
+        """Do nothing: what was logged is in the library's spool."""
 
     def _close(self, status: Status) -> None:
         self._run.finish(exit_code=_EXIT_CODES[status])

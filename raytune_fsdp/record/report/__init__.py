@@ -1,15 +1,16 @@
-"""What a person looks at: the data before a run, and what a run has left, read from its directory alone.
+"""Reports for people: the data before a run, and the results of a run, read from its directory alone.
 
 data.py        packed samples with the trained tokens marked; counts and lengths of documents
 summary.py     the end of a run in a terminal: what it learned, where everything is, what to do next
 curves.py      metrics.jsonl -> a picture
 card.py        the model card of an export
 overview.py    a run in a few numbers, for a list of runs
-page.py        the page about a run, report/index.html, or one that compares several; with page.html.jinja, .css, .js
+page.py        the page about a run, report/index.html, or a page that compares several; page.html.jinja, .css, .js
 history.py     a run directory -> columns of numbers, evaluations, events
 thin.py        100,000 steps -> 1,000 points that lose no extreme
 charts.py      which curves the page has
 marks.py       events on the axis; spikes.py losses that stand out
-facts.py       what the page says in tables, also of what was predicted; rows.py: of the data, and without a script
+facts.py       the page's tables, also about predictions
+rows.py        the page's tables about the data, and what is drawn without a script
 difference.py  the first step at which two runs part, and why
 """

@@ -1,4 +1,4 @@
-"""The model card of an export: what the model is, how good it is, from which data and by which recipe it was made."""
+"""Write the model card of an export: what the model is, how good it is, the data and the recipe it was made with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from raytune_fsdp.record.names import with_perplexity
 logger = logging.getLogger(__name__)
 
 _LOCAL = ("/", "~", "./", "../", "file:")
-"""Beginnings of paths that exist only on some machine."""
+"""Prefixes of paths that exist only on one machine."""
 _FINGERPRINT = "- fingerprint of everything that decided the training"
 _RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
@@ -47,23 +47,23 @@ def recipe_of(
     parameters: ParameterCount,
     commit: str | None = None,
 ) -> str:
-    """What a card will say about the run, as JSON to store beside its config and tokenizer. `config` has no secrets.
+    """Return what a card will say about the run, as JSON to store next to its config and tokenizer.
 
-    `commit`: the hub's, of the model that the run has begun with.
+    `config` must have no secrets. `commit`: the hub's commit of the model that the run began with.
     """
     chosen = {section: config[section] for section in RECIPE if section in config}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
-    # Decided here, where the run reads it: where a card is written, another directory may have the name of a hub model.
+    # Decided here, where the run reads the model: where a card is written, a directory may have the same name.
     on_hub = path is not None and not is_url(path) and not Path(path).expanduser().exists()
     recipe = {
         "version": versions["raytune-fsdp"],
         "versions": versions,
         "run_dir": str(run_dir),
         "model_on_hub": on_hub,
-        # As it is found from any directory: an export of a model that also sees reads it again.
+        # An absolute path, valid in any directory: the export of a multimodal model reads it again.
         "model_at": None if path is None or on_hub or is_url(path) else str(Path(path).expanduser().absolute()),
-        # Later, the hub may have another model under the name and the branch.
+        # Later, the hub may have another model under this name and branch.
         "model_commit": commit if on_hub else None,
         "parameters": asdict(parameters),
         "config": chosen,
@@ -80,10 +80,10 @@ def model_card(
     mean_of: Sequence[int] = (),
     sentence: str | None = None,
 ) -> str:
-    """The README.md of an export of this checkpoint.
+    """Return the README.md of an export of this checkpoint.
 
-    `adapter`: the export holds nothing else. `mean_of`: the steps whose mean it is, this one the last of them.
-    `sentence`: as which class it was written, if not as the one that was trained.
+    `adapter`: the export holds only an adapter. `mean_of`: the steps whose mean it is; this one is the last of them.
+    `sentence`: says as which class it was written, if not as the one that was trained.
     """
     state = read_state(checkpoint)
     recipe = _recipe(model_files)
@@ -108,17 +108,17 @@ def model_card(
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
-        # Longer than any in the text, which could end the block otherwise.
+        # A fence longer than any in the text, which could end the block of code otherwise.
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
         parts += ["", "## Recipe", "", f"{fence}yaml", shown, fence, "", "## Audit", "", *_audit(recipe)]
     return "\n".join(parts) + "\n"
 
 
 def is_of_same_run(export: Path, state: RunState) -> bool:
-    """Whether a model directory has a card with the fingerprint of this state's run, and the weights that its index
-    names.
+    """Return whether a model directory is a complete export of this state's run.
 
-    The fingerprint is a hash of all that decided the training: no other run has it, nor a model from elsewhere.
+    Its card must have the run's fingerprint, and its weights must be the files that the index names. The fingerprint is
+    a hash of all that decided the training: no other run has it, nor has a model from elsewhere.
     """
     try:
         there = (export / CARD_FILE).read_text(encoding="utf-8") if (export / CARD_FILE).is_file() else ""
@@ -131,11 +131,11 @@ def is_of_same_run(export: Path, state: RunState) -> bool:
 
 
 def _recipe(model_files: Path) -> Any:
-    """The recipe. An empty one if it is missing (older versions wrote none) or broken: a card can do without it."""
+    """Read the recipe. If it is missing (older versions wrote none) or broken, return an empty one."""
     try:
         recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES)
         _check_recipe(recipe)
-        # Written without secrets, by us; an older version knew fewer of them, and it may be a stranger's.
+        # We write it without secrets, but an older version recognised fewer, and this file may be a stranger's.
         return {**redact_shapes(recipe), "config": redact(recipe["config"])}
     except (OSError, ValueError) as error:
         logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, reason(error))
@@ -158,7 +158,7 @@ def _check_recipe(recipe: Any) -> None:
 
 
 def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
-    """What the hub reads. Names only models and datasets that the hub has."""
+    """Return the metadata for the hub, which names only models and datasets that the hub has."""
     config = recipe["config"]
     library = "peft" if adapter else "transformers"
     metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
@@ -187,7 +187,7 @@ def _summary(
     what = f"An adapter of a {_code(kind)}, trained" if adapter else f"A {_code(kind)}, fine-tuned"
     yield f"{what}{origin} with raytune_fsdp{f' {_prose(version)}' if version else ''}."
     if adapter:
-        yield "It is loaded beside that model: `PeftModel.from_pretrained(model, here)`."
+        yield "Load it on top of that model: `PeftModel.from_pretrained(model, here)`."
     yield ""
     with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # older versions wrote none
         yield f"- {ParameterCount(**recipe['parameters']).words}"
@@ -201,7 +201,7 @@ def _fingerprint_line(state: RunState) -> str:
 
 
 def _results(run_dir: Path | None, step: int) -> Iterator[str]:
-    """Rows of a table: training loss at the first and the last step, and the last evaluation up to this step."""
+    """Yield rows of a table: training loss at the first and the last step, and the last evaluation up to this step."""
     if run_dir is None:
         return
     try:
@@ -225,11 +225,11 @@ def _step(line: Mapping[str, Any]) -> int:
 
 
 def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
-    """A row for every dataset, with a fingerprint of its content, format and share."""
+    """Yield a table with a row for every dataset: a fingerprint of its content, format and share."""
     yield "| dataset | fingerprint of its content |"
     yield "|---|---|"
     listed = config.get("data", {}).get("train", [])
-    # From the identity: the recipe may be missing.
+    # The numbers come from the identity, because the recipe may be missing.
     numbers = {key.split(".")[2] for key in state.identity if key.startswith(("data.train.", "data.datasets."))}
     for number in sorted(number for number in numbers if number.isascii() and number.isdecimal() and len(number) < 10):
         own = {
@@ -243,7 +243,7 @@ def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
 
 
 def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """What a third party needs to train a part of the run again and compare."""
+    """Say what a third party needs to train some steps of the run again and compare."""
     versions = {name: version for name, version in recipe.get("versions", {}).items() if version}
     yield (
         "Any steps between two kept checkpoints can be trained again and compared, at any number of ranks: "
@@ -262,12 +262,12 @@ def _fingerprint(values: Mapping[str, Any]) -> str:
 
 
 def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:
-    """The directory with the run's metrics; None if it cannot be seen from here."""
-    # Beside its checkpoints, in case the run was moved. Those may be elsewhere; then where the run was, if that says so
-    # itself: a recipe may be a stranger's, and name somebody else's run.
-    beside = None if is_url(checkpoint.root) else Path(checkpoint.root).parent
-    if beside is not None and (beside / METRICS_FILE).is_file():
-        return beside
+    """Return the directory with the run's metrics; None if it cannot be seen from here."""
+    # First the checkpoints' parent, in case the run was moved. Checkpoints may be elsewhere: then take the directory in
+    # the recipe, but only if it names these checkpoints; a recipe may be a stranger's, and name somebody else's run.
+    parent = None if is_url(checkpoint.root) else Path(checkpoint.root).parent
+    if parent is not None and (parent / METRICS_FILE).is_file():
+        return parent
     there = Path(recipe["run_dir"]) if recipe["run_dir"] else None
     with suppress(RaytuneError, OSError, ValueError):
         if there is not None and names_checkpoints(there) and _same(checkpoints_of(there), checkpoint.root):
@@ -282,23 +282,23 @@ def _same(place: str, root: str) -> bool:
 
 
 def _prose(text: object) -> str:
-    """A text of the recipe, which may be a stranger's, in one line of Markdown that shows it and nothing else."""
+    """Return a text, which may be a stranger's, as one line of Markdown that shows it and does nothing else."""
     return re.sub(r"([\\`*\[\]|~])", r"\\\1", html.escape(printable(redact_shapes(str(text))), quote=False))
 
 
 def _code(text: object) -> str:
-    """The same as code, in which a backtick alone means something."""
+    """Return a text as one line of Markdown code, in which only a backtick has a meaning."""
     return f"`{printable(str(text)).replace('`', chr(39))}`"
 
 
 def _shown(path: object) -> str:
-    """A local path reduced to its name; a public one unchanged."""
+    """Reduce a local path to its name; leave a public one unchanged."""
     text = str(path)
     return Path(text).name if text.startswith(_LOCAL) else text
 
 
 def _shortened(value: Any) -> Any:
-    """A config without unset fields, and with local paths reduced to their names."""
+    """Return a config without unset fields, and with local paths reduced to their names."""
     if isinstance(value, Mapping):
         short = {printable(redact_text(str(key))): _shortened(each) for key, each in value.items() if key != "cache"}
         return {key: each for key, each in short.items() if each is not None and each != {}}

@@ -1,4 +1,4 @@
-"""The curves of a run, or of several, thinned and ready for the script of the page."""
+"""Prepare the curves of one run or several for the page's script: chosen, named and thinned."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from raytune_fsdp.record.report.history import History, Numbers
 from raytune_fsdp.record.report.thin import Buckets, band, buckets, number, thinned
 
 Series = dict[str, Any]
-"""`name`; `axis`, the run; `colour`, a number. Either `mid` with `low` and `high`, by bucket of the axis; or `points`,
-each of step, seconds and value. `smooth`: a line through `mid`."""
+"""Has `name`; `axis`, the run; `colour`, a number; and either `mid` with `low` and `high`, by bucket of the axis, or
+`points`, each with step, seconds and value. `smooth`: a line through `mid`."""
 _MOST_POINTS = 2000
 _COLOURS = 8
 _MOST_SERIES = 16
-"""In a chart: nobody tells more lines apart."""
+"""The most series of a chart: nobody can distinguish more lines."""
 
 
 class Run:
-    """A run in a page, by its place among those that are compared."""
+    """A run on a page; `index` is its place among the runs that are compared."""
 
     def __init__(self, history: History, index: int, *, alone: bool) -> None:
         self.history = history
@@ -31,7 +31,7 @@ class Run:
         self._alone = alone
 
     def axis(self) -> dict[str, Any]:
-        """The first and the last step of each bucket, and the seconds at its end since the run began."""
+        """Return the first and the last step of each bucket, and the seconds from the run's beginning to its end."""
         if len(self.into) < 2:
             return {"from": [], "to": [], "time": None}
         last = self.into[1:] - 1
@@ -43,7 +43,7 @@ class Run:
         }
 
     def name(self, what: str) -> str:
-        """Of a series: what it is, or, where runs are compared, whose."""
+        """Name a series: by what it shows, or, if runs are compared, by the run."""
         if self._alone:
             return what
         return f"{self.history.name}: {what}" if what else self.history.name
@@ -59,7 +59,7 @@ class Run:
             yield self.series(what, self.history.columns[name] * scale, colour)
 
     def ranks(self, what: str, name: str, colour: int = 0) -> Iterator[Series]:
-        """From the fastest rank to the slowest, and the median between them."""
+        """Yield a band from the fastest rank to the slowest, with the median between them."""
         if self.history.has(f"{name}.1"):
             low, mid, high = (self.history.columns[f"{name}.{i}"] for i in range(3))
             yield self._series(what, colour, band(low, mid, high, self.into))
@@ -70,13 +70,13 @@ class Run:
             return
         found = self.series("train" if self._alone else "", loss)
         if len(loss) >= SMOOTH_FROM_STEPS:
-            # As loss.png has it: about 2 % of the run.
+            # Smoothed as in loss.png: over about 2 % of the run.
             line = np.array(smoothed(loss.tolist(), len(loss) // 100))
             found["smooth"] = thinned(line, self.into)["mid"]
         yield found
 
     def evaluations(self, wanted: str, *, colours_from: int = 0) -> Iterator[Series]:
-        """Of every dataset the points of one metric, such as `loss`."""
+        """Yield the points of one metric, such as `loss`, for every dataset."""
         ends = {name: points for name, points in self.history.evaluations.items() if name.endswith(f"/{wanted}")}
         for place, (name, points) in enumerate(ends.items(), start=colours_from):
             what = name.removesuffix(f"/{wanted}").replace("/", " ", 1)
@@ -94,7 +94,7 @@ class Run:
 
 
 def charts_of(histories: Sequence[History]) -> dict[str, Any]:
-    """Axes and charts of a page; a chart without a curve is not there."""
+    """Return axes and charts of a page; a chart without a curve is left out."""
     runs = [Run(history, index, alone=len(histories) == 1) for index, history in enumerate(histories)]
     found = [
         {"id": name, "title": title, "unit": unit, "series": series[:_MOST_SERIES], "left": len(series[_MOST_SERIES:])}
@@ -160,7 +160,7 @@ def _memory(run: Run) -> Iterator[Series]:
 
 
 def _sizes(run: Run) -> Iterator[Series]:
-    """The number of ranks, if it has changed."""
+    """Yield the number of ranks, if it has changed."""
     sizes = run.history.columns["world_size"]
     if len(set(sizes[np.isfinite(sizes)].tolist())) > 1:
         yield from run.column("ranks", "world_size")
@@ -173,7 +173,7 @@ def _parts(run: Run) -> Iterator[Series]:
 
 
 def _some(points: Sequence[tuple[int, float, float]]) -> Sequence[tuple[int, float, float]]:
-    """Evaluations seldom are many; of more than `_MOST_POINTS`, every bucket keeps its least and its greatest."""
+    """Return all points; if there are more than `_MOST_POINTS`, the least and the greatest of every bucket."""
     if len(points) <= _MOST_POINTS:
         return points
     kept: list[tuple[int, float, float]] = []

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` in, a picture out: loss with the evaluations of every dataset, gradient norm, learning rate."""
+"""Draw `metrics.jsonl` as a picture: loss with the evaluations of every dataset, gradient norm, learning rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# An empty figure to draw into, and what is said where matplotlib is not installed.
+# An empty figure to draw into, and the message if matplotlib is not installed.
 
 NOT_INSTALLED = f"matplotlib is not installed: {pip_install('plots')}"
 
@@ -28,7 +28,7 @@ def can_draw() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches; needs no display."""
+    """Return a figure of `width` by `height` inches; needs no display."""
     if not can_draw():
         raise UserError(NOT_INSTALLED)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,7 +49,7 @@ SMOOTH_FROM_STEPS = 100
 
 
 def plot(run_dir: Path, png_path: Path, *, title: str = "") -> None:
-    """Draws the curves of a run, finished or not. Needs no display. The default title is the run's name."""
+    """Draw the curves of a run, finished or not. Needs no display. The default title is the run's name."""
     lines = [line for line in each_line_of(run_dir) if line is not None]
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     if not steps:
@@ -65,7 +65,7 @@ def plot(run_dir: Path, png_path: Path, *, title: str = "") -> None:
 
 
 def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
-    """The same of one run; of several only their losses, in one picture."""
+    """Draw all curves of one run, or only the losses of several, in one picture."""
     if len(run_dirs) == 1:
         plot(run_dirs[0], png_path)
         return
@@ -85,7 +85,7 @@ def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
 
 
 def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Loss by step for every evaluated dataset, from the lines of the record."""
+    """Return the loss by step for every evaluated dataset, from the lines of the record."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         if line["kind"] == "eval":
@@ -96,8 +96,8 @@ def evaluations(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """The mean of each value and up to `reach` on either side, so it does not lag. Skips values that are not finite."""
-    # By running sums: the work does not grow with `reach`.
+    """Return the mean of each value and up to `reach` on either side, so it does not lag. Skips non-finite values."""
+    # With running sums, the work does not grow with `reach`.
     totals, counts = [0.0], [0]
     for value in values:
         known = math.isfinite(value)

@@ -1,4 +1,4 @@
-"""The data as a person wants to see it before training: samples with the trained tokens marked, and counts."""
+"""Show the data before training: samples with the trained tokens marked, and counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAMPLE_ROW = "{:24} {:>10} {:>10} {:>12} {:>12} {:>8} {:>8} {:>9} {:>6}"
 def preview(
     sample: PackedSample, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, title: str, colours: bool
 ) -> Iterator[str]:
-    """A packed sample as lines: every document with its dataset; trained tokens are green, or between « and »."""
+    """Yield a packed sample as lines: each document with its dataset; trained tokens are green, or between « and »."""
     documents = documents_of(sample)
     yield headline(sample, title, colours=colours)
     for number, document in enumerate(documents, start=1):
@@ -38,14 +38,14 @@ def preview(
 
 
 def documents_of(sample: PackedSample) -> list[slice]:
-    """The tokens of each document of a packed sample."""
+    """Return the tokens of each document of a packed sample."""
     real = sample.source_ids != PADDING
     starts = np.flatnonzero((sample.position_ids == 0) & real).tolist()
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], int(real.sum())], strict=False)]
 
 
 def headline(sample: PackedSample, title: str, *, colours: bool) -> str:
-    """The first line about a packed sample."""
+    """Return the first line about a packed sample."""
     real = sample.source_ids != PADDING
     targets = int((sample.labels != IGNORE).sum())
     head = (
@@ -57,7 +57,7 @@ def headline(sample: PackedSample, title: str, *, colours: bool) -> str:
 def text_of(
     sample: PackedSample, document: slice, tokenizer: PreTrainedTokenizerBase, *, colours: bool
 ) -> Iterator[str]:
-    """A document's text as lines, marked as in `preview`."""
+    """Yield a document's text as lines, marked as in `preview`."""
     trained = sample.labels[document] != IGNORE
     text = "".join(_marked(tokenizer, sample.input_ids[document], trained, colours=colours))
     yield from (f"  {line}" for line in text.split("\n"))
@@ -70,8 +70,8 @@ def _marked(
     *,
     colours: bool,
 ) -> Iterator[str]:
-    """The text of runs of tokens that are trained on, and of runs that are not."""
-    # Decoded run by run: a token alone may be only a part of a character.
+    """Yield the text of each run of tokens that are trained on, or are not."""
+    # Decoded run by run: a single token may be only a part of a character.
     before, after = (_TRAINED, _RESET) if colours else ("«", "»")
     for flag, run in groupby(range(len(ids)), key=lambda i: bool(trained[i])):
         text = printable(str(tokenizer.decode(ids[list(run)], clean_up_tokenization_spaces=False)), keep="\n\t")
@@ -83,7 +83,7 @@ def _marked(
 
 
 def stats(census: Census, *, title: str) -> Iterator[str]:
-    """The counts of a census as a table, a line for every dataset, and the lengths of its documents."""
+    """Yield the counts of a census as a table, a line for every dataset, and the lengths of its documents."""
     epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs)} epochs"
     yield f"{title}: {epochs} in {census.windows:,} window(s)"
     yield _SAMPLE_ROW.format(
@@ -116,7 +116,7 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
 
 
 def _histogram(count: DatasetCount) -> Iterator[str]:
-    """Documents by length, a line for every octave. The census counts them in quarters of octaves."""
+    """Yield the documents by length, a line for every octave. The census counts them in quarters of octaves."""
     octaves: dict[int, int] = {}
     for bucket, many in count.lengths.items():
         octaves[bucket // 4] = octaves.get(bucket // 4, 0) + many
@@ -131,7 +131,7 @@ def _histogram(count: DatasetCount) -> Iterator[str]:
 
 
 def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
-    """A histogram of document lengths, with a step line for every dataset. Needs no display."""
+    """Draw a histogram of document lengths, with a step line for every dataset. Needs no display."""
     figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for what, census in censuses.items():

@@ -1,4 +1,4 @@
-"""The first step at which two runs part, and what their directories tell about why."""
+"""Find the first step at which two runs part, and what their directories tell about the reason."""
 
 from __future__ import annotations
 
@@ -33,33 +33,35 @@ from raytune_fsdp.record.report.history import check_run, config_of, json_map
 from raytune_fsdp.record.tracker import flatten
 
 ROUNDING = 1e-4
-"""Relative. Two numbers of ranks, or two kernels, differ by less in fp32 (docs/architecture.md, "How exact")."""
+"""Relative. Two numbers of ranks, or two kernels, make a run differ by less in fp32 (docs/architecture.md, "How
+exact")."""
 
 _ROUNDED = {"loss", "grad_norm"}
-"""All else in a trajectory is the same, bit by bit, at any number of ranks."""
+"""These are rounded. All else in a trajectory is the same, bit by bit, at any number of ranks."""
 _SAMPLES = {"samples", "tokens", "target_tokens"}
 _DECIDING: tuple[str, ...] = ("model.", "data.", "method.", "optim.", "train.", "parallel.precision", "run.seed")
 _BESIDE = (
     "data.cache.", "data.eval", "data.bad_rows", "data.max_row_bytes", "train.log_every", "train.max_steps",
     "train.epochs", "optim.max_skipped", "model.attention", "model.loss", "model.tokenizer",
 )  # fmt: skip
-"""Of a config: what follows from something else, or does not decide the trajectory."""
+"""Settings that follow from others, or do not decide the trajectory."""
 _FIRST_WEIGHTS: tuple[str, ...] = ("model.path", "method.adapter")
-"""Where they came from. What is in them is not in an identity: a run that continues has weights of its own."""
+"""Settings that say where the first weights came from. Their content is not in an identity: a run that continues has
+weights of its own."""
 _RATE = ("optim.lr", "optim.schedule", "optim.warmup", "optim.min_lr", "plan.")
 
 
 _COMPUTED = {
-    names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss", "blocks")}
-    | {"gradients": "the type in which gradients are added"},
+    names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss")}
+    | {"blocks": "whether layers are compiled", "gradients": "the type in which gradients are added"},
     names.ATTEMPT_STARTED: {"device": "the device", "threads": "the threads of a rank", "versions": "the versions"},
 }
-"""What of the events of an attempt decides rounding, in words."""
+"""Fields of an attempt's events that decide rounding, each with a name in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Something in which two runs differ, and which may have parted them."""
+    """Something in which two runs differ, and which may have made them part."""
 
     kind: str
     """`data`, `config`, `plan`, `code`, `kernels` (device, threads and versions too) or `ranks`."""
@@ -73,17 +75,18 @@ class Difference:
     """What two trajectories have in common, and where they part."""
 
     equal: int
-    """Steps on both records that are equal, before the first that is not."""
+    """The number of steps on both records that are equal, before the first that is not."""
     step: int | None
-    """The first step that differs; None if there is none as far as both records go."""
+    """The first step that differs; None if none does, as far as both records go."""
     keys: Mapping[str, tuple[Any, Any]]
-    """What differs in that step, in the order of the record, with both values."""
+    """The keys that differ in that step, in the order of the record, with both values."""
     rounding: bool
-    """The same samples and learning rate, and numbers that agree as those of two numbers of ranks do."""
+    """Whether the step differs by rounding only: samples and learning rate are the same, and the numbers agree as well
+    as those of two numbers of ranks."""
     exact_step: int | None
-    """The first step in which something differs that is the same at any number of ranks, such as the samples."""
+    """The first step in which something differs that should be the same at any number of ranks, such as the samples."""
     exact_keys: Mapping[str, tuple[Any, Any]]
-    """What that is, with both values."""
+    """The keys of `exact_step` that differ although no number of ranks explains it, with both values."""
     causes: tuple[Cause, ...]
     """The likeliest first. Empty if nothing on record differs."""
     unknown: tuple[str, ...]
@@ -144,10 +147,10 @@ Record = Iterator[tuple[bytes, bytes]]
 def _first_difference(
     left: Record, right: Record, part: Callable[[bytes], bytes]
 ) -> tuple[int, tuple[Line, Line] | None, int]:
-    """How many steps are equal, the lines of the first that are not, and how many steps since the first that both have
-    are on one record only.
+    """Return the number of equal steps, the lines of the first that are not equal, and the number of skipped steps.
 
-    `part` of a trajectory is compared. Reads both records as far as that, so that a second call goes on from there.
+    Skipped are steps on one record only, after the first that both have. `part` picks the bytes of a trajectory that
+    are compared. Reads both records up to the difference, so that a second call goes on from there.
     """
     x, y = next(left, None), next(right, None)
     equal = alone = 0
@@ -164,19 +167,19 @@ def _first_difference(
             y, alone = next(right, None), alone + (equal > 0 and second is not None)
         elif set(_differing((first, second))) - (_ROUNDED if part is _exact else set()):
             return equal, (first, second), alone
-        else:  # written in another way
+        else:  # equal, but written in another way
             equal += 1
             x, y = next(left, None), next(right, None)
     return equal, None, alone
 
 
 def _exact(raw: bytes) -> bytes:
-    """Of a trajectory as it is written, what stands before the loss and after the gradient norm."""
+    """Return the bytes of a trajectory before the loss and after the gradient norm: they are not rounded."""
     return raw.partition(b', "loss": ')[0] + raw.rpartition(b', "lr": ')[2]
 
 
 def _differing(lines: tuple[Line, Line]) -> dict[str, tuple[Any, Any]]:
-    """What differs between two lines of a step, with both values."""
+    """Return the keys that differ between two lines of a step, with both values."""
     left, right = (line["trajectory"] for line in lines)
     return {key: (left[key], right.get(key)) for key in left if not _same(left[key], right.get(key))}
 
@@ -199,7 +202,7 @@ def _both(keys: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 class _Facts:
-    """What the directory of a run says of what decided its trajectory."""
+    """What decided a run's trajectory, read from its directory."""
 
     def __init__(self, run: Path, unknown: list[str]) -> None:
         self.run = run
@@ -209,7 +212,7 @@ class _Facts:
         self.state = _newest_state(run, unknown)
 
     def computed(self, attempt: object) -> dict[str, Any]:
-        """What an attempt computed with, and on."""
+        """Return what an attempt computed with (kernels, versions) and on (device, threads)."""
         found: dict[str, Any] = {}
         for each in each_event(self.run / EVENTS_FILE):
             of_event = _COMPUTED.get(each["event"], {}) if each["attempt"] == attempt else {}
@@ -220,7 +223,7 @@ class _Facts:
 def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
     try:
         place, mark = checkpoints_of(run.absolute()), run / MODEL_FILES / MARK_FILE
-        # A run directory may be a stranger's: no address that it names is asked, and no other directory looked into.
+        # A run directory may be a stranger's: do not ask addresses that it names, or look into other directories.
         own = place == str(run.absolute() / CHECKPOINTS) or f"checkpoints_at={place}" in chosen_by_this_user(mark)
         there = committed(place) if own and not is_url(place) else []
         if there:
@@ -233,7 +236,7 @@ def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
 
 
 def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
-    """What differs in config, data and code."""
+    """Yield what differs in config, data and code."""
     of_config = _DECIDING
     if a.state is not None and b.state is not None:
         yield from _of_identities(a.state, b.state)
@@ -250,7 +253,7 @@ def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
 
 
 def _of_identities(a: RunState, b: RunState) -> Iterator[Cause]:
-    """What differs in all that decides a trajectory: paths do not, their content does."""
+    """Yield what differs between two identities, which have all that decides a trajectory: content, not paths."""
     for key in sorted({*a.identity, *b.identity}):
         left, right = a.identity.get(key), b.identity.get(key)
         if left == right:
@@ -264,7 +267,7 @@ def _of_identities(a: RunState, b: RunState) -> Iterator[Cause]:
 
 
 def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iterator[Cause]:
-    """What differs in how the step was computed: it decides no more than rounding."""
+    """Yield what differs in how the step was computed, which decides rounding only."""
     sizes = [line.get("world_size") for line in lines]
     if sizes[0] != sizes[1]:
         yield _cause("ranks", "the number of ranks", *sizes)
@@ -275,7 +278,7 @@ def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iter
 
 
 def _unlikely(cause: Cause, keys: Mapping[str, Any], rounding: bool) -> int:
-    """The less it explains what differs, the higher. Sorting keeps the order of equals."""
+    """Return a number that is the higher, the less a cause explains what differs. Sorting keeps the order of equals."""
     machine = cause.kind in ("ranks", "kernels", "code")
     if rounding or machine:
         return 0 if rounding and machine else 3
@@ -304,7 +307,7 @@ def _short(value: Any) -> str:
 def _read(read: Any, path: Path, unknown: list[str]) -> dict[str, Any]:
     try:
         found: dict[str, Any] = read(path)
-    except FileNotFoundError:  # of an older version
+    except FileNotFoundError:  # an older version did not write it
         return {}
     except (OSError, ValueError) as error:
         unknown.append(f"{path} is left out: {in_one_line(error)}.")

@@ -1,4 +1,4 @@
-"""What a page says in words and tables: where a run stands, its attempts, evaluations, answers and settings."""
+"""Words and tables of the page about a run: its state, attempts, evaluations, answers, settings and predictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VALUE = 300
 
 
 class Fact(NamedTuple):
-    """Something that can be said in a few words."""
+    """A figure about a run, in a few words."""
 
     label: str
     value: str
@@ -49,7 +49,7 @@ class Best(NamedTuple):
 
 
 def standing(history: History) -> Iterator[Fact]:
-    """The run in a row of numbers."""
+    """Yield the key figures of a run."""
     columns, steps = history.columns, len(history.steps)
     total, last = history.planned("steps"), int(history.steps[-1]) if steps else 0
     yield Fact("step", f"{last:,}" + (f" of {total:,}" if total else ""))
@@ -76,7 +76,7 @@ def standing(history: History) -> Iterator[Fact]:
 
 
 def state_in_words(history: History) -> str:
-    """One sentence about where the run is. Whether a command is training it now is not in its record."""
+    """Return a sentence about how far the run is. Whether a command is training it now is not on record."""
     total = history.planned("steps")
     if not len(history.steps):
         return "No step is on record yet."
@@ -92,7 +92,7 @@ def state_in_words(history: History) -> str:
 
 
 def best(history: History) -> Best | None:
-    """By `checkpoint.best`; without it, the lowest mean of the losses of all datasets."""
+    """Return the best evaluation by `checkpoint.best`; without it, by the lowest mean of all datasets' losses."""
     named = history.setting("checkpoint.best")
     if isinstance(named, str) and named in history.evaluations:
         points = [(step, value) for step, value, _ in history.evaluations[named]]
@@ -120,14 +120,14 @@ class Attempt:
     began: str
     ranks: str
     after: str
-    """The step it went on from."""
+    """The step that it went on from."""
     to: str
-    """The last step of it that stayed."""
+    """The last step that it trained and no later attempt repeated."""
     ended: str
 
 
 def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
-    """Every attempt on record."""
+    """Return the attempts on record; of very many, the first and the last."""
     started = _started(history)
     failed = {event["attempt"]: event["fields"] for event in history.events if event["event"] == names.ATTEMPT_FAILED}
     last_step = dict(zip(history.columns["attempt"].tolist(), history.steps.tolist(), strict=True))
@@ -159,13 +159,13 @@ def _cause(fields: Mapping[str, Any]) -> str:
 
 
 def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
-    """Time, step and words of what happened, without what is shown elsewhere."""
+    """Return time, step and words of events, without those that the page shows elsewhere."""
     loud = [mark for mark in marks if mark.event not in _QUIET]
     return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in _some(loud)]
 
 
 def evaluations(history: History) -> list[tuple[str, str, str, str]]:
-    """Metric, first, best and last value; of a loss the lowest is best, of anything else the highest."""
+    """Return metric, first, best and last value. The best loss is the lowest; the best of any other is the highest."""
     rows = []
     for metric, points in history.evaluations.items():
         finite = [point for point in points if math.isfinite(point[1])]
@@ -186,7 +186,7 @@ class Answers:
 
 
 def answers(history: History) -> Answers:
-    """The first, the last, and some between them."""
+    """Return the answers of the first step, of the last, and of some steps between."""
     said: dict[str, dict[int, str]] = {}
     for event in history.events:
         fields = event["fields"]
@@ -205,23 +205,23 @@ def answers(history: History) -> Answers:
 
 
 def settings(history: History) -> list[tuple[str, str, str]]:
-    """Path, value and default of what the config says that the defaults do not."""
+    """Return path, value and default of every setting that differs from its default."""
     tree = dict(history.config)
     cluster = tree.get("cluster")
     if isinstance(cluster, dict) and isinstance(cluster.get("env"), dict):
-        # Marks in place of secrets are taken from the environment, which may not have them here.
+        # The marks in place of secrets would be looked up in the environment, which may not have them here.
         env = {name: "" if value == REDACTED else value for name, value in cluster["env"].items()}
         tree["cluster"] = {**cluster, "env": env}
     try:
         found = differing(FinetuneConfig.model_validate(tree))
-    except ValidationError:  # of another version
+    except ValidationError:  # another version wrote it
         found = {path: (value, "?") for path, value in flatten(history.config).items()}
     rows = [(path[:_VALUE], shown_value(value), shown_value(default)) for path, (value, default) in found.items()]
     return rows[:_MOST_ROWS]
 
 
 def shown_value(value: object) -> str:
-    """A value of a config or an event, as short as it is still of use."""
+    """Return a value of a config or an event as a text, without secrets and shortened."""
     if not isinstance(value, str):
         value = json.dumps(value, default=str, ensure_ascii=False)
     text = str(redact_shapes(value))
@@ -229,7 +229,7 @@ def shown_value(value: object) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time in UTC, to the second; nothing if it is not known."""
+    """Return a time in UTC, to the second; an empty text if it is not known."""
     try:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError):  # NaN, or after the year 9999 in UTC
@@ -252,16 +252,16 @@ def _cut(text: str) -> str:
 
 
 def _some(rows: list[Any]) -> list[Any]:
-    """The first third and the last of a long list."""
+    """Shorten a long list to `_MOST_ROWS`: a third of them from its beginning, the rest from its end."""
     first = _MOST_ROWS // 3
     return rows if len(rows) <= _MOST_ROWS else rows[:first] + rows[first - _MOST_ROWS :]
 
 
-# What was predicted of a run before it started, beside what it measured: a table of the page.
+# A table of the page: what was predicted before the run started, compared with what it measured.
 
 
 def predictions(history: History) -> list[tuple[str, str, str, str]]:
-    """What it is, predicted, measured, and by how much too much was predicted. Of the last attempt that has both."""
+    """Return name, predicted value, measured value and relative error of each prediction, by the last events."""
     said: Mapping[str, Any] = {}
     for event in history.events:
         if event["event"] == names.PREDICTED:

@@ -1,7 +1,7 @@
-"""A run's directory, read once for a page: every number of its steps as columns, evaluations, events, what it is.
+"""Read a run's directory once, for a page: every number of its steps as columns, evaluations, events, the config.
 
 The directory may be of an older version, of a run that is still training, damaged, or a stranger's. What cannot be read
-is left out, and said in `History.problems`.
+is left out, and named in `History.problems`.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ BESIDE = (
     "gpu_utilization", "world_size", "attempt",
 )  # fmt: skip
 RANKS = ("rank_seconds", "rank_data_seconds", "rank_compute_seconds")
-"""Each is three columns, <name>.0 to <name>.2: the fastest rank, the median, the slowest."""
+"""Each becomes three columns, <name>.0 to <name>.2: the fastest rank, the median, the slowest."""
 
 _MOST_DATASETS, _MOST_METRICS = 64, 256
-"""That are drawn. Each takes memory for every step; the names come from a file."""
+"""The most that are drawn: each takes memory for every step, and the names come from a file that may have any."""
 _LONGEST_NAME = 300
 _LAST_STEP = 1 << 53
-"""Every number up to it is a float, and one of the script's."""
+"""Integers up to this one are exact as floats, here and in the page's script."""
 _MOST_EVENTS, _EVENT_BYTES = 100_000, 64 * MIB
 _SMALL_FILE = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run as its directory tells it."""
+    """A run as its directory describes it."""
 
     path: Path
     name: str
     columns: Mapping[str, Numbers]
-    """A number for every step; NaN where the record has none."""
+    """By name, a number for every step; NaN where the record has none."""
     time: Numbers
     """When each step ended, in seconds since 1970; never earlier than the step before."""
     datasets: Mapping[str, tuple[Numbers, Numbers]]
-    """Of each dataset, where there are several: loss and target tokens of every step."""
+    """Loss and target tokens of every step, by dataset, if there are several."""
     evaluations: Mapping[str, list[tuple[int, float, float]]]
     """Step, value and time, by metric."""
     events: list[dict[str, Any]]
@@ -84,25 +84,25 @@ class History:
 
     @property
     def start(self) -> float:
-        """When the first step began, in seconds since 1970; NaN if the record has no times."""
+        """The time at which the first step began, in seconds since 1970; NaN if the record has no times."""
         if not len(self.time):
             return math.nan
         seconds = self.columns["step_seconds"][0]
         return float(self.time[0] - (seconds if math.isfinite(seconds) else 0.0))
 
     def has(self, name: str) -> bool:
-        """Whether any step has this number."""
+        """Return whether any step has this number."""
         return bool(np.isfinite(self.columns[name]).any())
 
     def setting(self, path: str) -> Any:
-        """A value of the config by its dotted path; None if there is none."""
+        """Return a value of the config by its dotted path; None if there is none."""
         found: Any = self.config
         for part in path.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
     def planned(self, name: str) -> int | None:
-        """A number of the plan."""
+        """Return a number of the plan."""
         value = self.plan.get(name)
         return value if type(value) is int and 0 < value < 1 << 63 else None
 
@@ -120,7 +120,7 @@ def check_run(path: Path) -> None:
 
 
 def read_history(path: Path) -> History:
-    """Read a run's directory. UserError if it is none."""
+    """Read a run's directory. Raises UserError if it is not one."""
     check_run(path)
     problems: list[str] = []
     record = _Record()
@@ -136,7 +136,7 @@ def read_history(path: Path) -> History:
         path=path,
         name=name if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME else path.resolve().name,
         columns={name: np.array(values) for name, values in record.columns.items()},
-        # A clock that was set back must not turn the axis around.
+        # A clock that was set back must not make the axis go backwards.
         time=np.fmax.accumulate(np.array(record.time)) if record.time else np.array([]),
         datasets={name: (np.array(each.loss), np.array(each.targets)) for name, each in record.datasets.items()},
         evaluations=record.evaluations,
@@ -150,7 +150,7 @@ def read_history(path: Path) -> History:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """A config.yaml as a tree without secrets: older versions wrote them."""
+    """Read a config.yaml as a tree, and remove the secrets: older versions wrote them."""
     try:
         tree = spelled(parse(read_file(path, limit=_SMALL_FILE).decode())[0])
     except yaml.YAMLError as error:
@@ -167,7 +167,7 @@ class _Dataset:
 
 
 class _Record:
-    """The lines of a `metrics.jsonl` as columns: 25 numbers a step, 200 bytes, where a line as a dict takes 3,000."""
+    """The lines of a `metrics.jsonl` as columns: 25 numbers or 200 bytes a step; a dict would take 3,000 bytes."""
 
     def __init__(self) -> None:
         names = (*TRAJECTORY, *BESIDE, "skipped", "expert_load", *(f"{name}.{i}" for name in RANKS for i in range(3)))
@@ -184,7 +184,7 @@ class _Record:
         elif line["kind"] == "eval":
             self._add_evaluation(line)
         elif not self._last < line["trajectory"]["step"] <= _LAST_STEP:
-            self.unread += 1  # two records put together, say: no step is drawn twice
+            self.unread += 1  # two records put together, for example: no step is drawn twice
         else:
             self._last = line["trajectory"]["step"]
             self._add_step(line)
@@ -221,7 +221,7 @@ class _Record:
                 self.datasets[name].loss.append(loss if is_number(loss) else math.nan)
                 self.datasets[name].targets.append(targets if is_count(targets) else 0)
         for each in self.datasets.values():
-            if len(each.loss) == before:  # a step without a token of it
+            if len(each.loss) == before:  # the step has no token of this dataset
                 each.loss.append(math.nan)
                 each.targets.append(0)
 
@@ -235,7 +235,7 @@ class _Record:
 
 
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The events; of more than any run has, the first."""
+    """Return the events; only the first ones if there are more than any run has."""
     found: list[dict[str, Any]] = []
     size = 0
     for event in each_event(path):
@@ -248,7 +248,7 @@ def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def json_map(path: Path) -> dict[str, Any]:
-    """A JSON object in a small file."""
+    """Read a JSON object from a small file."""
     found = read_json(path, limit=_SMALL_FILE)
     if not isinstance(found, dict):
         raise UnsoundError("is not a JSON object")
@@ -256,7 +256,7 @@ def json_map(path: Path) -> dict[str, Any]:
 
 
 def _read(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None:
-    """What a small file says; None if an older version has not written it, or it cannot be read."""
+    """Read a small file; None if it is missing, as in older versions, or, with a problem noted, cannot be read."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -270,7 +270,7 @@ def _read(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | Non
 
 # `data.json` of a run directory: what became of the rows, for the page about the run.
 #
-# The cache has the same counts, but it is shared by all runs, may be elsewhere, and is cleaned.
+# The cache has the same counts, but all runs share it, it may be elsewhere, and it is cleaned.
 
 _BYTES = 16 * MIB  # 2,000 datasets take 2 MB
 _OCTAVES = 63
@@ -278,12 +278,12 @@ _COUNTS = ("rows", "documents", "tokens", "target_tokens", "truncated", "cut", "
 
 
 def data_of(census: Census) -> str:
-    """The text of the file. Without the rows that were left out: they are events, and quote what is in them."""
+    """Return the text of the file, without the skipped rows: they are events already, and quote what is in them."""
     return replace(census, skipped=(), built=0).to_json()
 
 
 def census_of(path: Path) -> Census:
-    """The counts in the file. ValueError if it is not one of ours."""
+    """Read the counts from the file. Raises ValueError if it is not one of ours."""
     values = read_json(path, limit=_BYTES)
     if not _is_census(values):
         raise UnsoundError("is not a count of rows")

@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps, as marks under the loss curve: attempts, failures, saves, spikes."""
+"""Show a run's events as marks under the loss curve: attempts, failures, saves, spikes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LANES = {
 }  # fmt: skip
 """Rows of marks, from the top, and the events in each."""
 _PLACES = 200
-"""Of a row. Marks that are nearer to each other than a 200th of the run are one."""
+"""Places in a row. Marks closer to each other than a 200th of the run are drawn as one."""
 _WORDS = 400
 
 
@@ -55,7 +55,7 @@ class AxisMark:
 
     @property
     def words(self) -> str:
-        """Short, and without secrets."""
+        """What happened, in a short text without secrets."""
         try:
             text = event_in_words(self.event, redact(dict(self.fields)))
         except (TypeError, ValueError, LookupError, OverflowError):  # fields that no version of ours has written
@@ -64,7 +64,7 @@ class AxisMark:
 
 
 def marks_of(history: History) -> list[AxisMark]:
-    """Every event of a run, at the step where it belongs."""
+    """Return every event of a run, at the step where it belongs."""
     resumed_from = {
         event["attempt"]: event["fields"].get("resumed_from")
         for event in history.events
@@ -82,7 +82,7 @@ def marks_of(history: History) -> list[AxisMark]:
 
 
 def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -> list[dict[str, Any]]:
-    """The rows that have a mark, ready for JSON: name, and step, time and words of each mark."""
+    """Return the rows that have a mark, ready for JSON: the name, and step, time and words of each mark."""
     lane_of = {event: name for name, events in _LANES.items() for event in events}
     rows: dict[str, list[AxisMark]] = {name: [] for name in _LANES}
     for mark in marks:
@@ -99,12 +99,12 @@ def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -
 
 
 def step_command(history: History, step: int) -> str:
-    """The command that says what was in a step."""
+    """Return the command that shows what was in a step."""
     return f"raytune-fsdp step {shlex.quote(str(history.path))} {step}"
 
 
 def _skipped(history: History) -> Iterator[AxisMark]:
-    # From the lines, which are there once for every step; a step that was trained twice has two events.
+    # From the lines, of which every step has one; a step that was trained twice has two events.
     for i in np.flatnonzero(history.columns["skipped"]):
         values = {name: float(history.columns[name][i]) for name in ("loss", "grad_norm")}
         step = int(history.steps[i])
@@ -122,7 +122,7 @@ def _spike(history: History, spike: Spike) -> AxisMark:
 
 
 def _near(marks: list[AxisMark], last: int) -> Iterator[list[AxisMark]]:
-    """Marks in groups that are drawn as one."""
+    """Yield groups of marks that are drawn as one."""
     marks = sorted(marks, key=lambda mark: mark.step)
     for _, group in groupby(marks, key=lambda mark: mark.step * _PLACES // last if last > _PLACES else mark.step):
         yield list(group)
@@ -145,8 +145,8 @@ def _seconds(event: Mapping[str, Any]) -> float:
 
 
 def _step_at(history: History, time: float) -> int:
-    """The last step that had ended at a time."""
-    # Steps that a resume has cut and trained again have the times of the second time.
+    """Return the last step that had ended at a time."""
+    # The times of steps that a resume cut are those of their second training.
     known = np.nan_to_num(history.time, nan=-math.inf)
     index = int(np.searchsorted(known, time, side="right")) if not math.isnan(time) else 0
     return int(history.steps[index - 1]) if index else 0

@@ -1,6 +1,6 @@
-"""What a run's directory says of it in a few numbers, for a list of runs and for whoever begins to watch one.
+"""Sum a run up in a few numbers, for a list of runs and for the start of `watch`.
 
-Read from its record alone, whoever has written that: what cannot be read is left out.
+They come from its record alone, which may be anybody's: what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Ended = Literal["finished", "failed", "interrupted"]
 class Overview:
     path: Path
     steps: int | None
-    """Of the whole run."""
+    """The steps of the whole run."""
     step: int
-    """The newest on record; 0 before the first one."""
+    """The newest step on record; 0 before the first one."""
     loss: float | None
     world: int | None
     best: tuple[float, int] | None
     """The lowest mean of an evaluation's losses, and the step before it."""
     began: str | None
-    """When the first attempt began, and when the newest line was written, as the machines of the run saw it."""
+    """When the first attempt began, by the clocks of the run's machines; so is `last`, the time of the newest line."""
     last: str | None
     attempt: int
     ended: Ended
-    """How it stands if no command works on it."""
+    """The run's state if no command works on it."""
 
 
 def overview(path: Path) -> Overview:
-    """Look at a run directory. Touches nothing."""
+    """Read a run directory; change nothing."""
     events: list[dict[str, Any]] = []
     with suppress(RaytuneError, OSError, ValueError):
         events = read_events(path / EVENTS_FILE)
@@ -68,7 +68,7 @@ def overview(path: Path) -> Overview:
 
 
 def steps_of(path: Path) -> int | None:
-    """How many steps a run has when it is complete; None if its plan cannot be read."""
+    """Return how many steps a run has when it is complete; None if its plan cannot be read."""
     with suppress(OSError, ValueError):
         plan = read_json(path / PLAN_FILE, limit=_PLAN_BYTES)
         steps = plan.get("steps") if isinstance(plan, dict) else None
@@ -77,7 +77,7 @@ def steps_of(path: Path) -> int | None:
 
 
 def first_step(metrics: Path) -> dict[str, Any] | None:
-    """The oldest line of a step."""
+    """Return the oldest line of a step."""
     with suppress(OSError, ValueError):
         for raw in lines_of(metrics):
             line = read_line(raw)
@@ -87,7 +87,7 @@ def first_step(metrics: Path) -> dict[str, Any] | None:
 
 
 def last_step(metrics: Path) -> dict[str, Any] | None:
-    """The newest line of a step; only the end of the file is read."""
+    """Return the newest line of a step, from the end of the file alone."""
     with suppress(OSError, ValueError), open(open_regular(metrics, links=True), "rb") as file:
         size = file.seek(0, 2)
         for reach in (_TAIL_BYTES, LINE_BYTES):  # answers to many prompts make long lines
@@ -104,7 +104,7 @@ def _best(path: Path) -> tuple[float, int] | None:
     for file in (METRICS_FILE, EVALUATIONS_FILE):
         with suppress(OSError, ValueError):
             for raw in lines_of(path / file):
-                if raw.startswith(b'{"kind": "step"'):  # most lines: they are not parsed
+                if raw.startswith(b'{"kind": "step"'):  # most lines, so do not parse them
                     continue
                 line = read_line(raw)
                 if line is not None and line["kind"] == "eval":
@@ -114,7 +114,7 @@ def _best(path: Path) -> tuple[float, int] | None:
 
 
 def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:
-    """By the newest attempt. One that was killed has left no word, and the same command continues it."""
+    """Return how the newest attempt ended. One that was killed left no event: it counts as interrupted."""
     newest = max((event["attempt"] for event in events), default=0)
     ended: Ended = "interrupted"
     for event in events:
@@ -132,7 +132,7 @@ def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:
 
 
 def as_json(found: Overview, state: str) -> str:
-    """One line of JSON; null is for what is not known or not finite."""
+    """Return one line of JSON, with null for what is not known or not finite."""
     loss = found.loss if found.loss is not None and math.isfinite(found.loss) else None
     best = {"loss": found.best[0], "step": found.best[1]} if found.best else None
     return json.dumps({

@@ -1,6 +1,6 @@
-"""The page about a run, or about several: one file without anything outside, made from run directories alone.
+"""Make the page about one run or several: one file that needs nothing else, made from run directories alone.
 
-Everything it shows is a stranger's text. The template escapes it, the script sets it as text, and the page forbids
+Everything it shows may be a stranger's text. The template escapes it, the script sets it as text, and the page forbids
 itself any other script, style or address (Content-Security-Policy).
 """
 
@@ -46,7 +46,7 @@ _MADE = re.compile(r"Page made [0-9: -]+ UTC")
 
 
 def make_curve(run_dir: Path) -> Path | None:
-    """The loss curve in its place. None without matplotlib, or, with a warning, if it cannot be drawn."""
+    """Draw the loss curve in its place. Returns None without matplotlib, or, with a warning, if it cannot be drawn."""
     if not can_draw():
         return None
     try:
@@ -55,18 +55,18 @@ def make_curve(run_dir: Path) -> Path | None:
         plot(run_dir, path)
         take_from_others(path)
         return path
-    except Exception as error:  # as below
+    except Exception as error:  # whatever it is, the model is trained
         logger.warning("there is no loss curve of %s: %s", run_dir, in_one_line(error))
         return None
 
 
 def make_report(run_dir: Path) -> Path | None:
-    """The page in its place in a run directory. None, with a warning, if it cannot be made: no run fails of it."""
+    """Write the page in its place in a run directory. Returns None, with a warning, if it fails: the run goes on."""
     try:
         path, text, there = report_of(run_dir), page([run_dir]), ""
         with suppress(OSError, ValueError):
             there = read_file(path, limit=_MOST_BYTES).decode()
-        # The same command on a complete run makes it again: another moment alone would send it to MLflow once more.
+        # The same command on a complete run makes the page again: a new date alone would send it to MLflow once more.
         if _undated(text) != _undated(there):
             write_page(path, text, private=True)
         return path
@@ -80,7 +80,7 @@ def _undated(text: str) -> str:
 
 
 def page(run_dirs: Sequence[Path]) -> str:
-    """The HTML of the page about one run, or of one that compares several. UserError if one is no run directory."""
+    """Return the HTML of a page about one run, or one that compares several. UserError if one is no run directory."""
     if len(run_dirs) > _MOST_RUNS:
         raise UserError(f"{len(run_dirs)} runs: a page compares {_MOST_RUNS} at most; give fewer")
     histories = [read_history(path.absolute()) for path in run_dirs]
@@ -91,7 +91,7 @@ def page(run_dirs: Sequence[Path]) -> str:
 
 
 def write_page(path: Path, text: str, *, private: bool) -> None:
-    """Put a page where it belongs. `private`: its place is in a run. UserError if it cannot be written."""
+    """Write a page to its place. `private`: that is in a run directory. Raises UserError if it cannot be written."""
     try:
         if private:
             make_private(path.parent)
@@ -142,7 +142,7 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
 def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str, Any]:
     drawn["lanes"] = []
     names = [history.name for history in histories]
-    if len(set(names)) < len(names):  # of two storages: told apart by their directories
+    if len(set(names)) < len(names):  # runs of two storages: name them by their directories
         names = [str(history.path) for history in histories]
     said = [dict(facts.standing(history)) for history in histories]
     labels = dict.fromkeys(label for each in said for label in each)
@@ -172,7 +172,7 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
 
 
 def _settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """The fields of the configs that are not the same in all runs."""
+    """Return the fields of the configs that are not the same in all runs."""
     flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [(key, [each.get(key) for each in flat]) for key in keys if key not in ("run.name",)]
@@ -199,15 +199,15 @@ def _render(drawn: dict[str, Any], **values: Any) -> str:
     )
 
 
-# What a page has inside that nothing can break out of, and nothing else can be added to.
+# Data inside a page from which nothing can break out, and hashes so that no other script or style can get in.
 
 
 def embedded(value: Any) -> str:
-    """JSON that cannot end the element it is in: `</script>` in a name is text."""
+    """Return JSON that cannot end the element it is in: `</script>` in a name stays text."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def hash_of(text: str) -> str:
-    """Of a script or a style, as a Content-Security-Policy names the only one that it lets run."""
+    """Return the hash of a script or a style, by which a Content-Security-Policy allows it and no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""The data of a run as its page shows it: what became of the rows, how full the samples are, who has which share."""
+"""The page's tables about a run's data: what became of the rows, how full the samples are, each dataset's share."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _MOST_NOTES, _MOST_DATASETS = 20, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOnRecord:
-    """The data, in a form for the page."""
+    """What is on record about the data, in a form for the page."""
 
     packed: str
-    """How full the packed samples were that are trained; empty if it is not known."""
+    """A sentence on how full the trained samples were; empty if it is not known."""
     shares: list[tuple[str, int, float]]
-    """Of each dataset: tokens that were trained on, and which part that is of all."""
+    """For each dataset its name, the tokens that were trained on, and their share of all."""
     counts: list[tuple[str, ...]]
-    """Of each dataset: name, rows, documents, tokens, trained tokens, share of them, dropped, cut off, cut apart."""
+    """For each dataset: name, rows, documents, tokens, trained tokens, their share, dropped, cut off, cut apart."""
     counted: str
     bars: list[tuple[float, float, float, str]]
-    """Documents by length: place, width and height as parts of 1, and words."""
+    """Documents by length: place, width and height as fractions of 1, and words."""
     ticks: list[tuple[float, str]]
     """Lengths below the bars."""
     notes: list[str]
 
 
 def rows_of(history: History, marks: list[AxisMark]) -> DataOnRecord:
-    """What is on record of the data."""
+    """Collect what is on record about the data."""
     census = history.census
     bars, ticks = _lengths(census) if census is not None else ([], [])
     return DataOnRecord(
@@ -57,7 +57,7 @@ def _packed(history: History) -> str:
     seq_len = history.setting("data.seq_len")
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
     if batch is None or type(seq_len) is not int or seq_len < 1 or not steps or steps != history.steps[-1]:
-        return ""  # with a step missing, samples and tokens would not be of the same steps
+        return ""  # if a step is missing, samples and tokens would not be of the same steps
     samples = min(steps * batch, total or steps * batch)
     return f"{samples:,} packed samples of {seq_len:,} tokens are trained, {tokens / (samples * seq_len):.1%} full."
 
@@ -91,7 +91,7 @@ def _counted(census: Census) -> str:
 
 
 def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], list[tuple[float, str]]]:
-    """A bar for each quarter of an octave, as the census counts documents."""
+    """Return a bar for each quarter of an octave, as the census counts documents, and ticks below."""
     lengths = census.total.lengths
     if not any(lengths.values()):
         return [], []
@@ -120,13 +120,13 @@ def _to(bucket: int) -> int:
     return max(_from(bucket), math.ceil(2 ** ((bucket + 1) / 4)) - 1)
 
 
-# What is drawn without the page's script: the loss curves, and bars. Paths are of numbers only; words are escaped.
+# Drawn without the page's script: the loss curves, and bars. Paths have numbers only; words are escaped.
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW = 1000, 300, 62, 8, 22
 
 
 def static_curves(chart: dict[str, Any], axes: Sequence[dict[str, Any]]) -> Markup:
-    """A chart as SVG, with the scale at its ends."""
+    """Return a chart as SVG, with the ends of its scales."""
     xs = [step for axis in axes for step in (*axis["from"][:1], *axis["to"][-1:])]
     xs += [point[0] for series in chart["series"] for point in series.get("points", ())]
     ys = [value for series in chart["series"] for value in _values(series) if value is not None]
@@ -151,7 +151,7 @@ def static_curves(chart: dict[str, Any], axes: Sequence[dict[str, Any]]) -> Mark
 
 
 def bars(of: Sequence[tuple[float, float, float, str]], ticks: Sequence[tuple[float, str]]) -> Markup:
-    """A histogram; each bar says what it is."""
+    """Return a histogram as SVG; each bar says what it is."""
     high, wide = 120, _WIDTH - 2 * 20
     drawn = [
         Markup(
@@ -173,7 +173,7 @@ def _values(series: dict[str, Any]) -> Iterator[float | None]:
 
 
 def _lines(series: dict[str, Any], axes: Sequence[dict[str, Any]]) -> Iterator[list[tuple[int, float]]]:
-    """Runs of points that have a value."""
+    """Yield runs of points that have a value."""
     own = series.get("points")
     places = axes[series["axis"]]["to"] if own is None else [point[0] for point in own]
     piece: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""Steps whose loss stands out from the steps before."""
+"""Find steps whose loss stands out from the steps before."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from raytune_fsdp.record.report.history import Numbers
 
 WINDOW = 64
-"""Steps before that a loss is compared with."""
-_EVERY = 8  # The window moves by so many steps: the medians of 100,000 steps take 0.1 s, one by one 0.8 s.
+"""A loss is compared with this many steps before it."""
+_EVERY = 8  # The window moves by this many steps: the medians of 100,000 steps then take 0.1 s, moving by one 0.8 s.
 DEVIATIONS = 8.0
-"""Of losses around a mean, with normal noise, one in 10**15 is this many standard deviations above it."""
+"""With normal noise around a mean, one loss in 10**15 is this many standard deviations above it."""
 _LEAST = 0.005
-"""Of the median: a loss that hardly moves has spikes, too, but not of its fourth digit."""
+"""The least height of a spike, relative to the median: a loss that hardly moves does not spike in its fourth digit."""
 MOST = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
-    """The worst step of some that stand out together."""
+    """The worst step of a group that stands out together."""
 
     step: int
     loss: float
@@ -30,10 +30,10 @@ class Spike:
 
 
 def spikes(steps: Numbers, loss: Numbers) -> tuple[list[Spike], int]:
-    """The `MOST` highest in the order of steps, and how many there are. A loss that is not finite is the highest."""
+    """Return the `MOST` highest spikes in the order of steps, and how many there are. A non-finite loss is highest."""
     if len(loss) <= WINDOW:
         return [], 0
-    with np.errstate(all="ignore"):  # losses near the greatest float
+    with np.errstate(all="ignore"):  # losses near the largest float overflow
         before, height = _heights(loss)
     out = np.flatnonzero(height > DEVIATIONS)
     groups = np.split(out, np.flatnonzero(np.diff(out) > WINDOW) + 1) if len(out) else []
@@ -44,7 +44,7 @@ def spikes(steps: Numbers, loss: Numbers) -> tuple[list[Spike], int]:
 
 
 def _heights(loss: Numbers) -> tuple[Numbers, Numbers]:
-    """Of every step the median of the steps before, and by how many deviations its loss is above that."""
+    """Return for every step the median of the steps before, and how many deviations its loss is above it."""
     filled = _filled(loss)
     windows = np.lib.stride_tricks.sliding_window_view(filled[:-1], WINDOW)[::_EVERY]
     medians, deviations = np.empty(len(windows)), np.empty(len(windows))
@@ -63,7 +63,7 @@ def _heights(loss: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _filled(loss: Numbers) -> Numbers:
-    """With the last finite loss in place of those that are not."""
+    """Replace each loss that is not finite by the last finite one."""
     known = np.isfinite(loss)
     if not known.any():
         return np.zeros_like(loss)

@@ -1,4 +1,4 @@
-"""What a person wants to know when a run has ended: did it learn, what does it answer, where is it, what comes next."""
+"""Sum up a finished run: did it learn, what does it answer, where is it, what comes next."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def summary(
     pushed: str | None = None,
     registered: str | None = None,
 ) -> str:
-    """A few lines about a finished run, from its files."""
+    """Return a few lines about a finished run, from its files."""
     parts = [*_losses(run_dir), *_before_and_after(_answers(run_dir))]
     parts += [
         "",
@@ -54,7 +54,7 @@ def summary(
 
 
 def _losses(run_dir: Path) -> Iterator[str]:
-    """What changed: the loss, and every number of the evaluations."""
+    """Yield what changed: the loss, and every number of the evaluations."""
     metrics = run_dir / METRICS_FILE
     first, last = first_step(metrics), last_step(metrics)
     if first is not None and last is not None:
@@ -83,7 +83,7 @@ def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
 
 
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
-    """Commands to try with a finished run."""
+    """Return commands to try with a finished run."""
     program, model = _program("raytune-fsdp"), shlex.quote(_short(export or run_dir))
     prompts = [fields["prompt"] for fields in _answers(run_dir)]
     question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
@@ -97,7 +97,7 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
 
 
 def _mlflow(uri: str) -> str:
-    """How to look at the runs: a server has a page, a database needs a program that shows it."""
+    """Say how to look at the runs: a server has a page, a database needs a program that shows it."""
     shown = shown_uri(uri)
     if uri.startswith(("http://", "https://", "databricks")):
         return f"{shown}   (MLflow)"
@@ -106,12 +106,12 @@ def _mlflow(uri: str) -> str:
 
 
 def _program(name: str) -> str:
-    """A command as it can be typed here: with its path if its environment is not active."""
+    """Return a command as it can be typed here: with its path if its environment is not active."""
     return name if shutil.which(name) else _short(Path(sys.executable).parent / name)
 
 
 def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
-    """Each question with its first and its last answer."""
+    """Yield each question with its first and its last answer."""
     series: dict[str, list[Mapping[str, Any]]] = {}
     for answer in answers:  # the same question may end several conversations
         series.setdefault(repr((answer["prompt"], answer.get("messages"))), []).append(answer)
@@ -124,12 +124,12 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _readable(text: str) -> str:
-    """An answer on one line, even that of an untrained model, which may print anything."""
+    """Return an answer on one line; an untrained model may answer with any characters."""
     clean = printable(text).replace("\ufffd", "·")
     return clean[:100] + ("..." if len(clean) > 100 else "") or "(nothing)"
 
 
 def _short(path: Path) -> str:
-    """The path relative to the working directory, if it is inside."""
+    """Return the path relative to the working directory, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,4 +1,4 @@
-"""Curves of any length as at most `MOST` points that lose no extreme: of each bucket of steps mean, least, greatest."""
+"""Thin curves to at most `MOST` points that lose no extreme: the mean, least and greatest of each bucket of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from raytune_fsdp.record.report.history import Numbers
 
 MOST = 1000
-"""Buckets. A curve is at most some 1,200 pixels wide, and 30 curves of three numbers a bucket are 0.7 MB."""
+"""The most buckets. A curve is about 1,200 pixels wide at most, and 30 curves of three numbers a bucket are 0.7 MB."""
 _DIGITS = 5
 
 Buckets = np.ndarray[Any, np.dtype[np.int64]]
@@ -19,27 +19,27 @@ Buckets = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def buckets(count: int, most: int = MOST) -> Buckets:
-    """Divide so many steps; every bucket has one at least."""
+    """Divide `count` steps into at most `most` buckets, each of one step at least."""
     return np.linspace(0, count, min(count, most) + 1).astype(np.int64)
 
 
 def thinned(values: Numbers, into: Buckets) -> dict[str, list[float | int | None]]:
-    """`mid`, the mean of each bucket; and `low` and `high`, if a bucket has more than a step.
+    """Return `mid`, the mean of each bucket, and `low` and `high` if buckets have more than one step.
 
-    Values that are not finite do not count; a bucket of nothing else is None.
+    Values that are not finite do not count; a bucket with no other value is None.
     """
     return band(values, values, values, into)
 
 
 def band(low: Numbers, mid: Numbers, high: Numbers, into: Buckets) -> dict[str, list[float | int | None]]:
-    """The same of a curve that is a band already: the least of `low`, the mean of `mid`, the greatest of `high`."""
+    """Thin a curve that is a band already, to the least of `low`, the mean of `mid` and the greatest of `high`."""
     if len(into) < 2:
         return {"mid": []}
     starts = into[:-1]
-    with np.errstate(all="ignore"):  # of a bucket without a number the mean is none
+    with np.errstate(all="ignore"):  # a bucket without a number has no mean
         known = np.isfinite(mid)
         many = np.add.reduceat(known, starts, dtype=np.int64)
-        # Divided first: a sum of losses near the greatest float would be infinite.
+        # Divide before adding: a sum of losses near the largest float would be infinite.
         share = np.repeat(many, np.diff(into))
         means = np.add.reduceat(np.where(known, mid, 0.0) / np.maximum(share, 1), starts)
         found = {"mid": rounded(np.where(many > 0, means, math.nan))}
@@ -50,7 +50,7 @@ def band(low: Numbers, mid: Numbers, high: Numbers, into: Buckets) -> dict[str, 
 
 
 def rounded(values: Iterable[float]) -> list[float | int | None]:
-    """Numbers for a page: five digits that count, None for what is not finite."""
+    """Round numbers for a page to five significant digits; None for what is not finite."""
     return [number(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The audit itself: two checkpoints, what is on record between them, and the same steps trained again."""
+"""Audit a run: train the steps between two checkpoints again, and compare them with the record."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def audit(
     *,
     use_cache: bool = False,
 ) -> Audit:
-    """Train the segment again in `directory`, which is empty, and compare. `config` is the run's, read from it.
+    """Train the segment again in `directory`, which must be empty, and compare. `config` is read from the run.
 
-    `use_cache`: take tokenized rows from the run's cache instead of its data. Whoever calls this has checked the places
-    that the run leads to. Raises what keeps it from being trained
-    at all, such as a model that is not there; all else is a finding.
+    `use_cache`: take tokenized rows from the run's cache instead of its data. The caller has checked the places that
+    the run leads to. Raises an error if nothing can be trained, for example because the model is missing; any other
+    problem is a finding.
     """
     found = Audit(segment=segment, use_cache=use_cache)
     for checkpoint in filter(None, (segment.before, segment.after)):
@@ -47,19 +47,19 @@ def audit(
     if missing:
         found.difference = f"step {missing[0]} is not on record: {place.metrics} has {len(record)} of the steps"
         return found
-    # Both: the run may go on meanwhile, and prune them.
+    # Take both checkpoints: the run may go on meanwhile, and prune them.
     after = None if segment.after is None else taken(segment.after, directory / "audited")
     repeat = repeat_of(config, place, replace(segment, after=after), directory, use_cache=use_cache)
     again = RunDir.of(repeat)
     before = None if segment.before is None else taken(segment.before, Path(again.checkpoints))
-    if before is not None:  # else these steps would be taken for more than the run was to have
+    if before is not None:  # without the run's plan, these steps would count as more than the run was to have
         replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)
-    if before is None and (kept := committed(place.checkpoints)):  # else that checkpoint says how it was begun
+    if before is None and (kept := committed(place.checkpoints)):  # otherwise `before` says how the run was begun
         put_beginning(again, read_state(kept[-1]), adapters_of(CheckpointWeights(kept[-1]).shapes()))
     try:
         finetune(repeat, progress, trust_places=True)
-    except OtherRunError as error:  # another seed, other data: what decides the trajectory has changed since
+    except OtherRunError as error:  # something that decides the trajectory has changed since: the seed, the data
         found.difference = str(error)
         return found
     compare(found, config, place, again, record)

@@ -1,4 +1,4 @@
-"""What a segment's repetition has in common with the record of the run, and with its checkpoint."""
+"""Compare a segment's repetition with the record of the run, and with its checkpoint."""
 
 from __future__ import annotations
 
@@ -22,47 +22,48 @@ from raytune_fsdp.step.accumulation import AS_WEIGHTS
 from raytune_fsdp.tools.audit.segment import Segment, steps_of
 
 EXACT = ("samples", "tokens", "target_tokens", "lr")
-"""What of a step is the same at any world size, to the bit."""
+"""The values of a step that are the same at any world size, to the bit."""
 
 BOUNDS = {"fp64": {"loss": 1e-8, "grad_norm": 1e-6}, "fp32": {"loss": 1e-5, "grad_norm": 1e-4}}
-"""Worlds add in another order; these are what tests/distributed/test_exact.py holds them to."""
+"""Other world sizes add in another order; tests/distributed/test_exact.py holds them to these bounds."""
 _OTHER_BOUNDS = {"loss": 1e-2, "grad_norm": 1e-1}
-"""In 16 bits, where the number of ranks decides what is rounded when, there is no bound that always holds."""
+"""For 16 bits. The number of ranks decides there what is rounded when, and no bound always holds."""
 WEIGHTS = {"fp64": 1e-4, "fp32": 5e-2}
-"""The largest difference of a weight, in parts of the largest way that a number of its tensor has gone."""
+"""The largest allowed difference of a weight, relative to the largest change of a number in its tensor."""
 _OTHER_WEIGHTS = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What came out."""
+    """The outcome of an audit."""
 
     segment: Segment
     use_cache: bool = False
     """Whether tokenized rows were taken from the run's own cache."""
     why_not_exact: str = ""
-    """Why not everything had to be the same to the bit; empty if it had to be."""
+    """Why the two need not be the same to the bit; empty if they must be."""
     here: Mapping[str, Any] = field(default_factory=dict)
-    """Where it was trained again: number of ranks, device, threads, versions."""
+    """Where the segment was trained again: number of ranks, device, threads, versions."""
     there: Sequence[Mapping[str, Any]] = ()
-    """And where the run was, attempt by attempt."""
+    """Where the run was trained, by attempt."""
     largest: dict[str, float] = field(default_factory=dict)
     """The largest relative difference of each number, over all steps."""
     steps: int = 0
-    """Steps that were compared."""
+    """How many steps were compared."""
     tensors: int = 0
+    """How many tensors were compared."""
     unequal: int = 0
-    """Tensors that were compared, and those of them that are not the same to the bit."""
+    """How many of the tensors are not the same to the bit."""
     weights: float = 0.0
-    """The largest difference of a weight, in parts of the largest way that a number of its tensor has gone."""
+    """The largest difference of a weight, relative to the largest change of a number in its tensor."""
     difference: str | None = None
-    """The first thing that differs; None: the run has passed."""
+    """The first thing that differs; None if the run has passed."""
 
 
 def compare(
     found: Audit, config: FinetuneConfig, place: RunDir, again: RunDir, record: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Fill in what the repetition has in common with the record. Both have all of the segment's steps."""
+    """Compare the repetition with the record, and fill in `found`. Both have all of the segment's steps."""
     repeated = steps_of(again.metrics, found.segment)
     found.there = _attempts(place, {_attempt_of(line) for line in record.values()})
     found.here = _attempts(again, {_attempt_of(line) for line in repeated.values()})[0]
@@ -85,20 +86,20 @@ def compare(
 
 
 def _attempt_of(line: Mapping[str, Any]) -> int:
-    """The attempt that a step was trained in; 0 where the line does not say."""
+    """Return the attempt in which a step was trained; 0 if the line does not say."""
     number = line.get("attempt")
     return number if is_count(number) else 0
 
 
 def _difference_of_ends(found: Audit, precision: str, again: RunDir) -> str | None:
-    """What differs between the segment's last checkpoint and that of its repetition."""
+    """Compare the segment's last checkpoint with that of its repetition; return what differs, or None."""
     theirs = found.segment.after
     if theirs is None:
         return None
     mine = next(each for each in committed(again.checkpoints) if each.step == theirs.step)
     before, after = _decisive(read_state(theirs)), _decisive(read_state(mine))
     for key, there in before.items():
-        # Whether a gradient is too large for fp16 may hang on the last bit.
+        # Whether a gradient is too large for fp16 may depend on the last bit.
         if there != after[key] and not (found.why_not_exact and key in ("loss_scale", "good_steps")):
             return f"the state of step {theirs.step}: {key} is {there}, and {after[key]} when it is trained again"
     problems = []
@@ -120,17 +121,17 @@ def _difference_of_ends(found: Audit, precision: str, again: RunDir) -> str | No
 
 
 def _decisive(state: RunState) -> dict[str, Any]:
-    """What of a state decides how the run goes on; its identity has been compared before it was trained again."""
+    """Return the parts of a state that decide how the run goes on, except its identity, which was compared before."""
     keys = ("samples", "cursor", "skipped_in_row", "schedule_steps", "loss_scale", "good_steps")
     base = None if state.base is None else {key: state.base.get(key) for key in ("files", "added")}
     return {**{key: getattr(state, key) for key in keys}, "base": base}
 
 
 def _problem(each: TensorDifference, exact: bool, bound: float) -> str | None:
-    """Why a tensor is not what the repetition has made of it."""
+    """Return a sentence about a tensor that differs too much; None if it does not."""
     if each.equal:
         return None
-    # Moments are sums of what weights are made from, and say nothing of their own.
+    # Moments are sums of the same gradients as the weights, and would add no evidence of their own.
     if not exact and (not each.name.startswith(MODEL) or each.most <= bound * each.moved):
         return None
     here, there = each.values
@@ -138,37 +139,37 @@ def _problem(each: TensorDifference, exact: bool, bound: float) -> str | None:
 
 
 def _relative(left: Any, right: Any) -> float:
-    """The difference of two numbers, infinite for what is not a number."""
+    """Return the relative difference of two numbers; infinite if they differ and one is not a finite number."""
     if not all(isinstance(each, int | float) and math.isfinite(each) for each in (left, right)):
         return 0.0 if str(left) == str(right) else math.inf
     return float(abs(left - right) / max(abs(left), abs(right)))
 
 
 MACHINE = ("world_size", "device", "threads", "versions")
-"""What is on record of where an attempt was."""
+"""The fields on record that say where an attempt was trained."""
 _SPREAD = ("replicas", "shard_size", "sequence", "tensor")
 _KERNELS = ("attention", "loss", "blocks")
 _GRADIENTS = "gradients"
-"""On record of runs in bf16_pure; those of older versions added them in the type of the weights and did not say so."""
+"""On record for runs in bf16_pure. Older versions added gradients in the type of the weights and did not record it."""
 _DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss")
-"""Settings that may change within a run, and change the order of additions."""
+"""Settings that may change within a run, and decide the order of additions."""
 
 
 def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
-    """What is on record of these attempts."""
+    """Return what is on record of these attempts."""
     known: dict[int, dict[str, Any]] = {number: {"attempt": number} for number in sorted(numbers)}
     for line in each_event(place.events):
         keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: (*_KERNELS, _GRADIENTS)}.get(line["event"], ())
         if keys and line["attempt"] in known:
             alone: dict[str, int] = {
                 key: 1 for key in ("sequence", "tensor") if key in keys
-            }  # on record where it is more
+            }  # recorded only if it is more than 1
             known[line["attempt"]].update({key: line["fields"].get(key, alone.get(key)) for key in keys})
     return list(known.values())
 
 
 def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
-    """Why the two need not be the same to the bit; empty if they must be."""
+    """Return why the two need not be the same to the bit; an empty text if they must be."""
     here = found.here
     for attempt in found.there:
         for key in (*MACHINE, *_SPREAD, *_KERNELS):
@@ -182,7 +183,7 @@ def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
             return f"the type in which attempt {number} added gradients: {added}; here: {here.get(_GRADIENTS)}"
     first = min(attempt["attempt"] for attempt in found.there)
     for line in each_event(place.events):
-        # The config of a run is that of its newest attempt.
+        # The run's config is that of its newest attempt, so earlier attempts may have had other settings.
         changed = line["fields"] if line["event"] == SETTINGS_CHANGED and line["attempt"] > first else {}
         decisive = sorted(key for key in changed if key.startswith(_DECIDE_BITS))
         if decisive:
@@ -192,7 +193,7 @@ def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
     return ""
 
 
-# The tensors of two checkpoints, compared number by number. No rank and no network is needed.
+# Compare the tensors of two checkpoints number by number. This needs neither ranks nor the network.
 
 _AT_ONCE = 4 << 20  # numbers: as doubles, three tensors of them take 100 MB
 
@@ -207,17 +208,17 @@ class TensorDifference:
     equal: bool
     """Whether all bits are the same."""
     place: tuple[int, ...]
-    """Where the largest difference is."""
+    """The index of the largest difference."""
     values: tuple[float, float]
     """The two numbers there."""
     moved: float
-    """The largest way that a number has gone since an earlier checkpoint; without one, the largest number."""
+    """The largest change of a number since an earlier checkpoint; without one, the largest number."""
 
 
 def compare_tensors(
     first: CommittedCheckpoint, second: CommittedCheckpoint, before: CommittedCheckpoint | None
 ) -> Iterator[TensorDifference | str]:
-    """Every tensor of both; a sentence for one that only one of them has, or that has another shape or type."""
+    """Yield the difference of every tensor, or a sentence if only one of them has it, or its shape or type differs."""
     left, right = CheckpointWeights(first, ""), CheckpointWeights(second, "")
     start = None if before is None else CheckpointWeights(before, "")
     shapes, others = left.shapes(), right.shapes()
@@ -249,7 +250,7 @@ def _compared(
         if torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
             continue
         found, at = _largest((wide - theirs.double()).abs())
-        if equal or not (math.isnan(most) or found <= most):  # NaN is the largest of all, and stays it
+        if equal or not (math.isnan(most) or found <= most):  # NaN counts as the largest of all
             index = [int(each) for each in torch.unravel_index(torch.tensor(at), mine.shape)]
             values = float(wide[tuple(index)]), float(theirs[tuple(index)])
             place = (index[0] + first, *index[1:]) if shape else ()
@@ -259,6 +260,6 @@ def _compared(
 
 
 def _largest(values: torch.Tensor) -> tuple[float, int]:
-    """The largest number and its place; a NaN is larger than all."""
+    """Return the largest number and its place; a NaN is larger than all."""
     at = int(values.reshape(-1).argmax())
     return float(values.reshape(-1)[at]), at

@@ -1,4 +1,4 @@
-"""What came out, as a page that a third party can read."""
+"""Write the outcome of an audit as a page for a third party."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytune_fsdp.tools.audit.comparison import MACHINE, Audit
 
 
 def report(found: Audit, name: str) -> Iterator[str]:
-    """The outcome, for a person who has seen nothing of it, as Markdown."""
+    """Yield the lines of the page, in Markdown, for a reader who knows nothing about the audit."""
     segment = found.segment
     yield f"# Audit of {name}, steps {segment.first + 1} to {segment.last}"
     yield ""
@@ -56,5 +56,5 @@ def _machine_row(what: str, machine: Mapping[str, Any]) -> str:
 
 
 def _cell(value: object) -> str:
-    """A stranger's value in a table: a line or a column of its own would be a forged one."""
+    """Return a stranger's value as a cell of a table: it must not be able to forge a row or a column."""
     return printable(str(value)[:200]).replace("|", "\\|")

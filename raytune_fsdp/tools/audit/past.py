@@ -1,7 +1,7 @@
-"""A step of a run, looked at afterwards: which rows it trained on.
+"""Find out afterwards which rows a step of a run trained on.
 
-Nothing is recorded for this: the order is a pure function of data, tokenizer and seed, so it is looked up again. The
-hash of the samples in `metrics.jsonl` proves that they are the ones.
+Nothing is recorded for this: the order is a pure function of data, tokenizer and seed, so it is computed again. The
+hash of the samples in `metrics.jsonl` proves that these are the right ones.
 """
 
 from __future__ import annotations
@@ -43,42 +43,41 @@ from raytune_fsdp.run.resume import data_identity_of, files_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastSample:
-    """A packed sample of a step, and where it is from."""
+    """A packed sample of a step, with its place in the stream and the rows it comes from."""
 
     sample: PackedSample
     at: Cursor
     origins: Sequence[RowOrigin]
-    """Of its documents, in their order."""
+    """The row of each document, in the order of the documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastStep:
-    """What a step has trained on."""
+    """The samples that a step has trained on."""
 
     step: int
     line: Mapping[str, Any] | None
-    """The step in `metrics.jsonl`; None: it has not been trained yet, so nothing proves that these are its samples."""
+    """The step in `metrics.jsonl`; None if it was not trained yet: then nothing proves that these are its samples."""
     samples: Sequence[PastSample]
     names: Sequence[str]
-    """Of the datasets."""
+    """The names of the datasets."""
     tokenizer: PreTrainedTokenizerBase
 
 
 def past_place(run: Path) -> RunDir:
-    """The places of an existing run, wherever its directory is now."""
+    """Return the places of an existing run, wherever its directory is now."""
     path = run.absolute()
     return RunDir(path, checkpoints_of(path))
 
 
 def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
-    """A run's config, with the run where it is now: its directory may have been moved, or be named from elsewhere."""
+    """Return a run's config with the run's place of now: its directory may have been moved, or be mounted elsewhere."""
     run = config.run.model_copy(update={"storage": str(place.path.parent), "name": place.path.name})
     return config.model_copy(update={"run": run})
 
 
 def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) -> None:
-    """Refuse to run code that a run's config names, unless its reader has said that it may. `ranks`: those are started,
-    too."""
+    """Refuse to run code that a run's config names, unless the user trusts it. `ranks`: ranks will be started, too."""
     held_out = isinstance(config.data.eval, HeldOutConfig)
     datasets = [*config.data.train, *([] if held_out else config.data.eval)]
     named = [each.format.function for each in datasets if isinstance(each.format, PythonFormat)]
@@ -94,7 +93,7 @@ def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) ->
 
 
 def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progress | None = None) -> PastStep:
-    """The samples of a step. ResumeError if the data is not what the run was trained on."""
+    """Return the samples of a step. Raises ResumeError if the data is not what the run was trained on."""
     plan = plan_on_record(place)
     division = _division(config, plan)
     line = read_step(place.metrics, step)
@@ -129,8 +128,10 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
 
 
 def recorded_losses(place: RunDir, past: PastStep) -> list[list[tuple[float, int]]] | None:
-    """Of each document of each sample, the sum of the losses of its target tokens, and how many those are, if the run
-    has recorded that (`tracking.documents`)."""
+    """Return for each document of each sample the sum of its targets' losses, and the number of targets.
+
+    None if the run has not recorded them (`tracking.documents`).
+    """
     try:
         sums = read_sums(place.documents, past.step)
     except (OSError, ValueError) as error:
@@ -156,12 +157,12 @@ def recorded_losses(place: RunDir, past: PastStep) -> list[list[tuple[float, int
 
 
 def checkpoint_before(place: RunDir, step: int) -> CommittedCheckpoint | None:
-    """The newest kept checkpoint that was there when this step began; None: there is none any more."""
+    """Return the newest kept checkpoint from before this step; None if none is left."""
     return max((each for each in committed(place.checkpoints) if each.step < step), default=None)
 
 
 def _states(place: RunDir, step: int) -> tuple[RunState | None, RunState]:
-    """The state of the newest checkpoint, which says what run it is; and the nearest one before the step."""
+    """Return the state of the newest checkpoint, which identifies the run, and that of the nearest before the step."""
     there = committed(place.checkpoints)
     nearest = checkpoint_before(place, step)
     return (read_state(there[-1]) if there else None), RunState() if nearest is None else read_state(nearest)
@@ -170,24 +171,24 @@ def _states(place: RunDir, step: int) -> tuple[RunState | None, RunState]:
 def _own_data(
     config: FinetuneConfig, place: RunDir, newest: RunState | None, progress: Progress | None
 ) -> tuple[PreTrainedTokenizerBase, Windows]:
-    """The tokenizer that the run has kept, and the data that its config names, in its order."""
+    """Return the tokenizer that the run has kept, and the data that its config names, in the run's order."""
     own = place.model_files
     if not (own / CONFIG_FILE).is_file():
         raise ResumeError(f"{own} has no {CONFIG_FILE}: it holds the run's tokenizer, so the data cannot be read again")
-    travelling(own, code=True)  # none of them is a link
+    travelling(own, code=True)  # refuses links
     model = config.model.model_copy(
         update={"path": str(own), "tokenizer": None, "architecture": None, "overrides": {}, "init": "random"}
     )
     tokenizer = load_tokenizer(config.model_copy(update={"model": model}), own)
     vocab_size = load_architecture(model, own).get_text_config().vocab_size
-    if not config.data.eval_decides_training:  # its files need not be there
+    if not config.data.eval_decides_training:  # the files of data.eval need not be there
         config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
     windows, _ = open_data(config, tokenizer, vocab_size, progress, **orders_of(newest or RunState()))
     return tokenizer, windows
 
 
 def _division(config: FinetuneConfig, plan: PlanOnRecord) -> Division:
-    """How the run is divided into steps, whatever the number of ranks."""
+    """Return how the run is divided into steps; the number of ranks makes no difference."""
     train = config.train
     return Division(
         global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=plan.total_samples, data_ranks=1
@@ -195,7 +196,7 @@ def _division(config: FinetuneConfig, plan: PlanOnRecord) -> Division:
 
 
 def _why(newest: RunState | None, windows: Windows) -> str:
-    """What differs between the data as it was and as it is."""
+    """Say what differs between the data as it was and as it is."""
     if newest is not None:
         before = {key: value for key, value in newest.identity.items() if key.startswith("data.")}
         try:

@@ -1,4 +1,4 @@
-"""The run that trains a segment again."""
+"""Make the config of the run that trains a segment again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raytune_fsdp.tools.audit.segment import Segment
 def repeat_of(
     config: FinetuneConfig, place: RunDir, segment: Segment, directory: Path, *, use_cache: bool
 ) -> FinetuneConfig:
-    """The config of the run that trains the segment again: the same trajectory, without all that only looks at it."""
+    """Return the config of the run that trains the segment again: the same trajectory, but nothing that only watches."""
     plan = plan_on_record(place)
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},
         "data": {
-            # The run's own has what the run was trained on, whatever the rows of its data are.
+            # The run's own cache has what the run was trained on, whatever the rows of its data are now.
             "cache": config.data.cache.model_copy(
                 update={"path": str(cache_of(config) if use_cache else directory / "cache")}
             ),
@@ -39,7 +39,7 @@ def repeat_of(
         },
         "export": {"at_end": False, "every": None, "push": None},
         "optim": {"schedule_steps": _schedule_of(config, segment) or plan.schedule_steps},
-        # A stranger's config may say that it is tried again for ever.
+        # A stranger's config may ask for endless tries.
         "cluster": {"max_failures": config.cluster.max_failures if config.cluster.max_failures >= 0 else 3},
     }
     if segment.last < plan.steps or config.train.epochs is None:
@@ -62,7 +62,7 @@ def _commit_of(config: FinetuneConfig, place: RunDir) -> str | None:
 
 
 def _schedule_of(config: FinetuneConfig, segment: Segment) -> int | None:
-    """The length of the schedule in the segment, which later attempts may have changed. None: only the plan says it."""
+    """Return the length of the schedule in the segment, which later attempts may have changed; None: see the plan."""
     lengths = [read_state(each).schedule_steps for each in (segment.before, segment.after) if each is not None]
     if len(set(lengths)) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The steps that are trained again, and what is on record of them."""
+"""Choose the steps that are trained again, and read their lines on record."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Segment:
     """The steps that are trained again."""
 
     first: int
-    """0: from the beginning."""
+    """The step before the segment; 0: the segment starts at the beginning."""
     last: int
     before: CommittedCheckpoint | None
     """The checkpoint of `first`; None: the beginning."""
     after: CommittedCheckpoint | None
-    """That of `last`; None: it has not been kept, so only the record is compared."""
+    """The checkpoint of `last`; None: it has not been kept, so only the record is compared."""
 
 
 def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segment:
-    """The segment between two kept checkpoints; by default the two newest ones."""
+    """Choose the segment between two kept checkpoints; by default between the two newest."""
     if is_url(place.checkpoints):
         raise ConfigError(
             f"{place.checkpoints} is in an object store, and an audit reads checkpoints from a file system: copy those "
@@ -43,7 +43,7 @@ def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segmen
         )
     kept = {each.step: each for each in committed(place.checkpoints)}
     there = ", ".join(map(str, sorted(kept))) or "none"
-    lasting = [step for step, found in kept.items() if found.lasting]  # else the clock would choose what is audited
+    lasting = [step for step, found in kept.items() if found.lasting]  # the others are at steps chosen by the clock
     last = max(lasting, default=0) if last is None else last
     first = max((step for step in lasting if step < last), default=0) if first is None else first
     if first and first not in kept:
@@ -57,11 +57,11 @@ def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segmen
 
 
 def taken(checkpoint: CommittedCheckpoint, root: Path) -> CommittedCheckpoint:
-    """A committed checkpoint in another directory, where a run that goes on does not prune it."""
+    """Copy a committed checkpoint to another directory, where a run that goes on does not prune it."""
     target = root / checkpoint.name
     target.mkdir(parents=True)
     try:
-        # Nothing that the manifest does not name: a stranger's directory may have a link to all of a disk.
+        # Only files that the manifest names: a stranger's directory may have a link to a whole disk.
         listed = read_manifest(storage_at(checkpoint.root), checkpoint.name)
         for name in (*listed, MANIFEST_FILE):
             _take(Path(checkpoint.path) / name, target / name)
@@ -71,7 +71,7 @@ def taken(checkpoint: CommittedCheckpoint, root: Path) -> CommittedCheckpoint:
 
 
 def _take(source: Path, target: Path) -> None:
-    """A file in another directory: linked, where the file system can, because they are large."""
+    """Put a file into another directory, by a link where the file system can: the files are large."""
     handle = open_regular(source)
     with open(handle, "rb") as file:
         try:
@@ -82,6 +82,6 @@ def _take(source: Path, target: Path) -> None:
 
 
 def steps_of(metrics: Path, segment: Segment) -> dict[int, Mapping[str, Any]]:
-    """The lines of the segment's steps."""
+    """Return the lines of the segment's steps."""
     lines = ((step_of(line), line) for line in each_line(metrics) if line and line["kind"] == "step")
     return {step: line for step, line in lines if segment.first < step <= segment.last}

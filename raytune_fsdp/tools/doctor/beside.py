@@ -1,6 +1,6 @@
-"""A check in a process of its own: imports may take long and calls in C++ wait for ever, or end their process.
+"""Run a check in another process: imports may take long, and calls in C++ may wait for ever or end their process.
 
-The process says when its imports are done and it begins to ask: only then the clock of what it asks runs.
+The process says when its imports are done and it begins to ask something: only then does that question's clock run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END_SECONDS, _KILLED_SECONDS = 3.0, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """To something outside, which the check now waits for. Nothing named: it has answered."""
+    """Says that the check now waits for something outside, named in `what`. An empty `what`: that has answered."""
 
     check: str
     what: str = ""
@@ -30,7 +30,7 @@ class Question:
 
 
 Send = Callable[[object], None]
-"""Takes findings, questions, whatever the caller of `run` takes besides, and None once all is said."""
+"""Takes findings, questions, anything else that the caller of `run` takes, and None at the end."""
 
 
 def run(
@@ -40,7 +40,10 @@ def run(
     deadline: Deadline,
     take: Callable[[object], None] | None = None,
 ) -> list[Finding]:
-    """What `work(send, *arguments)` sends until then. `checks`: which ones it makes, with how to make each alone."""
+    """Return the findings that `work(send, *arguments)` sends until the deadline.
+
+    `checks`: the names of its checks, each with the way to make it alone. `take` gets what is sent besides.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, next(iter(checks)), work, arguments), daemon=True)
@@ -72,7 +75,7 @@ def run(
         said = f"the process that looked at it ended ({process.exitcode}), without a message"
         return [*found, problem(first, said, checks[first])]
     finally:
-        # One that is done ends by itself, which closes its connections in good order.
+        # A process that is done ends by itself, and closes its connections properly.
         process.join(min(patience, deadline.left()))
         if process.is_alive():
             process.kill()
@@ -83,7 +86,7 @@ def run(
 def _late(
     found: list[Finding], asked: Asked, about: Question, checks: Mapping[str, str], deadline: Deadline
 ) -> Iterator[Finding]:
-    """A problem if what was asked hangs; the rest was not checked."""
+    """Yield a problem if what was asked hangs; the remaining checks count as not made."""
     why, hanging = SLOW, ""
     if asked.hangs():
         hanging, why = about.check, f"{asked.what} had to answer first"
@@ -104,7 +107,7 @@ def _names(found: list[Finding]) -> set[str]:
 
 def _work(out: Connection, check: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):  # C++ prints what it thinks of clusters that do not answer
+    for number in (0, 1, 2):  # C++ libraries print about clusters that do not answer
         os.dup2(nowhere, number)
     try:
         work(out.send, *arguments)

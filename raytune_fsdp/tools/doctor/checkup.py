@@ -1,7 +1,7 @@
-"""All checks, begun together. They share one deadline: what has not ended by then was not checked, which is no problem.
+"""Make all checks, at the same time. They share one deadline: what has not ended by then counts as not checked.
 
-This process imports nothing heavy and asks only the storage and the machine itself; what imports torch, Ray or MLflow,
-or waits for a server, is asked by a process of its own (beside.py), so that nothing can hold this one up.
+This process imports nothing heavy and asks only the storage and the machine itself. What imports torch, Ray or MLflow,
+or waits for a server, runs in another process (beside.py), so that nothing can hold this one up.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
 
 _TOKEN_SECONDS, _ALONE_SECONDS = 3.0, 2.0
-"""How long storage is written to before anything else begins: imports would read from it meanwhile. Its token first."""
+"""How long storage is written to before anything else begins, as imports would read from it meanwhile: first for its
+token, then for its speed."""
 _LOOK_SECONDS, _JUDGE_SECONDS, _CLEAN_SECONDS = 2.0, 0.5, 0.7
-"""What is left for the rest after this machine has looked at itself, and after a process of its own has ended; and
-after the deadline, to remove what was written."""
+"""Seconds left before the deadline after this machine has looked at itself, and after another process has ended; and
+seconds after the deadline to remove what was written."""
 _NETWORK_SECONDS = 180.0
 _HUNG_STORAGE = (
     "run `timeout 5 ls` on it: if it does not end, the mount hangs and has to be mounted again (umount -l, mount); if "
@@ -55,10 +56,10 @@ class _Check:
     outcome: Future[list[Finding]]
     deadline: Deadline
     alone: str
-    """How to make it without the others."""
+    """How to make this check without the others."""
     asked: Asked = field(default_factory=Asked)
     hung: str = ""
-    """What to do if what it asks does not answer."""
+    """What to do if what the check asks does not answer."""
 
     def is_over(self) -> bool:
         return self.outcome.done() or self.asked.hangs() or not self.deadline.left()
@@ -80,10 +81,10 @@ class Checkup:
     network: bool = False
     nominal: float | None = None
     began: float = field(default_factory=time.monotonic)
-    """When the command did."""
+    """When the command began."""
     _deadline: Deadline = field(init=False)
     _sizing: Future[CheckpointSizes | None] = field(default_factory=Future)
-    """None where it took too long."""
+    """None if it took too long."""
     _begun: list[_Check] = field(default_factory=list)
     _cleaning: Future[None] | None = None
 
@@ -108,17 +109,17 @@ class Checkup:
         try:
             return self._all(token)
         finally:
-            # In a thread: what was written once may hang now.
+            # In a thread: storage that was written to before may hang now.
             self._cleaning = in_thread(partial(storage.clean, token, place), "storage")
             wait([self._cleaning], timeout=self._deadline.left() + _CLEAN_SECONDS)
 
     def hangs(self) -> bool:
-        """Whether something still waits for what does not answer, or is slow."""
+        """Return whether some check still waits for something that does not answer or is slow."""
         cleaning = self._cleaning is not None and not self._cleaning.done()
         return cleaning or any(not check.outcome.done() for check in self._begun)
 
     def _all(self, token: Token | None, *others: _Check) -> list[Finding]:
-        # Begun first, and shown last.
+        # Storage begins first, and is shown last.
         stored = list(self._of_storage(self.config, token)) if self.config is not None and token is not None else []
         stored = [*others, *stored]
         checks = [*self._of_machine(), self._with_torch(token), *self._of_cluster(token)]
@@ -129,7 +130,7 @@ class Checkup:
         return [finding for check in self._begun for finding in check.found()]
 
     def _until(self, is_over: Callable[[], bool], *asked: Asked) -> None:
-        """Wait, and add up for how long what is asked has not answered while this process ran."""
+        """Wait, and add up for how long each question was not answered while this process ran."""
         while not is_over():
             began = time.monotonic()
             time.sleep(TICK)
@@ -162,7 +163,7 @@ class Checkup:
 
     def _of_cluster(self, token: Token | None) -> Iterator[_Check]:
         if self._is_local():
-            return  # what there is to say of it needs torch
+            return  # without Ray, its checks need torch
         if find_spec("ray") is None:
             said = "it is not installed: runs start processes on this machine only"
             fix = "pip install 'ray[data,train]==2.60.0'"
@@ -238,7 +239,7 @@ def _ask_store(send: Send, url: str, _: Deadline) -> None:
 
 
 def _late_token(putting: Future[Token], place: RunDir, asked: Asked) -> list[Finding]:
-    """A mount that hung, or was very busy, came back before this command has ended."""
+    """Report that a mount which hung, or was very busy, came back before this command ended."""
     wait([putting])
     asked.answered()
     if (error := putting.exception()) is not None:
@@ -251,7 +252,7 @@ def _late_token(putting: Future[Token], place: RunDir, asked: Asked) -> list[Fin
 
 
 def _first(config: FinetuneConfig) -> list[Finding]:
-    """What every start refuses at once, by the function that does it there."""
+    """Check what every start refuses at once, by the same function."""
     workers = config.cluster.fewest
     try:
         place = check_first(config, workers if workers is not None else None)
@@ -265,13 +266,13 @@ def _limits(facts: machines.Facts) -> str:
     return f"this machine: {shm}up to {facts['open_files'][1]:,} open files"
 
 
-# The cheap part of the checks, beside the start of every run: what is wrong with this machine is said, and no more.
+# The cheap checks, made while every run starts: they only warn of what is wrong with this machine.
 
 logger = logging.getLogger(__name__)
 
 
 def look_around() -> None:
-    """Begin to look, and warn of what is found. Waits for nothing: a run does not start later for it."""
+    """Begin to look in a thread, and warn of what is found. The run's start does not wait for it."""
     in_thread(_look, "look-around")
 
 
@@ -282,6 +283,6 @@ def _look() -> None:
 
 
 def of_this_machine() -> list[Finding]:
-    """Versions, `/dev/shm` and open files: known without a cluster, torch or a driver."""
+    """Check versions, `/dev/shm` and open files, which needs no cluster, torch or driver."""
     facts = node.look(try_torch=False)
     return [*check_versions(facts, own_requirements()), *check_limits(facts, "this machine")]

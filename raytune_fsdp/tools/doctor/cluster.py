@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: its token, its nodes, its resources against the plan. Runs in a process of its own."""
+"""Check the Ray cluster of a run: its token, its nodes, its resources against the plan. Runs in another process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.shared_storage import Token
 
 _END_SECONDS, _LOOK_SECONDS = 1.0, 1.5
-"""Of what is left: to end, and for a node to begin to look and to hand over what it found."""
+"""Kept from the time left: for the end, and for a node to begin to look and to hand over what it found."""
 _LEAST_SECONDS, _MOST_SECONDS = 1.0, 15.0
-"""For all nodes together."""
+"""The least and the most time for all nodes together."""
 _NETWORK_SECONDS = 90.0
 _TOKEN_SECONDS = 8.0
 _HUNG = (
@@ -72,7 +72,7 @@ def check_cluster(
     nominal: float | None,
     deadline: Deadline,
 ) -> None:
-    """Send what there is to say about the cluster that a run would join, if there is one."""
+    """Send findings about the cluster that a run would join, if there is one."""
     from raytune_fsdp.launch.ray.nodes.checked import connected, find
 
     cluster, here = config.cluster if config else ClusterConfig(), node.look(try_torch=False)
@@ -82,12 +82,12 @@ def check_cluster(
     except RaytuneError as error:
         send(_not_joined(error))
         return
-    send(Question("Ray"))  # it has answered: if the rest takes long, it is slow
+    send(Question("Ray"))  # it has answered: if the rest takes long, it is slow, but does not hang
     if address is None:
         _without(send, config, here, network)
         return
     try:
-        # A process, whose start takes as long as the connection.
+        # It starts a process, which takes as long as connecting: do both at once.
         asking = in_thread(partial(_token, address, min(_TOKEN_SECONDS, deadline.left())), "token")
         with connected(address, cluster) as about:
             send(ok("Ray", about))
@@ -95,13 +95,13 @@ def check_cluster(
             send(asking.result())
             if network and config is not None:
                 _measure(send, config, nominal)
-            send(None)  # to close the connection takes a while
+            send(None)  # before the connection is closed, which takes a while
     except RaytuneError as error:
         send(_not_joined(error))
 
 
 def _not_joined(error: RaytuneError) -> Finding:
-    found, says_what, fix = str(error).partition(": set ")  # of a token
+    found, says_what, fix = str(error).partition(": set ")  # an error about a token
     if says_what:
         return problem("Ray", found, f"set {fix}")
     found = str(error).partition(". It was named by")[0]
@@ -109,7 +109,7 @@ def _not_joined(error: RaytuneError) -> Finding:
 
 
 def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], network: bool) -> None:
-    """No Ray runs, and none is started: a run would start one here."""
+    """Check this machine: no Ray runs, and none is started here, as a run would do."""
     send(
         ok(
             "Ray",
@@ -137,7 +137,7 @@ def _token(address: str, seconds: float) -> Finding:
 
     asks = asks_for_a_token(address, seconds)
     if asks:
-        return ok("token", f"the cluster at {address} turns away who has no token (RAY_AUTH_MODE=token)")
+        return ok("token", f"the cluster at {address} refuses everybody without a token (RAY_AUTH_MODE=token)")
     if asks is None:
         return warning(
             "token",
@@ -160,10 +160,10 @@ def _look_at(
     names, live = _names(there), answering(there)
     asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
     asked = time.time()
-    told = None if token is None else as_text(token)
+    token_text = None if token is None else as_text(token)
     seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, deadline.left() - _END_SECONDS))
     look = max(_LEAST_SECONDS, seconds - _LOOK_SECONDS)
-    answers = ask_each(live, node.look, True, told, look, seconds=seconds, by_value=node)
+    answers = ask_each(live, node.look, True, token_text, look, seconds=seconds, by_value=node)
     gone = {each.id: ConnectionError("its raylet takes no connection") for each in there if each not in live}
     lost = gone | {id: answer for id, answer in answers.items() if isinstance(answer, Exception)}
     for id, error in lost.items():
@@ -181,7 +181,7 @@ def _look_at(
 
 
 def _lost(name: str, error: Exception, seconds: float) -> Finding:
-    """A node that said nothing about itself."""
+    """Report a node that did not answer."""
     from raytune_fsdp.launch.ray.nodes.checked import LateError
 
     if not isinstance(error, LateError):
@@ -210,19 +210,19 @@ def _of_nodes(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], a
 
 
 def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
-    """The seconds that a clock is off by at least: a right one is between the question and the answer."""
+    """Return by how many seconds a clock is off at least: a right one is between the question and the answer."""
     began, ended = clock
     return began - asked if began < asked else max(0.0, ended - now)
 
 
 def _names(there: Sequence[Node]) -> dict[str, str]:
-    """What nodes are called; those of one name, as on one machine, by a piece of their id, too."""
+    """Return the nodes' names; nodes that share a name, as on one machine, also get the beginning of their id."""
     names = [each.name for each in there]
     return {each.id: each.name if names.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
 
 
 def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:
-    """The run's resources against those that there are: as at its start, and what is free now."""
+    """Check the run's resources against the cluster's, as its start does, and against what is free now."""
     from raytune_fsdp.launch.ray.nodes.checked import check_not_in_a_copy
     from raytune_fsdp.launch.ray.resources import check, gpus_of, request, room, shortage
     from raytune_fsdp.plan.plan import sizes_of
@@ -265,7 +265,7 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
 
 
 def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], timeout_minutes: float) -> None:
-    """Does every node see what was written here, and write there itself? All were asked at once, as ranks write."""
+    """Check that every node sees what was written here, and writes there. All were asked at once, as ranks write."""
     from raytune_fsdp.tools.doctor.storage import judge_speed
 
     speeds = {}

@@ -1,7 +1,7 @@
-"""The time of a checkup: one deadline that all checks share, and for how long what one of them asks has not answered.
+"""Keep the time of a checkup: one deadline that all checks share, and how long each question has not been answered.
 
-What is asked (storage, a server, a cluster) hangs if it does not answer although this machine let us wait for it. Where
-the machine or its imports are slow, it was not checked, which is no problem yet.
+Something outside (storage, a server, a cluster) hangs if it does not answer while this process runs and waits. If this
+machine or its imports are slow, the check was not made, which is not a problem yet.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import time
 from dataclasses import dataclass
 
 SECONDS = 20.0
-"""From the start of the command to its end, without --network."""
+"""The time from the start of the command to its end, without --network."""
 _END_SECONDS = 2.0
-"""Of those, to remove what was written, print the page and end."""
+"""The part of it that is kept to remove what was written, print the page and end."""
 _LEAST_SECONDS = 3.0
-"""For checks, where the start of the command alone took its time."""
+"""The least time for checks, even if the start of the command took long."""
 HANGS_SECONDS = 8.0
 TICK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """On the clock that all processes of a machine share, so that it can be handed to them."""
+    """A deadline on the clock that all processes of a machine share, so that it can be handed to them."""
 
     began: float
     at: float
 
     @classmethod
     def of(cls, began: float) -> Deadline:
-        """That of a command which began then."""
+        """Return the deadline of a command that began at this time."""
         return cls(began, max(began + SECONDS - _END_SECONDS, time.monotonic() + _LEAST_SECONDS))
 
     def sooner(self, seconds: float) -> Deadline:
@@ -36,7 +36,7 @@ class Deadline:
 
     @property
     def seconds(self) -> float:
-        """What the command has until then."""
+        """The time from the start of the command to the deadline."""
         return self.at - self.began
 
     def left(self) -> float:
@@ -45,9 +45,9 @@ class Deadline:
 
 @dataclass(slots=True)
 class Asked:
-    """What a check waits for outside of this command, and for how long: only while this process ran.
+    """What a check waits for outside of this command, and how long it has waited while this process ran.
 
-    One who waits adds it up by ticks, so that time in which the process was stopped or starved does not count.
+    Whoever waits adds the time up by ticks, so that time in which the process was stopped or starved does not count.
     """
 
     what: str = ""

@@ -1,4 +1,4 @@
-"""What a check says: one line, and what to do if it is not good."""
+"""The finding of a check: one line, and what to do if it is not good."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytune_fsdp.base.untrusted import printable
 Status = Literal["ok", "warning", "problem"]
 WIDTH = 100
 _STATUS, _CHECK = 9, 11
-"""Columns of a line before what was found."""
+"""Widths of the columns before what was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Finding:
     status: Status
     found: str
     fix: str = ""
-    """What makes it good; empty only where it is."""
+    """What mends it; empty only if the status is `ok`."""
 
     def __post_init__(self) -> None:
         assert bool(self.fix) == (self.status != "ok"), f"{self.check}: {self.status} with fix {self.fix!r}"
@@ -42,7 +42,10 @@ def problem(check: str, found: str, fix: str) -> Finding:
 
 
 def refused(check: str, error: RaytuneError) -> Finding:
-    """An error with which a run would end. Our messages end with the way out, after the last `; `, `. ` or `: `."""
+    """Return a problem for an error with which a run would end.
+
+    Our messages end with the way out, after the last `; `, `. ` or `: `.
+    """
     message = in_one_line(error)
     for mark in ("; ", ". ", ": "):
         found, separator, fix = message.rpartition(mark)
@@ -52,7 +55,7 @@ def refused(check: str, error: RaytuneError) -> Finding:
 
 
 def failed(check: str, error: BaseException) -> Finding:
-    """A check that could not be made."""
+    """Return the finding of a check that raised an error."""
     if isinstance(error, RaytuneError):
         return refused(check, error)
     return warning(
@@ -64,12 +67,12 @@ SLOW = "this machine is busy, or packages are imported from slow storage"
 
 
 def not_checked(check: str, seconds: float, why: str, alone: str, part: str = "") -> Finding:
-    """Nothing wrong was seen, as there was no time to look. `alone`: how to check it without the others."""
+    """Return a warning that there was no time for a check. `alone`: how to make it without the others."""
     return warning(check, f"{part}not checked within {seconds:.0f} s ({why})", alone)
 
 
 def page(findings: Sequence[Finding], headline: str) -> str:
-    """What a person reads, at most WIDTH columns wide."""
+    """Return the findings as a text at most WIDTH columns wide."""
     lines = [headline]
     indent = " " * (_STATUS + _CHECK)
     for each in findings:
@@ -83,25 +86,25 @@ def page(findings: Sequence[Finding], headline: str) -> str:
 
 
 def as_json(findings: Sequence[Finding], headline: str, seconds: float) -> dict[str, Any]:
-    """What a program reads."""
+    """Return the findings for JSON."""
     counts = {status: sum(each.status == status for each in findings) for status in ("problem", "warning", "ok")}
     found: dict[str, Any] = redact_shapes([asdict(each) for each in findings])
     return {"about": headline, "seconds": round(seconds, 1), "counts": counts, "findings": found}
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 nothing wrong, 2 a problem: as a run that is refused has it."""
+    """Return 0 if there is no problem, else 2, as a run that is refused does."""
     return 2 if any(each.status == "problem" for each in findings) else 0
 
 
 def many(count: int, what: str) -> str:
-    """`1 node`, `2 nodes`, `2 processes`."""
+    """Count things in words: `1 node`, `2 nodes`, `2 processes`."""
     plural = "es" if what.endswith("s") else "s"
     return f"{count} {what}{plural * (count != 1)}"
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
-    # Libraries quote addresses in their errors, with all that is in them; and nodes say what they like.
+    # Libraries quote whole addresses in their errors, secrets included; and nodes may say anything.
     clean = printable(redact_shapes(" ".join(text.split())))
     return textwrap.wrap(
         clean, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False

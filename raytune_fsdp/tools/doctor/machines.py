@@ -1,4 +1,4 @@
-"""What is wrong with what machines say about themselves. Pure: everything is in the facts (`node.py`)."""
+"""Checks on the facts that nodes report (`node.py`). Pure functions of these facts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ DECIDING = ("torch", "transformers", "tokenizers", "ray")
 _JUDGED_EXTRAS = ("peft", "mlflow", "accelerate", "flash-attn")
 _GIB = 1 << 30
 _NO_SHM, _LITTLE_SHM = 1 << 27, 2 << 30
-"""Docker gives 64 MiB. NCCL takes some 10 MiB a GPU there, and Ray's object store wants 30 % of the memory."""
+"""Docker gives 64 MiB. NCCL takes about 10 MiB per GPU there, and Ray's object store wants 30 % of the memory."""
 _NO_FILES, _FEW_FILES = 1024, 4096
 """Ray opens a connection for each worker; its own advice is 65,536."""
 _CLOCK_WARNS, _CLOCK_FAILS = 2.0, 300.0
 """Seconds. S3 refuses requests that are 15 minutes off, and Kerberos tickets and tokens after 5."""
 _BF16_FROM, _FP8_FROM = 8.0, 8.9
-"""Compute capability (A100) from which there are units for bf16; before it torch emulates it."""
+"""The least compute capability with units for bf16 (A100; before it torch emulates bf16), and for fp8."""
 
 
 def own_requirements() -> list[str]:
-    """What this package says it needs: as it was installed, or as its source says."""
+    """Return the requirements of this package, from its source or from its installation."""
     source = Path(__file__).parents[3] / "pyproject.toml"
     if source.is_file():
         project = tomllib.loads(source.read_text(encoding="utf-8"))["project"]
@@ -44,7 +44,7 @@ def own_requirements() -> list[str]:
 
 
 def check_versions(facts: Facts, required: Sequence[str]) -> list[Finding]:
-    """The packages of a machine against what this package needs."""
+    """Check the packages of a machine against what this package needs."""
     from packaging.requirements import Requirement
 
     found, have = [], facts["packages"]
@@ -74,7 +74,7 @@ def check_versions(facts: Facts, required: Sequence[str]) -> list[Finding]:
 
 
 def check_same(nodes: Mapping[str, Facts], here: Facts) -> list[Finding]:
-    """Nodes whose packages are not those of this machine, on which the run is started."""
+    """Check that nodes have the packages of this machine, on which the run is started."""
     found = []
     for name, facts in nodes.items():
         differing = list(_differing(facts, here))
@@ -88,7 +88,7 @@ def check_same(nodes: Mapping[str, Facts], here: Facts) -> list[Finding]:
 
 
 def _differing(facts: Facts, here: Facts) -> Iterator[tuple[bool, str]]:
-    """What is not the same, and whether it must be."""
+    """Yield what is not the same, each with whether it must be."""
     if facts["python"] != here["python"]:
         same_minor = facts["python"].rpartition(".")[0] == here["python"].rpartition(".")[0]
         yield not same_minor, f"Python {facts['python']} (here {here['python']})"
@@ -110,7 +110,7 @@ def _differing(facts: Facts, here: Facts) -> Iterator[tuple[bool, str]]:
 
 
 def _ways(facts: Facts, here: Facts) -> Iterator[str]:
-    """How to get there what is here."""
+    """Yield commands that give a node what this machine has."""
     if facts["python"] != here["python"]:
         yield f"make the environment there again with Python {here['python']}"
     wanted = {name: version for name, version in here["packages"].items() if facts["packages"].get(name) != version}
@@ -127,7 +127,7 @@ def _ways(facts: Facts, here: Facts) -> Iterator[str]:
 
 
 def check_limits(facts: Facts, where: str) -> list[Finding]:
-    """/dev/shm and open files of a machine."""
+    """Check /dev/shm and the limit of open files of a machine."""
     found = []
     shm, (soft, hard) = facts["shm"], facts["open_files"]
     if shm is not None and shm < _LITTLE_SHM:
@@ -157,14 +157,14 @@ def check_limits(facts: Facts, where: str) -> list[Finding]:
 
 
 def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
-    """By node, the seconds that its clock is off by at least."""
+    """Check the nodes' clocks. `offsets`: by node, the seconds by which its clock is off at least."""
     found = []
     for name, seconds in offsets.items():
         if abs(seconds) > _CLOCK_WARNS:
             make = problem if abs(seconds) > _CLOCK_FAILS else warning
             way = "ahead" if seconds > 0 else "behind"
             said = (
-                f"node {name}: its clock is {abs(seconds):,.0f} s {way}: logs do not fit each other, and object stores "
+                f"node {name}: its clock is {abs(seconds):,.0f} s {way}: the times in logs do not match, object stores "
             )
             said += "refuse requests that are 15 minutes off"
             found.append(
@@ -174,7 +174,7 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
 
 
 def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]:
-    """The GPUs of a machine, and whether torch can use them. `device`: what the run asks for; None: no run."""
+    """Check the GPUs of a machine, and whether torch can use them. `device`: what the run asks for; None: no run."""
     gpus, seen = facts["gpus"], facts["torch"] or {}
     if (facts["smi"] or "").startswith(node.NOT_CHECKED):
         alone = "run nvidia-smi there: if it hangs, the driver does (reboot); if not, run doctor again"
@@ -184,8 +184,8 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
             problem(
                 "GPUs",
                 f"{where}: {facts['smi']}",
-                "run nvidia-smi there; mostly driver and kernel do not fit each other after an update: reboot, or "
-                "install the driver again",
+                "run nvidia-smi there; usually driver and kernel do not match after an update: reboot, or install the "
+                "driver again",
             )
         ]
     if not gpus:
@@ -228,7 +228,7 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
 
 
 def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
-    """Whether the GPUs compute in bf16 or fp8, if the run does."""
+    """Check that the GPUs have bf16 or fp8, if the run computes in it."""
     if precision == "fp8":
         without = [gpu["name"] for gpu in facts["gpus"] if float(gpu["capability"]) < _FP8_FROM]
         said = f"{where}: {without[0] if without else ''} has no fp8, and parallel.precision=fp8: a run is refused"
@@ -248,17 +248,20 @@ def _nodes(count: int) -> str:
     return f"{count} node{'s' * (count != 1)}"
 
 
-# Which attention the run will try, and whether what it asks for is installed.
+# Which attention the run will try, and whether its package is installed.
 
 
 def check_kernels(asked: str, *, device: str, elsewhere: bool = False) -> list[Finding]:
-    """`asked` is model.attention. On GPUs a start tries each candidate before it takes one (model/attention/trial.py).
-    `elsewhere`: this machine has no GPU, and Ray may know of some that have."""
+    """Say which attention a run will try. `asked` is model.attention.
+
+    On GPUs a start tries each candidate before it takes one (model/attention/trial.py). `elsewhere`: this machine has
+    no GPU, but machines of the Ray cluster may have some.
+    """
     from raytune_fsdp.model.attention.calls import PREFIX
     from raytune_fsdp.model.attention.flash import FLASH, is_installed
 
     if elsewhere and asked.startswith("flash_attention_"):
-        return [ok("attention", f"model.attention={asked}: this machine has no GPU, those with one are asked")]
+        return [ok("attention", f"model.attention={asked}: this machine has no GPU; nodes with GPUs are asked")]
     if asked.startswith("flash_attention_"):
         name = f"{PREFIX}fa{asked[-1]}"
         if not is_installed(name):
@@ -285,7 +288,7 @@ def check_kernels(asked: str, *, device: str, elsewhere: bool = False) -> list[F
 
 
 def check_packages(asked: str, packages: Mapping[str, str], where: str) -> Finding:
-    """The same for a node with GPUs, by the packages that it has."""
+    """Say which attention a run will try on a node with GPUs, by the packages that it has."""
     from raytune_fsdp.model.attention.calls import PREFIX
     from raytune_fsdp.model.attention.flash import FLASH
 
@@ -294,7 +297,7 @@ def check_packages(asked: str, packages: Mapping[str, str], where: str) -> Findi
     if not asked.startswith("flash_attention_"):
         return _tried(asked, [name for name in FLASH.values() if name in packages], f"{where}: ")
     package = FLASH[f"{PREFIX}fa{asked[-1]}"]
-    if package in packages or asked[-1] == "3":  # which comes in several distributions
+    if package in packages or asked[-1] == "3":  # version 3 comes in several distributions
         return ok("attention", f"{where}: {package} {packages.get(package, '')}, as model.attention={asked} says")
     fix = f"pip install {package} there (on a machine with the CUDA toolkit of torch), or set model.attention=auto"
     return problem("attention", f"{where}: model.attention={asked}, but {package} is not installed", fix)

@@ -1,4 +1,4 @@
-"""How fast the collectives of a training step are between real ranks, and what the network should do."""
+"""Measure the collectives of a training step between real ranks, and compare with what the network should do."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 SHARE = 0.8
-"""Of its nominal speed a good network gives collectives 80 to 85 %."""
+"""On a good network, collectives reach 80 to 85 % of the nominal speed."""
 _BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-"""Of one message: large enough that the time to begin does not count. Units of a large model are of this size."""
+"""The size of a message: large enough that latency does not count. Units of a large model have this size."""
 _SECONDS = 1.5
-"""That each collective is measured for."""
+"""How long each collective is measured."""
 _MOST_TIMES = 50
 _MEETING = timedelta(seconds=40)
 _SPEED = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(bps|bit/s|b/s|Bps|B/s)\s*", re.ASCII)
 
 
 def parse_speed(text: str) -> float:
-    """Bits a second of `400Gbps`, `100Gb/s`, `50GB/s`."""
+    """Return the bits a second of `400Gbps`, `100Gb/s` or `50GB/s`."""
     found = _SPEED.fullmatch(text)
     if found is None or not float(found[1]):
         raise ConfigError(f"--bandwidth {text} is not a speed: write it like 400Gbps (bits) or 50GB/s (bytes)")
@@ -35,15 +35,15 @@ def parse_speed(text: str) -> float:
 
 
 def prepare() -> None:
-    """Import what `measure` needs, before any clock runs."""
+    """Import what `measure` needs, before its clock runs."""
     import torch.distributed  # noqa: F401
 
 
 def measure(*, rank: int, world: int, device: str, init: str, node: str, seconds: float = _SECONDS) -> dict[str, Any]:
-    """On every rank: bits a second of the bus, by collective, of the slowest rank; and which node this is.
+    """Return the bus speed in bits a second of each collective, on the slowest rank, and this node. Call on all ranks.
 
-    Of the bus: what passes the slowest link of a ring, which is what a network's nominal speed means. An all-reduce
-    sends each byte 2 (n-1) / n times, the other two (n-1) / n times.
+    The bus speed is what passes the slowest link of a ring, which is what a network's nominal speed means. An
+    all-reduce sends each byte 2 (n-1) / n times, the other two (n-1) / n times.
     """
     import torch
     import torch.distributed as dist
@@ -78,7 +78,7 @@ def _collectives(world: int, place: torch.device) -> Mapping[str, tuple[Callable
 
 
 def _seconds(call: Callable[[], object], place: torch.device, seconds: float) -> float:
-    """Of one call, on the slowest rank."""
+    """Return the seconds of one call, on the slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -93,12 +93,12 @@ def _seconds(call: Callable[[], object], place: torch.device, seconds: float) ->
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest) / times
 
-    timed(1)  # connects
+    timed(1)  # the first call connects
     return timed(max(1, min(_MOST_TIMES, int(seconds / max(timed(1), 1e-6)))))
 
 
 def judge(ranks: Sequence[Mapping[str, Any]], nominal: float | None) -> list[Finding]:
-    """What was measured, against the nominal speed of the network in bits a second."""
+    """Judge what was measured against the nominal speed of the network, in bits a second."""
     nodes = len({rank["node"] for rank in ranks})
     who = f"{len(ranks)} ranks on {nodes} node{'s' * (nodes > 1)}, {ranks[0]['backend']}"
     found = []

@@ -1,4 +1,4 @@
-"""What a machine says about itself. Imports the standard library only, in every function that needs it.
+"""Collect the facts about a machine. Imports only the standard library at the top.
 
 This file goes to the nodes of a cluster by value: a node may have another version of this package, or none.
 """
@@ -30,7 +30,7 @@ PACKAGES = (
 _SECONDS = 12.0
 _SMI_SECONDS, _LEAST_SECONDS = 8.0, 2.0
 _STORAGE_SECONDS = 6.0
-"""After imports, more than storage is waited for that shows files late."""
+"""How long storage may take to answer after the imports: longer than storage that shows files late."""
 _TICK = 0.1
 NO_ANSWER = "run.storage does not answer there"
 NOT_CHECKED = "not checked within"
@@ -45,10 +45,10 @@ print(json.dumps(found))
 
 
 def look(try_torch: bool = True, token: tuple[str, ...] | None = None, seconds: float = _SECONDS) -> dict[str, Any]:
-    """The facts about this machine, as plain data: classes of this file would be others where it was sent.
+    """Return the facts about this machine, as plain data: on a node, classes of this file would be other classes.
 
-    `try_torch`: also whether torch can use the GPUs, which takes seconds. `token`: what to look for in the run's
-    storage (writing.py). `seconds`: what takes longer is said to be NOT_CHECKED.
+    `try_torch`: also try whether torch can use the GPUs, which takes seconds. `token`: what to look for in the run's
+    storage (writing.py). `seconds`: what takes longer is reported as NOT_CHECKED.
     """
     began, end = time.time(), time.monotonic() + seconds
     stored = _begin_storage(token, seconds) if token is not None else None
@@ -85,12 +85,12 @@ def _begin_storage(token: tuple[str, ...], seconds: float) -> tuple[Thread, list
             found.append((f"it could not be tried there ({type(error).__name__}: {error})", 0.0))
 
     def watch() -> None:
-        thread = Thread(target=work, daemon=True)  # a dead mount would keep it for ever
+        thread = Thread(target=work, daemon=True)  # a dead mount would hold it for ever
         thread.start()
         end, asked = time.monotonic() + seconds, 0.0
         while thread.is_alive() and time.monotonic() < end and asked < _STORAGE_SECONDS:
             thread.join(_TICK)
-            asked += _TICK if stages == ["asked"] else 0.0  # not the clock: this process may not run all the time
+            asked += _TICK if stages == ["asked"] else 0.0  # ticks, not the clock: this process may be stopped
         if found:
             return
         if asked >= _STORAGE_SECONDS:
@@ -119,7 +119,7 @@ def _version(name: str) -> str | None:
 
 
 def _own() -> tuple[str, str] | None:
-    """The version of this package here, and a hash of its code: of two checkouts the version may be the same."""
+    """Return this package's version here, and a hash of its code: two checkouts may have the same version."""
     spec = find_spec("raytune_fsdp")
     if spec is None or spec.origin is None:
         return None
@@ -132,7 +132,7 @@ def _own() -> tuple[str, str] | None:
 
 
 def _gpus(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
-    """The GPUs that the driver has, and why there are none where it could not be asked."""
+    """Return the GPUs that the driver knows, and the reason if it could not be asked."""
     fields = "name,memory.total,driver_version,compute_cap"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
@@ -154,7 +154,7 @@ def _gpus(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _seen_by_torch(seconds: float) -> dict[str, Any]:
-    """What torch sees of the GPUs, in a process of its own: Ray hides them from a task that has reserved none."""
+    """Ask torch about the GPUs, in another process: Ray hides them from a task that has reserved none."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(

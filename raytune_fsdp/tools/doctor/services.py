@@ -1,4 +1,4 @@
-"""What a run asks over the network: MLflow, and the hub or its cache for the model."""
+"""Check what a run asks over the network: MLflow, and the hub (or its cache) for the model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _SQLITE = b"SQLite format 3\0"
 
 
 def is_server_asked(config: FinetuneConfig) -> bool:
-    """Whether `check_mlflow` imports MLflow, which takes seconds, and asks a server."""
+    """Return whether `check_mlflow` imports MLflow, which takes seconds, and asks a server."""
     chosen = config.tracking.mlflow
     uri = chosen.uri or mlflow_database(storage_of(config))[0]
     return chosen.enabled and mlflow_installed() and not uri.startswith("sqlite:///")
 
 
 def check_mlflow(config: FinetuneConfig, asking: Callable[[str], None] = lambda what: None) -> list[Finding]:
-    """Ask the tracking server one question. A database is looked at: to open it would make it. `asking` is called once
-    imports are done."""
+    """Ask the tracking server one question, or look at the database file, as opening a database would create it.
+
+    `asking` is called once imports are done.
+    """
     chosen = config.tracking.mlflow
     if not chosen.enabled:
         return [ok("MLflow", "tracking.mlflow.enabled=false")]
@@ -45,7 +47,7 @@ def _database(file: Path) -> Finding:
     if not file.exists():
         return ok("MLflow", f"the run makes the database {file}")
     try:
-        with file.open("rb+") as database:  # also says whether this user may write
+        with file.open("rb+") as database:  # fails if this user may not write
             begin = database.read(len(_SQLITE))
     except OSError as error:
         return problem(
@@ -79,12 +81,12 @@ def _server(uri: str, asking: Callable[[str], None]) -> Finding:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
     else:
         fix = f"set tracking.mlflow.uri to an MLflow server: one for which `curl {shown}/health` says OK"
-    # A run trains without: what is not sent is made up for later.
+    # A run trains even so: what could not be sent is sent later.
     return problem("MLflow", f"{shown} does not answer as an MLflow server does ({said[:200]})", fix)
 
 
 def model_here(config: FinetuneConfig) -> Path | None:
-    """The directory of the model, if its files are on this machine already. Downloads nothing."""
+    """Return the directory of the model, if its files are on this machine already. Downloads nothing."""
     from raytune_fsdp.model.directory.files import cached, is_local, locate
 
     path = config.model.path
@@ -96,7 +98,7 @@ def model_here(config: FinetuneConfig) -> Path | None:
 
 
 def check_model(config: FinetuneConfig) -> list[Finding]:
-    """Are the model's files here, all of them, or would the hub give them?"""
+    """Check that the model's files are all here, or that the hub would give them."""
     from raytune_fsdp.base.urls import is_url
     from raytune_fsdp.model.directory.files import find_weights, is_local
 
@@ -126,7 +128,7 @@ def check_model(config: FinetuneConfig) -> list[Finding]:
 
 
 def _from_hub(config: FinetuneConfig, lacking: RaytuneError | None) -> Finding:
-    """A hub model that is not complete in the cache."""
+    """Check a hub model that is not complete in the cache."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     from raytune_fsdp.model.directory.files import ask_hub
@@ -161,14 +163,14 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def checkpoint_bytes(config: FinetuneConfig) -> int | None:
-    """Bytes of a checkpoint: what is trained, and the optimizer's state; None where the architecture is not here."""
+    """Return the bytes of a checkpoint: trained weights and optimizer state; None if the architecture is not here."""
     from raytune_fsdp.config.sections.optimizers import state_bytes
     from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters, load_architecture
 
     directory = model_here(config)
     if directory is None and config.model.architecture is None:
         return None
-    # With any attention: the one that is asked for may be what is not installed.
+    # With any attention: the one that is asked for may not be installed.
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
     network = build_network(load_architecture(config.model, directory), config)
     weight = MASTER_DTYPE[config.parallel.precision].itemsize

@@ -1,4 +1,4 @@
-"""The storage of a run: writable, fast enough, with room, not another command's. What is written here is removed."""
+"""Check a run's storage: writable, fast enough, with room, and not in use by another command. Leaves no files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from raytune_fsdp.tools.doctor.finding import Finding, many, ok, problem, warnin
 from raytune_fsdp.tools.doctor.writing import PREFIX, own_prefix, write_speed
 
 _SLOW, _TOO_SLOW = 100e6, 10e6
-"""Bytes a second: a disk, or a link of 1 Gbit/s, does 100 MB. At 10 MB a checkpoint of 1B takes 20 minutes."""
+"""Bytes a second: a disk, or a link of 1 Gbit/s, does 100 MB. At 10 MB a checkpoint of a 1B model takes 20 minutes."""
 _LISTENING_SECONDS = 5 * BEAT_SECONDS + 0.5
 _WRITTEN = re.compile(rf"{re.escape(PREFIX)}[0-9a-f]{{32}}(-[0-9a-f]{{32}})?")
 _OLD_SECONDS = 3600.0
-"""After this, a file of another doctor's is one that was ended in the middle."""
+"""A file of another doctor that is older than this was left by one that was killed."""
 
 
 def refusal(error: BaseException) -> Finding:
-    """Why nothing can be written where the run will."""
+    """Return the problem that nothing can be written where the run will write."""
     fix = "set run.storage to a path that this user can write, and that all nodes mount"
     return problem("storage", in_one_line(error).partition(". All nodes must")[0], fix)
 
 
 def clean(token: Token, place: RunDir) -> None:
-    """Remove what the checks have written, also on nodes, and what a doctor left long ago that was ended in the middle:
-    another one may be running now."""
+    """Remove what the checks have written, also on nodes, and what a killed doctor left long ago.
+
+    Newer files of others stay: another doctor may be running now.
+    """
     own = own_prefix(token)
     for directory in (token.path.parent, *([] if is_url(place.checkpoints) else [_there(Path(place.checkpoints))])):
         for left in directory.glob(f"{PREFIX}*"):
@@ -51,7 +53,7 @@ def clean(token: Token, place: RunDir) -> None:
 
 
 def _there(wanted: Path) -> Path:
-    """The innermost directory of a path that is there."""
+    """Return the innermost directory of a path that exists."""
     return next(path for path in (wanted, *wanted.parents) if path.exists())
 
 
@@ -61,7 +63,7 @@ class Measured:
 
     field: str
     there: Path
-    """The innermost directory of it that is there."""
+    """The innermost directory of the place that exists."""
     speed: float = 0.0
     free: int = 0
     refused: str | None = None
@@ -69,16 +71,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSizes:
-    """What only the model and the plan tell, which takes long imports."""
+    """The size and number of checkpoints, which follow from the model and the plan, and take long imports."""
 
     checkpoint: int | None
-    """The bytes of one, if they are known."""
+    """The bytes of one checkpoint, if they are known."""
     more: int | None
-    """How many come before one is removed; None: more than none."""
+    """How many are written before one is removed; None: not known, but at least one."""
 
 
 def measure(config: FinetuneConfig, token: Token, asked: Asked) -> list[Measured]:
-    """Write where this run will. `asked`: what does not answer until its first write has arrived."""
+    """Write where this run will. `asked`: the place that has not answered until its first write has arrived."""
     elsewhere, place = config.checkpoint.storage, RunDir.of(config)
     places = {"run.storage": token.path.parent}
     if elsewhere is not None and not is_url(place.checkpoints):
@@ -111,7 +113,7 @@ def judge_writing(config: FinetuneConfig, written: Sequence[Measured], sizes: Ch
 
 
 def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minutes: float) -> Finding:
-    """Is storage fast enough that writes so many bytes a second from one machine?"""
+    """Judge whether storage is fast enough; it writes `speed` bytes a second from one machine."""
     said = f"{where} writes {speed / 1e6:,.0f} MB/s (with fsync)"
     seconds = checkpoint / speed if checkpoint else 0.0
     if checkpoint:
@@ -128,8 +130,9 @@ def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minute
 
 
 def judge_room(free: int, sizes: CheckpointSizes) -> Finding:
-    """Is there room for the checkpoints that will be kept, and the one that is written before an older one goes? Those
-    of no bytes go elsewhere.
+    """Judge whether there is room for the checkpoints that are kept, and for one more before an older one goes.
+
+    A size of 0 bytes means that checkpoints go elsewhere.
     """
     checkpoint, more = sizes.checkpoint, sizes.more
     if checkpoint is None:
@@ -151,18 +154,18 @@ def judge_room(free: int, sizes: CheckpointSizes) -> Finding:
 
 
 def more_of(config: FinetuneConfig) -> int | None:
-    """How many checkpoints come before one is removed; None: more than none."""
+    """Return how many checkpoints are written before one is removed; None: not known, but at least one."""
     from raytune_fsdp.predict.preflight import more_at_once  # takes seconds
 
     try:
         plan = resolve(config, sizes_of(config)[0])
-    except ConfigError:  # of a length in epochs; anything else is said by the check of the config
+    except ConfigError:  # the length is in epochs; the check of the config reports anything else
         return None
     return max(1, more_at_once(config, plan, RunDir.of(config).checkpoints))
 
 
 def check_lock(config: FinetuneConfig) -> list[Finding]:
-    """Does another command work on the run, or did one leave its lock? Listens as long as a newcomer would."""
+    """Check whether another command works on the run, or left its lock. Listens as long as a new command would."""
     place = RunDir.of(config)
     signs, deadline = Signs(place), time.monotonic() + _LISTENING_SECONDS
     while (state := signs.look()) is None and time.monotonic() < deadline:
@@ -203,7 +206,7 @@ def check_object_store(url: str, asking: Callable[[str], None] = lambda what: No
                 same = source.read() == content
         finally:
             system.delete_file(path)
-    except Exception as error:  # of many types: a bucket, a key, an address, a library that is missing
+    except Exception as error:  # of many types: the bucket, a key, the address or a library may be missing
         return [
             problem(
                 "store", f"checkpoint.storage={shown} refuses ({in_one_line(error)})",

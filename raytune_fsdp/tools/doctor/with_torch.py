@@ -1,4 +1,4 @@
-"""What can only be said once torch and transformers are imported. Runs in a process of its own: that takes seconds."""
+"""Checks that need torch and transformers. They run in another process, as these imports take seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_with_torch(
 ) -> None:
     """Send which attention will be tried, whether the model is there, the ranks of this machine, and CheckpointSizes.
 
-    What needs the fewest imports comes first.
+    Checks that need the fewest imports come first.
     """
     _said(send, "attention", lambda: _kernels(config, is_local))
     if config is None:
@@ -56,7 +56,7 @@ def _kernels(config: FinetuneConfig | None, is_local: bool) -> list[Finding]:
 
 
 def _model(send: Send, config: FinetuneConfig) -> list[Finding]:
-    from raytune_fsdp.model.directory.files import is_local  # before the clock of what it reads runs
+    from raytune_fsdp.model.directory.files import is_local  # imported before the question's clock runs
 
     path = config.model.path
     if path is not None:
@@ -92,5 +92,5 @@ def _processes(config: FinetuneConfig, network: bool) -> list[Finding]:
 def _checkpoint_bytes(config: FinetuneConfig) -> int | None:
     try:
         return services.checkpoint_bytes(config)
-    except Exception:  # of many types; what is wrong with the model is said by the check of the model
+    except Exception:  # of many types; the check of the model reports what is wrong with it
         return None

@@ -1,4 +1,4 @@
-"""Storage written to, and timed: here and on nodes. Imports little: a node imports it while a clock runs."""
+"""Write to storage, and time it, here and on nodes. Imports little: a node imports this while a clock runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _NODE_PATIENCE = 4.0
 
 
 def write_speed(directory: Path, prefix: str, answered: Callable[[], None] = lambda: None) -> float:
-    """Bytes a second that arrive in this directory: written and synced, so that no cache counts. `prefix`: of the files
-    that are written. `answered` is called after the first one."""
+    """Return the bytes a second that this directory takes: written and synced, so that no cache counts.
+
+    `prefix`: of the names of the written files. `answered` is called after the first file.
+    """
     seconds = _write(directory, prefix, _FIRST_BYTES)
     answered()
     if seconds > _WRITING_SECONDS:
         return _FIRST_BYTES / seconds
-    # Enough to see past the start of it, and never more than a second's worth of what was seen so far.
+    # Enough that the start does not count, but never more than a second's worth at the first file's speed.
     size = min(_MOST_BYTES, max(_FIRST_BYTES, int(_FIRST_BYTES / seconds * _WRITING_SECONDS)))
     return size / _write(directory, prefix, size)
 
@@ -50,18 +52,20 @@ def _write(directory: Path, prefix: str, size: int) -> float:
 
 
 def own_prefix(token: Token) -> str:
-    """Of the names of files that this command writes, here and on nodes."""
+    """Return the prefix of the names of files that this command writes, here and on nodes."""
     return f"{PREFIX}{token.text}-"
 
 
 def as_text(token: Token) -> tuple[str, ...]:
-    """For nodes, which may not have its class."""
+    """Return a token as texts, for nodes, which may not have its class."""
     return str(token.path), token.text, token.who, token.node
 
 
 def from_node(path: str, text: str, who: str, node: str, *, seen: Callable[[], None]) -> tuple[str | None, float]:
-    """On a node: why it does not see the token of the run's storage, and how fast it writes there. `seen` is called
-    once the token was read."""
+    """Return why this node does not see the token in the run's storage (None if it does), and how fast it writes there.
+
+    `seen` is called once the token was read.
+    """
     token = Token(Path(path), text, who, node, ())
     try:
         check_seen(token, by="a task", patience_seconds=_NODE_PATIENCE)

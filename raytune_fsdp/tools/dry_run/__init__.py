@@ -1,9 +1,9 @@
-"""Two whole steps of a run, measured, of which nothing is left: does it fit, and how long will it take?
+"""Train two whole steps of a run, measure them, and leave nothing: does it fit, and how long will it take?
 
     two_steps.py   the dry run itself
     scratch.py     a directory that is removed whatever happens
     trial.py       the config of the ordinary run of two steps that is trained in it
     outcome.py     what the record of the two steps says, in words
 
-A directory of the run itself is neither read nor written.
+The directory of the run itself is neither read nor written.
 """

@@ -1,4 +1,4 @@
-"""What came out of a dry run: read from the record of its two steps, and said in words."""
+"""Read the outcome of a dry run from the record of its two steps, and say it in words."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from raytune_fsdp.tools.dry_run.trial import STEPS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Two steps, measured. Its fields are the keys of `--json`."""
+    """What two steps took. Its fields are the keys of `--json`."""
 
     name: str
     ranks: int
     device: str
-    """`cuda: ` or `cpu: `, and what it is."""
+    """`cuda: ` or `cpu: `, and its name."""
     memory_bytes: int
-    """The most that a rank had: on a GPU, of tensors; on a CPU, of everything (its resident set)."""
+    """The peak memory of the rank with the most: on a GPU, of tensors; on a CPU, its resident set."""
     memory_bytes_least: int
-    """The same of the rank that had the least."""
+    """The peak memory of the rank with the least."""
     reserved_bytes: int | None
-    """On GPUs, what torch's allocator took, tensors and the gaps between them; of the rank with the most."""
+    """On GPUs, what torch's allocator took, tensors and the gaps between them, on the rank with the most."""
     device_bytes: int | None
     predicted_bytes: int | None
-    """What the planner says of tensors in a step in which every token is trained on."""
+    """The planner's prediction of tensors at the peak, for a step in which every token is trained on."""
     predicted_where: str
-    """What the rank does then; without a prediction, why there is none."""
+    """The part of the step in which that peak is; without a prediction, why there is none."""
     host_bytes: int | None
-    """In use by everything on the node that uses most."""
+    """Host memory in use on the node that uses most, by everything on it."""
     load_seconds: float
-    """From the command to the first step."""
+    """From the start of the command to the first step."""
     first_step_seconds: float
     second_step_seconds: float
     tokens_per_second: float
@@ -57,17 +57,17 @@ class DryRun:
     filled: float
     """Fraction of the second step's places that hold a token; the others are padding, computed all the same."""
     trained_on: float
-    """Fraction of those tokens that are trained on."""
+    """Fraction of these tokens that are trained on."""
     steps: int
-    """Of the whole run."""
+    """The steps of the whole run."""
     steps_are_estimated: bool
-    """They follow from the first window of the data."""
+    """Whether `steps` is an estimate, from the first window of the data."""
     run_seconds: float
-    """Of these steps, each as long as the second one."""
+    """The time of the whole run, if each step takes as long as the second one."""
 
 
 def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs, began: float) -> DryRun:
-    """From the record of the trial, which has ended, and began at this time (seconds since 1970)."""
+    """Read the record of the trial, which has ended. It began at this time (seconds since 1970)."""
     first, second = _two_steps(prepared)
     one, two = metrics_of(first), metrics_of(second)
     plan = resolve(trial, second["world_size"])
@@ -101,8 +101,10 @@ def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs,
 
 
 def device_bytes(device: str) -> int | None:
-    """The memory of a device as the record names it (`cuda: NVIDIA H100 80GB HBM3`); of a CPU, that of this machine.
-    None: not known."""
+    """Return the memory of a device as the record names it (`cuda: NVIDIA H100 80GB HBM3`); None if it is not known.
+
+    For a CPU, that is the memory of this machine.
+    """
     kind, _, name = device.partition(": ")
     if kind == "cuda":
         try:
@@ -125,7 +127,7 @@ def _places(plan: Plan, seq_len: int) -> int:
 
 
 def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs) -> tuple[int, bool]:
-    """Of the whole run, and whether that is an estimate: of a length in epochs, which takes a count of all the data."""
+    """Return the steps of the whole run, and whether that is an estimate: epochs are only known after a full count."""
     if config.train.epochs is None:
         assert config.train.max_steps is not None, "a config has one of the two"
         return config.train.max_steps, False
@@ -142,7 +144,7 @@ def to_json(found: DryRun) -> str:
 
 
 def in_words(found: DryRun) -> Iterator[str]:
-    """For a person: a heading, and a line for each thing that was measured."""
+    """Yield a heading, and a line for each thing that was measured."""
     ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
     yield f"{found.name} fits: {STEPS} steps of a dry run on {ranks}, {found.device}"
     for name, value in _rows(found):

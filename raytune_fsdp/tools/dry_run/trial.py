@@ -1,4 +1,4 @@
-"""The run of two steps that a dry run trains: as the real one computes it, without all that is not a step."""
+"""Make the config of the two steps of a dry run: computed as in the real run, without all that is not a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raytune_fsdp.config.sections.export import ExportConfig
 from raytune_fsdp.config.sections.tracking import MlflowConfig
 
 STEPS = 2
-"""The first one compiles, fills caches and lets the allocator grow; the second is what all others are like."""
+"""The first step compiles, fills caches and lets the allocator grow; the second is like all the others."""
 
 
 def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
-    """The config of the run that is trained in `directory`: same data, model, batches and ranks."""
+    """Return the config of the run that is trained in `directory`: same data, model, batches and ranks."""
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},
         "data": {
@@ -23,15 +23,16 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
         },
         "train": {"max_steps": STEPS, "epochs": None, "log_every": 1},
         "optim": {"schedule_steps": _schedule_of(config)},
-        # What does not fit once does not fit again.
+        # A run that does not fit once does not fit in another attempt.
         "cluster": {"max_failures": 0},
     }
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(
         update={
             **changed,
-            # After every step, although nothing is evaluated: then each step's metrics are waited for, and have its own
-            # time. Else a GPU's are fetched a step later, and both steps would have the mean of the two.
+            # An evaluation is due after every step, although nothing is evaluated: so each step's metrics are waited
+            # for, and have its own time. Otherwise a GPU's metrics are fetched a step later, and both steps would get
+            # the mean of the two.
             "eval": EvalConfig(every=1),
             "checkpoint": CheckpointConfig(every=None, asynchronous=config.checkpoint.asynchronous),
             "export": ExportConfig(at_end=False),
@@ -46,6 +47,6 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
 
 
 def _schedule_of(config: FinetuneConfig) -> int:
-    """A length for the schedule that its warmup fits into; how large the updates are makes no difference."""
+    """Return a length of the schedule that its warmup fits into; how large the updates are makes no difference."""
     asked = config.optim.schedule_steps or config.train.max_steps or STEPS
     return max(asked, config.optim.warmup_steps or 0, STEPS)

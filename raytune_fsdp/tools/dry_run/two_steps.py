@@ -1,4 +1,4 @@
-"""The dry run itself: two steps in a directory that is removed, and what they took."""
+"""Train two steps in a directory that is removed, and measure them: the dry run itself."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def dry_run(
     force: bool = False,
     trust_places: bool = False,
 ) -> DryRun | None:
-    """Train two steps as the run would, and measure them. None on ranks other than 0 of torchrun.
+    """Train two steps as the run would, and measure them. Returns None on ranks other than 0 of torchrun.
 
-    `began`: when the command did (seconds since 1970); None: now. `force`: try also what does not fit.
-    `trust_places`: as in `finetune`. Raises what keeps the run from being trained, its memory included.
+    `began`: when the command began (seconds since 1970); None: now. `force`: try even what does not fit.
+    `trust_places`: as in `finetune`. Raises what keeps the run from being trained, also a lack of memory.
     """
-    check_config(config, None)  # the trial's config no longer has all of it
+    check_config(config, None)  # the trial's config no longer has all of its settings
     if is_rank0():  # here, as the directory of the trial has no mark of this user's
         check_beginning(config, trusted=trust_places)
     began, storage = began or time.time(), storage_of(config)
-    # The other ranks of torchrun never ask for the place of the run: rank 0 tells them.
+    # The other ranks of torchrun never ask for the place of the run: they get it from rank 0.
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
     try:
         with here as directory:
             return _tried(config, directory, began, progress, force)
     except Interrupted:
-        # Training says that what it has saved is there to go on from: not here.
+        # Training's message says that what it has saved is there to go on from, which is not so here.
         raise Interrupted("the dry run was stopped, and what it has written is removed") from None
     except TrainingError as error:
         left = "this was a dry run: nothing is left of it, neither logs nor a snapshot that the line above may name"
