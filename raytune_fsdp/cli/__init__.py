@@ -1,14 +1,14 @@
-"""The commands: read arguments, print, turn errors into exit codes.
+"""The commands: they read arguments, print, and turn errors into exit codes.
 
     main.py        finds the command
-    common.py      what all of them share: arguments that fail in one line, config files with overrides, exit codes
-    progress.py    how far long work has come: in a region of the terminal, or in lines
-    screen.py      the process that owns the terminal meanwhile, and
-    region.py      what it writes there
+    common.py      shared by all: arguments that fail in one line, config files with overrides, exit codes
+    progress.py    shows the progress of long work: in a region of the terminal, or in lines
+    screen.py      the process that owns the terminal meanwhile
+    region.py      the region that it rewrites in place
 
     train.py       fine-tune a model
     data.py        look at the data, count it, remove old prepared data
-    plan.py        what a config amounts to; plan_on_gpus.py: memory and time, plan_as_page.py: with sliders,
+    plan.py        what a config amounts to; plan_on_gpus.py: memory and time; plan_as_page.py: a page with sliders;
                    plan_calibrate.py: measures a machine
     doctor.py      check machine, cluster, storage and services
     runs.py        list the runs of a storage directory
@@ -25,5 +25,5 @@
     convert.py     another trainer's config into one of ours
     schema.py      the config's JSON schema
 
-Commands import heavy packages inside their functions, so `--help` and a mistyped flag are answered without torch.
+Commands import heavy packages inside their functions, so `--help` and a mistyped flag need no torch.
 """

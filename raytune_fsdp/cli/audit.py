@@ -13,11 +13,11 @@ from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, c
 from raytune_fsdp.cli.progress import shown
 
 DIFFERS = 4
-"""The exit code where the segment is not what the run says: no other failure has it."""
+"""The exit code if the segment is not what the record says; no other failure has this code."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") -> int:
-    """Audit; returns the exit code."""
+    """Audit a run; return the exit code."""
     parser = ConfigParser(
         prog,
         "Train the steps between two checkpoints of a run again, at any number of ranks, and compare samples, losses "
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         "--scratch",
         type=Path,
         metavar="DIR",
-        help="where the segment is trained, which needs room for a checkpoint (default: beside the run)",
+        help="where the segment is trained, which needs room for a checkpoint (default: next to the run)",
     )
     parser.add_argument(
         "--use-cache",
@@ -79,8 +79,8 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         with directory as name, shown() as progress:
             outcome = audit(config, place, segment, Path(name), progress, use_cache=found.use_cache)
     except Interrupted:
-        # Training says that what it has saved is there to go on from: not here.
-        raise Interrupted("the audit was stopped, and its work is removed; the same command begins anew") from None
+        # Training's message says that what it has saved is there to go on from, which is not so here.
+        raise Interrupted("the audit was stopped, and its work is removed; the same command starts over") from None
     lines = [printable(line) for line in report(outcome, place.path.name)]
     print("\n".join(lines))
     if found.out is not None:

@@ -10,7 +10,7 @@ from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, exit_
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
-    """Average; returns the exit code."""
+    """Export the mean of checkpoints; return the exit code."""
     parser = Parser(prog, "Write the mean of checkpoints of a run as a Hugging Face model directory. Needs no GPU.")
     parser.add_argument("run", help="run directory, or the URL of its checkpoints")
     parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; it is copied, not run")
     add_trust_places(parser)
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _average(parser, arguments))
@@ -31,7 +31,7 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     if found.max_file_bytes < 1000:
         parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
     if found.last is not None and found.last < 2:
-        parser.error(f"--last {found.last} must be at least 2; of one checkpoint the mean is an export")
+        parser.error(f"--last {found.last} must be at least 2; for one checkpoint, use `raytune-fsdp export`")
     from raytune_fsdp.config import ExportConfig
     from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.run.places import check_places
@@ -40,7 +40,7 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     check_places(found.run, trusted=found.trust_places, base=found.base, exports=True)
     checkpoints = checkpoints_to_average(found.run, steps=found.steps, last=found.last)
     chosen = ExportConfig(dtype=found.dtype, max_file_bytes=found.max_file_bytes)
-    with Signals("during the export; the same command makes it anew"):
+    with Signals("during the export; the same command makes it again"):
         average(checkpoints, found.destination, chosen, trust_remote_code=found.trust_remote_code, base=found.base)
     steps = ", ".join(str(each.step) for each in checkpoints)
     say(f"exported the mean of steps {steps} to {found.destination}")

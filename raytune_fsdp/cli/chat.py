@@ -1,6 +1,6 @@
 """`raytune-fsdp chat`: talk with a trained model, from a run, a checkpoint, an export or any Hugging Face directory.
 
-What it is given is rendered as in training, by the chat template: the whole conversation, anew for every answer.
+The input is rendered as in training, by the chat template: the whole conversation, again for every answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, 
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> int:
-    """Talk until the input ends; returns the exit code."""
+    """Talk until the input ends; return the exit code."""
     parser = ModelParser(
         prog,
         f"Talk with a trained model. {_COMMANDS}; Ctrl-C ends an answer. Where the input is not a terminal, each line "
@@ -65,7 +65,7 @@ def _obey(talk: Talk, line: str) -> None:
     else:
         try:
             talk.ask(line, show=lambda text: print(without_controls(text), end="", flush=True), note=_note)
-        except DataError as error:  # of this message; the conversation is as it was before
+        except DataError as error:  # about this message; the conversation is as it was before
             _note(str(error))
         print(flush=True)
 
@@ -75,7 +75,7 @@ def _note(text: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What is said, line by line: with a sign and line editing in a terminal, as it comes from a pipe."""
+    """Yield what the user says, line by line: with a prompt and line editing in a terminal, or from a pipe."""
     read: Callable[[], str] = _typed if sys.stdin.isatty() else _piped
     while True:
         try:
@@ -100,7 +100,7 @@ def _typed() -> str:
 
 
 def _piped() -> str:
-    # Not by iterating, which reads ahead: the other end may wait for an answer before it asks again.
+    # Not by iterating over stdin, which reads ahead: the other end may wait for an answer before it asks again.
     line = sys.stdin.readline()
     if not line:
         raise EOFError

@@ -25,7 +25,7 @@ _SILENT_SECONDS = 3.5
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
-    """Returns the exit code."""
+    """Ask for, list or verify checkpoints; return the exit code."""
     parser = Parser(prog, "The checkpoints of a run.")
     parser.add_argument(
         "what",
@@ -58,7 +58,7 @@ def _now(found: Namespace) -> int:
             f"{printable(str(found.run))}: cannot leave a request there ({error}); ask as a user who may"
         ) from error
     finally:
-        asking.leave()  # also after Ctrl-C: a question that nobody waits for must not be answered later
+        asking.leave()  # also after Ctrl-C: a request that nobody waits for must not be answered later
     if answer["path"] is None:
         raise TrainingError(f"the checkpoint of step {answer['step']} was not written: {answer['problem']}")
     say(f"step {answer['step']}: {answer['path']}")
@@ -66,7 +66,7 @@ def _now(found: Namespace) -> int:
 
 
 def _answer(asking: Asking, place: RunDir, wait: float) -> dict[str, object]:
-    """Ask, and wait for the answer as long as the run shows that somebody is there to give one."""
+    """Ask, and wait for the answer as long as the run shows a sign of life."""
     from raytune_fsdp.launch.run_lock import Signs
 
     signs, taken = Signs(place), False
@@ -86,7 +86,7 @@ def _answer(asking: Asking, place: RunDir, wait: float) -> dict[str, object]:
 
 
 def _why_silent(place: RunDir) -> str:
-    """Why a run makes no checkpoint, by its lock and its record."""
+    """Say why a run makes no checkpoint, by its lock and its record."""
     from raytune_fsdp.launch.run_lock import holder_of
     from raytune_fsdp.record.report.overview import overview
 
@@ -129,14 +129,14 @@ def _verify(found: Namespace) -> int:
 
 
 def _committed(found: Namespace) -> list[CommittedCheckpoint]:
-    """The checkpoints of a run; a line says so if there are none. Raises if this is no run."""
+    """Return the checkpoints of a run; print a line if there are none. Raises an error if this is not a run."""
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.plan.run_dir import checkpoints_of
     from raytune_fsdp.run.places import check_places
 
     run = found.run
     check_places(run, trusted=found.trust_places, base="")
-    # The directory that holds a run's checkpoints where `checkpoint.storage` says has no plan.
+    # Not `check_run` first: with `checkpoint.storage`, the directory that holds the checkpoints has no plan.
     there = committed(checkpoints_of(run.absolute())) if run.is_dir() else []
     if not there:
         say(f"{run} has no checkpoint in {check_run(run).checkpoints}")

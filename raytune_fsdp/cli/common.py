@@ -1,4 +1,4 @@
-"""What all commands share: arguments that fail in one line, config files with overrides, exit codes.
+"""Shared by all commands: arguments that fail in one line, config files with overrides, exit codes.
 
 Imports nothing heavy.
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
 
 
-BASE = "where the model is now that a run's adapters were trained beside; default: where the run found it"
+BASE = "where the base of a run's adapters is now; default: where the run found it"
 TRUST = "the model may bring Python code of its own; only for models whose code you have read"
 
 RUNS_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
 def add_trust_places(parser: argparse.ArgumentParser) -> None:
-    """The flag of commands that follow a run where its files lead."""
+    """Add the flag of commands that go where a run's files lead."""
     parser.add_argument(
         "--trust-places",
         action="store_true",
@@ -52,7 +52,7 @@ def say(text: object) -> None:
 
 
 def say_lines(text: str) -> None:
-    """The same of several lines, where names have no line ends any more."""
+    """Print several lines that may hold a stranger's names, in which line ends were replaced before."""
     for line in text.split("\n"):
         say(line)
 
@@ -61,20 +61,20 @@ def exit_code(work: Callable[[], int]) -> int:
     """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
     try:
         hush()
-        if logging.lastResort is not None:  # which prints warnings where nobody has set up logging, as in most commands
+        if logging.lastResort is not None:  # prints warnings if nobody has set up logging, as in most commands
             logging.lastResort.setFormatter(Printable())
         return work()
     except RaytuneError as error:
-        # Under torchrun every rank finds the same mistake of the user; what fails in training may be one rank's alone.
+        # Under torchrun every rank finds the same mistake of the user; an error in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
         for line in _lines_of(error) if speaks else ():
-            # Libraries quote addresses in their errors, with all that is in them; and we, what strangers have written.
+            # Libraries quote whole addresses in their errors, secrets included; and we quote strangers' texts.
             print("error:", printable(redact_shapes(line)), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if _output_is_read():  # another pipe: of a process that has died, or a socket
+        if _output_is_read():  # another pipe broke: that of a process that has died, or a socket
             raise
-        # Whoever read our output has gone (`| head`). Python flushes stdout at exit, and would fail there once more.
+        # The reader of our output is gone (`| head`). Python flushes stdout at exit, and would fail there once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -83,25 +83,27 @@ def exit_code(work: Callable[[], int]) -> int:
 
 
 def _lines_of(error: RaytuneError) -> list[str]:
-    """One for every problem of a user's, as a stranger's names may have line ends; what failed in training may be the
-    words of many ranks."""
+    """Return one line for each problem of a user's error, as a stranger's names may have line ends.
+
+    An error in training may be the words of many ranks: return all of its lines.
+    """
     if isinstance(error, UserError) and any(error.args):
         return [str(problem) for problem in error.args]
     return (str(error) or type(error).__name__).splitlines()
 
 
 def _output_is_read() -> bool:
-    """Whether somebody is there to read what this process prints."""
+    """Return whether somebody still reads what this process prints."""
     try:
         ready = select.poll()
-        ready.register(sys.stdout.fileno(), 0)  # errors are reported anyway: that the other end is closed is one
+        ready.register(sys.stdout.fileno(), 0)  # errors are always reported, and a closed other end is one
         return not ready.poll(0)
     except (OSError, ValueError, AttributeError):
         return True
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; nearest: ...`, or nothing if no known word is near."""
+    """Return `; nearest: ...`, or an empty text if no known word is near."""
     found = get_close_matches(word, list(known), n=1)
     return f"; nearest: {found[0]}" if found else ""
 
@@ -145,7 +147,7 @@ class ModelParser(Parser):
     def parse_and_load(
         self, arguments: Sequence[str]
     ) -> tuple[argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, torch.device]:
-        """The arguments, and the model that they name, on this machine's device."""
+        """Return the arguments, and the model that they name, on this machine's device."""
         found = self.parse(arguments)
         if found.max_new_tokens < 1:
             self.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
@@ -175,8 +177,10 @@ class ConfigParser(Parser):
         self.add_argument("--config", metavar="FILE", help=f"YAML file with the config, or a recipe's name{default}")
 
     def first_word(self, arguments: Sequence[str], needed: str) -> str | None:
-        """What a command is about, which comes `needed` first: else the value of a field before it would be taken for
-        it. None where help is asked for."""
+        """Return the first word, which names what a command is about; None if help is asked for.
+
+        The words in `needed` must come first: otherwise the value of a field before them could be taken for one.
+        """
         if {"-h", "--help"} & set(arguments):
             return None
         words = needed.split()
@@ -186,17 +190,17 @@ class ConfigParser(Parser):
         return arguments[0]
 
     def parse_with_config(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
-        """The command's own arguments, and the config that its file and all others describe. Reads the file."""
+        """Return the command's own arguments, and the config: read from its file, with all other arguments applied."""
         from raytune_fsdp.config.load import ROOT, load_config
 
         found, overrides = self.parse_known_args(arguments)
-        # `train run.yaml` is what many other programs take.
+        # Many other programs take `train run.yaml`.
         if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
             self.error(f"unexpected argument {overrides[0]}; a config file is given with --config {overrides[0]}")
         for word in overrides:
             flag = word.partition("=")[0]
-            # A mistyped flag of the command would be reported as an unknown section of the config. One with a dot can
-            # only be a field.
+            # A mistyped flag of the command would be reported as an unknown section of the config. A word with a dot
+            # can only be a field.
             known = [*self.flags(), *(f"--{section}" for section in ROOT.fields())]
             close = get_close_matches(flag, known, n=1)
             if "." not in flag and flag not in known and close and close[0] in self.flags():
@@ -207,7 +211,7 @@ class ConfigParser(Parser):
         from raytune_fsdp.config.load import ROOT
         from raytune_fsdp.config.schema import help_text
 
-        # Two less than the terminal: argparse does the same, and its part of the help is above ours.
+        # Two columns less than the terminal, as in argparse's part of the help, which is above ours.
         width = max(40, min(shutil.get_terminal_size().columns, 120) - 2)
         usage = self.format_usage()
         options = super().format_help().replace(usage, f"{usage.rstrip()} [--section.field VALUE ...]\n", 1)
@@ -215,7 +219,7 @@ class ConfigParser(Parser):
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet. ConfigError if it is, or cannot be written."""
+    """Write a file that does not exist yet. Raises ConfigError if it does, or cannot be written."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
@@ -226,7 +230,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def config_of_run(run: Path) -> Path:
-    """The config of a run directory."""
+    """Return the path of a run directory's config."""
     check_links(run)
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{run} is not a run directory: it has no {CONFIG_FILE}; give <run.storage>/<run.name>")

@@ -1,4 +1,4 @@
-"""`raytune-fsdp convert`: a config of another trainer as one of ours, and what became of every key of it."""
+"""`raytune-fsdp convert`: turn another trainer's config into one of ours, and say what became of each key."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") -> int:
-    """Print the config, and on stderr what became of each key; returns the exit code."""
+    """Print the config, and on stderr what became of each key; return the exit code."""
     parser = Parser(
         prog, "Turn another trainer's config into one of ours. What cannot be carried is named, never lost."
     )
-    # Optional to the parser only, as `--drop KEY FILE` takes it for a key.
+    # Optional only for the parser: in `--drop KEY FILE` it takes the file for a key.
     parser.add_argument("file", metavar="FILE", nargs="?", help="YAML file of the other trainer")
     parser.add_argument(
-        "--from", dest="project", choices=_PROJECTS, help="whose it is (default: who knows most of its keys)"
+        "--from", dest="project", choices=_PROJECTS, help="the trainer (default: the one that knows most of its keys)"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that it was meant for: its batch is that of one")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that it was meant for: its batch is per GPU")
     parser.add_argument(
         "--drop",
         nargs="+",

@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp data") -> int:
-    """Run one of the three commands; returns the exit code."""
+    """Run one of the three commands; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(arguments, prog))
 
@@ -45,7 +45,7 @@ def _main(arguments: list[str], prog: str) -> int:
 
 
 def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, FinetuneConfig]:
-    """As other commands; and of a run's own config, which may be a stranger's, the run's own places."""
+    """Parse as other commands do. If the config is a run's own, which may be a stranger's, check the run's places."""
     add_trust_places(parser)
     found, config = parser.parse_with_config(arguments)
     file = Path(found.config or "")

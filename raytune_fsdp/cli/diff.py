@@ -11,18 +11,18 @@ from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, exit_code
 
 PART = 1
-"""The exit code of runs that part, as `diff` has it for files."""
+"""The exit code for runs that part; `diff` has the same for files that differ."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> int:
-    """Compare; returns the exit code."""
+    """Compare two runs; return the exit code."""
     parser = Parser(
         prog,
         "Compare two runs step by step, and name the first step at which they part and what may have caused it. Exit "
         "code 1: they part.",
     )
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("other", type=Path, help="the other run's")
+    parser.add_argument("other", type=Path, help="the other run's directory")
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _diff(parser, arguments))
 

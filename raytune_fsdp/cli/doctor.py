@@ -15,11 +15,11 @@ from raytune_fsdp.cli.common import ConfigParser, exit_code
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -> int:
-    """Print what was found; returns 0, or 2 if there is a problem."""
+    """Print what was found; return 0, or 2 if there is a problem."""
     parser = ConfigParser(
         prog,
         "Check this machine, the Ray cluster that a run would join and, with a config, what the run needs. At most 20 "
-        "seconds without --network; nothing is started or changed. Ends with 2 if there is a problem.",
+        "seconds without --network; nothing is started or changed. Exit code 2: there is a problem.",
     )
     parser.add_argument(
         "--network", action="store_true", help="also measure collectives between the run's workers, for up to 3 minutes"
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -
 
 def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:
     began = time.monotonic() - _seconds_before()
-    # The flags of this command alone need no config: then the run is left out.
+    # With only the flags of this command there is no config, and the run is left out.
     own, overrides = parser.parse_known_args(arguments)
     found, config = parser.parse_with_config(arguments) if own.config or overrides else (own, None)
     if found.bandwidth is not None and not found.network:
@@ -58,19 +58,19 @@ def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:
         print(finding.page(findings, f"doctor: {about} ({time.monotonic() - began:.0f} s)"))
     code = finding.exit_code(findings)
     if checkup.hangs():
-        # Last in, first out: before pyarrow's, which waits for a request to S3 for 90 s.
+        # Last in, first out: this runs before pyarrow's exit handler, which waits 90 s for a request to S3.
         atexit.register(_end, code)
     return code
 
 
 def _seconds_before() -> float:
-    """How long this process has run, where it runs for this command alone: on a busy machine Python starts slowly."""
+    """Return how long this process has run, if it only runs this command: on a busy machine Python starts slowly."""
     if sys.argv[1:2] != ["doctor"]:
         return 0.0
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):  # another system's
+    except (OSError, ValueError, IndexError, AttributeError):  # another operating system
         return 0.0
 
 

@@ -1,4 +1,4 @@
-"""`raytune-fsdp eval`: what a run measures of its model at an evaluation, of any model and by one process."""
+"""`raytune-fsdp eval`: measure any model as a run's evaluation measures its own, in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> int:
-    """Measure a model; returns the exit code."""
+    """Measure a model; return the exit code."""
     parser = ConfigParser(
         prog,
         "Measure a model on the datasets of data.eval and the questions of eval.tasks, and let it answer eval.prompts; "
@@ -57,14 +57,14 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
 
         check_code(config, trusted=found.trust_remote_code)
         check_places(run, trusted=found.trust_places, config=config, base=found.base)
-        config = placed(config, past_place(run))  # its cache is beside the run, wherever that is now
+        config = placed(config, past_place(run))  # its cache is next to the run, wherever that is now
     check_places(found.model, trusted=found.trust_places, base=found.base)
     if not (config.data.eval or config.eval.tasks or config.eval.prompts):
         parser.error(
             "data.eval names no dataset: set data.eval.0.path to a file of rows, or data.eval.fraction; or ask "
             "questions (eval.tasks, eval.prompts)"
         )
-    # Programs are given numbers, as before there were answers.
+    # Programs get numbers only.
     prompts = [] if found.json else config.eval.prompts
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": prompts})})
     own = None if found.config is not None or parser.default_config is None else Path(parser.default_config)
@@ -82,10 +82,10 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
 
 
 def _run_of(model: Path) -> Path | None:
-    """The run that has a config, and that a run's directory, its export or one of its checkpoints belongs to."""
+    """Return the run that a directory belongs to: the run's own, its export's or one of its checkpoints'; else None."""
     place = model.resolve()
     for each in (place, *list(place.parents)[:2]):
-        # Many programs have a config.yaml; only a run has the other one beside it.
+        # Many programs have a config.yaml; only a run also has an events file next to it.
         if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file():
             check_links(each)
             return each
@@ -93,12 +93,14 @@ def _run_of(model: Path) -> Path | None:
 
 
 _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "long_documents", "window")
-"""Fields of `data` with which the same rows are held out, and the same files read."""
+"""Fields of `data` that change neither which rows are held out nor which files are read."""
 
 
 def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | None]:
-    """By which versions of the order the run reads its rows; a new one's for other rows than its own, or without a
-    checkpoint."""
+    """Return the versions of the order in which the run reads its rows.
+
+    A new run's, if the rows are not the run's own or it has no checkpoint.
+    """
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config.load import load_config
     from raytune_fsdp.run.beginning import orders_of
@@ -117,7 +119,7 @@ def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | 
 def _measure(
     config: FinetuneConfig, model: Path, own: Path | None, *, trust: bool, base: str | None
 ) -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-    """The values of an evaluation, and what was asked and answered. `own`: the config of the run, if it is meant."""
+    """Return the values of an evaluation, its questions and answers. `own`: the run's config file, if it is used."""
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()

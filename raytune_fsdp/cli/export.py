@@ -1,4 +1,4 @@
-"""`raytune-fsdp export`: a committed checkpoint in, a Hugging Face model directory out."""
+"""`raytune-fsdp export`: write a committed checkpoint as a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytune_fsdp.launch.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
-    """Export; returns the exit code."""
+    """Export a checkpoint; return the exit code."""
     parser = Parser(prog, "Write a checkpoint as a Hugging Face model directory. Needs no GPU.")
     parser.add_argument("source", help="run directory (its newest checkpoint) or one checkpoint, as path or URL")
     parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         help="make a repository that --push creates private (default); --no-private: as its owner's account decides",
     )
     parser.add_argument(
-        "--base", metavar="PATH", help=f"{BASE}. Also of a model that sees, whose tower was not trained"
+        "--base", metavar="PATH", help=f"{BASE}. Also for a multimodal model whose tower was not trained"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST} It is copied, not run")
+    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; it is copied, not run")
     add_trust_places(parser)
     return exit_code(lambda: _export(parser, arguments))
 
@@ -59,7 +59,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
         check_push(chosen.push)  # before the export, which may take long
     check_places(found.source, trusted=found.trust_places, base=found.base, exports=True)
     checkpoint = find_checkpoint(found.source)
-    with Signals("during the export; the same command makes it anew"):
+    with Signals("during the export; the same command makes it again"):
         pushed = publish(
             checkpoint, found.destination, chosen,
             verified=True, trust_remote_code=found.trust_remote_code, base=found.base,

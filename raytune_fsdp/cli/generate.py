@@ -10,7 +10,7 @@ from raytune_fsdp.cli.common import ModelParser, exit_code
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
-    """Answer prompts; returns the exit code."""
+    """Answer prompts; return the exit code."""
     parser = ModelParser(
         prog, "Ask a trained model. Without prompts, each line of standard input is one.", max_new_tokens=128
     )

@@ -1,4 +1,4 @@
-"""`raytune-fsdp logs`: what the ranks of a run have printed, on all nodes, from the files in its directory."""
+"""`raytune-fsdp logs`: show what the ranks of a run have printed, on all nodes, from the files in its directory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ALIVE = ("running", None)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp logs") -> int:
-    """Returns the exit code."""
+    """Show logs; return the exit code."""
     parser = Parser(prog, "Show what the ranks of a run under Ray have printed.")
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--rank", type=int, metavar="N", help="of this rank alone (default: of all)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="of this attempt (default: the newest)")
+    parser.add_argument("--rank", type=int, metavar="N", help="only this rank (default: all)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="this attempt (default: the newest)")
     parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of each rank")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
     arguments = sys.argv[1:] if argv is None else argv
@@ -47,7 +47,7 @@ def _logs(parser: Parser, arguments: Sequence[str]) -> int:
     signs = Signs(place)
     state = signs.look()
     try:
-        while found.follow and state in _ALIVE and not attempts_of(place):  # it still prepares
+        while found.follow and state in _ALIVE and not attempts_of(place):  # the run still prepares
             time.sleep(_POLL_SECONDS)
             state = signs.look()
         logs = _Logs(place, found, alive=state in _ALIVE)
@@ -63,7 +63,7 @@ def _logs(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def attempts_of(place: RunDir) -> list[int]:
-    """The attempts that have logs."""
+    """Return the attempts that have logs."""
     return sorted(_numbers(place.path / "logs", "attempt-", ""))
 
 
@@ -79,7 +79,7 @@ def _numbers(directory: Path, before: str, after: str) -> Iterator[int]:
 
 
 def _files(place: RunDir, attempt: int | None, rank: int | None, *, alive: bool) -> dict[int, Path]:
-    """The log of each rank that is asked for. Raises if there is none, and says which there are."""
+    """Return the log of each rank that is asked for. If there is none, raises an error that names those that exist."""
     attempts = attempts_of(place)
     if not attempts:
         why = "only Ray keeps the output of ranks in files; without Ray it was printed with the command's own"
@@ -96,7 +96,7 @@ def _files(place: RunDir, attempt: int | None, rank: int | None, *, alive: bool)
 
 
 def _listed(what: str, numbers: Sequence[int]) -> str:
-    """`rank 0`, `ranks 0 to 7`, `attempts 1, 3`."""
+    """Name numbers as in `rank 0`, `ranks 0 to 7` or `attempts 1, 3`."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) == 1:
         return f"{what} {first}"
@@ -105,7 +105,7 @@ def _listed(what: str, numbers: Sequence[int]) -> str:
 
 
 class _Logs:
-    """The logs that are asked for, each read from where the last look has ended."""
+    """The logs that are asked for, each read from where the last look ended."""
 
     def __init__(self, place: RunDir, asked: Namespace, *, alive: bool) -> None:
         self._place, self._asked = place, asked
@@ -113,7 +113,7 @@ class _Logs:
         self._ends: dict[Path, int] = {}
 
     def look(self, count: int | None = None) -> None:
-        """Print what is new; of each log its last `count` lines, if that is given."""
+        """Print what is new; only the last `count` lines of each log, if `count` is given."""
         with suppress(ResumeError):  # another attempt follows, and the rank may not be there yet
             self._files = _files(self._place, self._asked.attempt, self._asked.rank, alive=True)
         for rank, path in self._files.items():
@@ -123,7 +123,7 @@ class _Logs:
                 print(f"rank {rank} | {text}" if self._asked.rank is None else text, flush=True)
 
     def _new(self, path: Path) -> Iterator[bytes]:
-        """Lines that were finished since the last look. Of a run that has ended, also one that never was."""
+        """Yield lines finished since the last look; without --follow, also a last line that is not finished."""
         try:
             with os.fdopen(open_regular(path, links=True), "rb") as file:
                 file.seek(self._ends.get(path, 0))

@@ -1,4 +1,4 @@
-"""`raytune-fsdp COMMAND`: finds the command and hands it the rest of the line.
+"""`raytune-fsdp COMMAND`: find the command and hand it the rest of the line.
 
 A command is a file `raytune_fsdp/cli/<name>.py` with `main(argv, prog) -> int`, and a line in COMMANDS. It is imported
 only when it is called, and imports anything heavy only when it works.
@@ -41,7 +41,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command; return the exit code."""
     return exit_code(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 

@@ -1,4 +1,4 @@
-"""`raytune-fsdp plan`: what a config amounts to at a world size, and on which GPUs it fits. A laptop will do.
+"""`raytune-fsdp plan`: show what a config amounts to at a world size, and on which GPUs it fits. A laptop will do.
 
 Imports torch only for GPUs (`plan_on_gpus.py`) and `--units`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan; return the exit code."""
     parser = ConfigParser(prog, "Show what a config amounts to: batches, steps, learning rate, sharding.")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks to plan for (default: cluster.workers, or 1)"
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
         "--samples", type=int, metavar="N", help="packed samples of an epoch, for a length in train.epochs"
     )
     parser.add_argument(
-        "--units", action="store_true", help="also what of the model is gathered together; needs torch and its config"
+        "--units", action="store_true", help="also which weights are gathered together; needs torch and a model config"
     )
     add_flags(parser)
     plan_as_page.add_flags(parser)
@@ -93,29 +93,29 @@ def _ranks(number: int) -> str:
 
 
 def _saved(config: FinetuneConfig, plan: Plan) -> str:
-    """How often, before the end."""
+    """Say how often the run is saved before its end."""
     by_clock = config.checkpoint.by_clock
     planned = [in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []
     return ", ".join([*planned, *(["by the clock (checkpoint.every)"] if by_clock else [])])
 
 
 def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
-    """The plan as lines that a person reads."""
+    """Return the plan as lines of text."""
     layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
     tokens = division.global_batch * data.seq_len
-    fillers = f", {division.fillers} of them only keep the ranks aligned" if division.fillers else ""
+    fillers = f", and {division.fillers} without data that keep the ranks aligned" if division.fillers else ""
     copies = f"{layout.replicas} copies of the model" if layout.replicas > 1 else "one copy of the model"
     if layout.together > 1:
         shared = "each sample" if layout.tensor == 1 else "each sample and each layer"
         copies = f"{layout.data_ranks} groups that share {shared}, {copies}"
     over = layout.shard_size * layout.tensor
-    rounds = f"{division.full_rounds} round{'s' * (division.full_rounds != 1)}"
+    rounds = f"{division.full_rounds} a step"
     rows = {
         "run": str(run_dir),
         "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(over)} ({parallel.strategy})",
         "precision": parallel.precision,
         "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
-        "blocks": f"{division.blocks} of {division.micro_batch} a step, {rounds} a rank{fillers}",
+        "rounds": f"{rounds}: {division.blocks} micro-batches of {division.micro_batch} over all ranks{fillers}",
         "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",

@@ -1,4 +1,4 @@
-"""`raytune-fsdp plan --serve`: the planner as a page of this machine, until Ctrl-C."""
+"""`raytune-fsdp plan --serve`: serve the planner as a page on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def add_flags(parser: ConfigParser) -> None:
 def serve_plan(
     parser: ConfigParser, found: Namespace, config: FinetuneConfig, census: Census | None, world: int
 ) -> int:
-    """Answer until somebody stops it."""
+    """Serve the page until somebody stops it."""
     with server_of(parser, found, config, census, world) as server:
         print(f"the plan is at {server.url}\nCtrl-C ends it", flush=True)
         if not found.no_browser:
             _open(server.url)
         try:
             server.serve_forever()
-        except KeyboardInterrupt:  # how it is meant to end
+        except KeyboardInterrupt:  # the intended end
             print()
     return 0
 
@@ -40,10 +40,10 @@ def serve_plan(
 def server_of(
     parser: ConfigParser, found: Namespace, config: FinetuneConfig, census: Census | None, world: int
 ) -> PlanServer:
-    """What answers, listening already."""
+    """Return the server, which listens already."""
     from raytune_fsdp.predict.devices import find_device, link_speed
 
-    # Before torch is imported: mistakes are answered at once.
+    # Before torch is imported, so that mistakes are reported at once.
     device = find_device(found.gpu)
     between = link_speed(found.network) if found.network else None
     from raytune_fsdp.predict.page.document import PlanServer, live_page
@@ -80,7 +80,7 @@ def check(parser: ConfigParser, found: Namespace) -> None:
 
 
 def _open(url: str) -> None:
-    """In a browser, where there is one with a window; one that runs in this terminal would take it."""
+    """Open a page in a browser that has a window, if there is one; a text browser would take over this terminal."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:

@@ -23,7 +23,7 @@ def add_flags(parser: ConfigParser) -> None:
 
 
 def calibrate_here(parser: ConfigParser, found: Namespace, overrides: list[str]) -> int:
-    """Measure and write; returns the exit code."""
+    """Measure this machine and write the file; return the exit code."""
     path: Path = found.calibrate
     if found.config or overrides or found.gpu or found.search:
         parser.error(f"--calibrate {path} measures this machine and plans nothing: plan after it, with --gpu {path}")
@@ -44,7 +44,7 @@ def calibrate_here(parser: ConfigParser, found: Namespace, overrides: list[str])
         if gpus and ranks > gpus:
             parser.error(f"--world-size {ranks}: this machine has {gpus} GPUs, and each rank measures one of its own")
         print(f"measuring this machine with {ranks} rank(s), which takes about a minute", file=sys.stderr)
-        # As many threads as ranks of a run get (launch/local.py).
+        # Each rank gets as many threads as in a run (launch/local.py).
         made = calibrate(ranks, max(1, (os.cpu_count() or 1) // ranks))
     write_calibration(made, path)
     print("\n".join(_in_words(made)))

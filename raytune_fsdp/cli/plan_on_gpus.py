@@ -1,4 +1,4 @@
-"""`raytune-fsdp plan --gpu` and `--search`: which GPUs a run fits on, and how fast it is there."""
+"""`raytune-fsdp plan --gpu` and `--search`: predict which GPUs a run fits on, and how fast it is there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class OnGpus:
-    """What was found out, for people and for programs."""
+    """A plan on GPUs, for people and for programs."""
 
     page: str
     data: dict[str, Any]
@@ -35,13 +35,13 @@ def add_flags(parser: ConfigParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help="plan memory and time on this device: A100-80GB, H100, ..., or --calibrate's FILE"
     )
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of a machine (default: 8, or as calibrated)")
-    parser.add_argument("--network", metavar="SPEED", help="of a machine to the others: 400Gbps, or 50GB/s (the same)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="of each machine (default: 8, or as calibrated)")
+    parser.add_argument("--network", metavar="SPEED", help="speed between machines: 400Gbps, or 50GB/s (the same)")
     parser.add_argument(
         "--storage", metavar="SPEED",
-        help="that checkpoints are written with: 1.2GB/s, over all ranks (default: as this run has saved before)",
+        help="speed of writing checkpoints, over all ranks: 1.2GB/s (default: as this run has saved before)",
     )  # fmt: skip
-    parser.add_argument("--price", type=float, metavar="X", help="of a GPU and hour, with --gpu")
+    parser.add_argument("--price", type=float, metavar="X", help="with --gpu: price of a GPU for an hour")
     parser.add_argument(
         "--architecture", type=Path, metavar="FILE", help="a config.json, for a model that is neither here nor bundled"
     )
@@ -51,16 +51,16 @@ def add_flags(parser: ConfigParser) -> None:
     parser.add_argument(
         "--search", metavar="LIST", help="the cheapest of these GPUs, with their prices: A100-80GB=1.8,H100=2.9"
     )
-    parser.add_argument("--hours", type=float, metavar="H", help="with --search: the run has to end within so many")
+    parser.add_argument("--hours", type=float, metavar="H", help="with --search: the run has to end within H hours")
 
 
 def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan) -> OnGpus | None:
-    """None: it was not asked for."""
+    """Plan the run on the GPUs that are asked for; None if none are."""
     if found.gpu is None and found.search is None:
         return None
     from raytune_fsdp.predict.devices import link_speed
 
-    # Before torch is imported: mistakes are answered at once.
+    # Before torch is imported, so that mistakes are reported at once.
     between = link_speed(found.network) if found.network else None
     if found.search is not None:
         return _search(found, config, plan, _offers(parser, found.search), between)
@@ -82,16 +82,16 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
 
 
 def _free(config: FinetuneConfig) -> int | None:
-    """Where checkpoints would go, if that is a directory that is here already."""
+    """Return the free bytes where checkpoints would go, if that is a directory on this machine; else None."""
     place = config.checkpoint.storage or config.run.storage
     try:
         return shutil.disk_usage(place).free
-    except (OSError, ValueError):  # it is elsewhere, as an object store is
+    except (OSError, ValueError):  # it is elsewhere, or an object store
         return None
 
 
 def _recorded(config: FinetuneConfig) -> Writing | None:
-    """As this run has saved before, if it has, and its record is here."""
+    """Return the speed at which this run has saved before, if it has, and its record is here."""
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.predict.stopping import as_recorded
     from raytune_fsdp.record.jsonl import each_event
@@ -103,7 +103,7 @@ def _recorded(config: FinetuneConfig) -> Writing | None:
 
 
 def _device(name: str) -> Device:
-    """One of the table, or of a machine that was measured."""
+    """Return a device of the table, or the one of a machine that was measured."""
     from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
 
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)

@@ -1,4 +1,4 @@
-"""Shows how far long work has come: in a region of the terminal, or by a line now and then in a log."""
+"""Show the progress of long work: in a region of the terminal, or by a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_MESSAGES = 0.1
 
 @contextmanager
 def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback that shows progress while the context lasts; None with `quiet`."""
+    """Yield a callback that shows progress while the context lasts; None with `quiet`."""
     if quiet:
         yield None
     elif not (files := _terminal()):
@@ -35,9 +35,9 @@ def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
 
 
 def _terminal() -> tuple[int, ...]:
-    """The files of this process that are the terminal that shows a region; none if there is not to be one."""
+    """Return the files of this process that are the terminal which shows the region; none if there should be none."""
     ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
-    # Under torchrun the terminal is torchrun's: it prints there, and every rank does.
+    # Under torchrun the terminal belongs to torchrun, which prints there; so does every rank.
     if ci or os.environ.get("TERM", "") in PLAIN_TERMS or under_torchrun() or not sys.executable:
         return ()
     out, error = _is_terminal(sys.stdout, 1), _is_terminal(sys.stderr, 2)
@@ -62,7 +62,7 @@ def _in_pipe(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """For logs: a line every ten seconds, so none about short work."""
+    """Progress for logs: a line every ten seconds, so none about short work."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -75,7 +75,7 @@ class _Lines:
 
 
 class _Messages:
-    """For the region: some a second, and the last one of each work."""
+    """Progress for the region: at most ten messages a second, and always the last one about a piece of work."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -85,5 +85,5 @@ class _Messages:
         now = time.monotonic()
         if done >= total or now - self._last.get(what, 0.0) >= _SECONDS_BETWEEN_MESSAGES:
             self._last[what] = now
-            with suppress(OSError):  # the region has gone, with its terminal or killed: that is no reason to end
+            with suppress(OSError):  # the region is gone (terminal closed, or killed): no reason to end the command
                 os.write(self._file, f"{message(work=what, done=done, total=total)}\n".encode())

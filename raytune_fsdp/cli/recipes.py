@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") -> int:
-    """List, show or copy; returns the exit code."""
+    """List, show or copy recipes; return the exit code."""
     parser = Parser(prog, "The configs that come with the package. `--config NAME` of other commands takes them, too.")
     parser.add_argument(
         "what", nargs="?", default="list", choices=("list", "show", "copy"), help="default: list all of them"
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the recipe to show or copy")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to show or copy")
     parser.add_argument(
         "destination", nargs="?", type=Path, metavar="DEST", help="file or directory to copy to (default: NAME.yaml)"
     )
@@ -53,7 +53,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def _about(recipe: Path) -> str:
-    """The first sentence of the comment at the top."""
+    """Return the first sentence of the comment at a recipe's top."""
     lines = takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
     return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(".")
 
@@ -75,7 +75,7 @@ def _copy(found: Namespace, text: str) -> int:
 
 
 def _yours(config: FinetuneConfig) -> Iterator[str]:
-    """The fields of a recipe that name files which are not here, and models that the hub must have."""
+    """Yield the fields of a recipe that name files which are not here, or models that the hub must have."""
     evals = config.data.eval if isinstance(config.data.eval, list) else []
     for kind, datasets in (("train", config.data.train), ("eval", evals)):
         for index, dataset in enumerate(datasets):

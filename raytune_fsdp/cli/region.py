@@ -1,6 +1,6 @@
-"""A few lines at the bottom of a terminal that are rewritten in place, with other lines scrolling by above them.
+"""Rewrite a few lines at the bottom of a terminal in place, while other lines scroll by above them.
 
-Pure text: what is to be shown goes in, and what has to be written to the terminal for that comes out.
+Pure text: the lines to show go in, and the text to write to the terminal comes out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unicodedata import combining, east_asian_width
 from raytune_fsdp.record.console import duration
 
 _MARGIN = 3
-"""Columns that stay free at the right: a terminal prints ^C where the cursor is, and must not break the line for it."""
+"""Columns that stay free at the right: a terminal prints ^C where the cursor is, which must not wrap the line."""
 _BAR = (10, 40)
 _MOST_WORKS = 4
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -22,14 +22,14 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 class Region:
-    """Knows what is on the terminal. The cursor stays at the end of the last line."""
+    """The region's lines on the terminal. The cursor stays at the end of the last line."""
 
     def __init__(self) -> None:
         self._shown: list[str] = []
         self._columns = 0
 
     def draw(self, above: Sequence[str], lines: Sequence[str], columns: int) -> str:
-        """What shows `lines` instead of those that are there, after printing the lines `above` for good."""
+        """Return the text that prints the lines `above` for good, and shows `lines` in place of the region's lines."""
         lines = [cut_to(line, columns - _MARGIN) for line in lines]
         changed = [row for row, line in enumerate(lines) if row >= len(self._shown) or line != self._shown[row]]
         same = not above and len(lines) == len(self._shown) and (columns == self._columns or not lines)
@@ -44,11 +44,11 @@ class Region:
         for each in changed:
             out += f"{_down(each - row)}\r{lines[each]}\x1b[K"
             row = each
-        # The last line is written again if others were: the cursor then stands at its end.
+        # If others were rewritten, write the last line again: the cursor then stands at its end.
         return out if row == last else f"{out}{_down(last - row)}\r{lines[last]}"
 
     def _anew(self, above: Sequence[str], lines: Sequence[str], columns: int) -> str:
-        # A terminal that was made narrower has broken the lines into more rows.
+        # A terminal that was made narrower has wrapped the lines into more rows.
         rows = sum(max(1, -(-width_of(line) // max(1, columns))) for line in self._shown)
         return (
             f"{_down(1 - rows) if rows else ''}\r\x1b[J" + "".join(f"{line}\r\n" for line in above) + "\r\n".join(lines)
@@ -60,18 +60,18 @@ def _down(rows: int) -> str:
 
 
 class View:
-    """What the region says: how far the run is, and work that takes long."""
+    """The contents of the region: the run's progress, and work that takes long."""
 
     def __init__(self, *, blocks: bool = True) -> None:
-        """`blocks`: the terminal has characters for bars."""
+        """`blocks`: the terminal can show the block characters of bars."""
         self._full, self._empty = ("█", "░") if blocks else ("#", "-")
         self._main: Mapping[str, Any] = {}
         self._since = 0.0
         self._works: dict[str, tuple[int, int]] = {}
 
     def take(self, fields: Mapping[str, Any]) -> None:
-        """Take a message (record/screen_messages.py). Its values may be anything, as they come through a
-        terminal's output."""
+        """Take a message (record/screen_messages.py). It comes with the output of other programs, so its values may be
+        anything."""
         if isinstance(what := fields.get("work"), str):
             done, total = _count(fields.get("done")), _count(fields.get("total"))
             self._works.pop(what, None)
@@ -83,7 +83,7 @@ class View:
 
     @property
     def ticks(self) -> bool:
-        """Whether it changes with time alone."""
+        """Whether the contents change with time alone."""
         return any(_seconds(self._main.get(key)) is not None for key in ("elapsed", "left"))
 
     def lines(self, columns: int, rows: int) -> list[str]:
@@ -127,7 +127,7 @@ def _count(value: object) -> int:
 
 
 def _seconds(value: object) -> float | None:
-    """Of less than a thousand years."""
+    """Return a number of seconds as a float; None if it is no number, or longer than about a thousand years."""
     return float(value) if isinstance(value, int | float) and -3e10 < value < 3e10 else None
 
 
@@ -136,8 +136,10 @@ def _plain(text: object) -> str:
 
 
 def clean(text: str) -> str:
-    """A line of somebody's output without what would move the cursor; colours stay. Of a line that was rewritten, as
-    bars of other libraries are, the last text."""
+    """Return a line of any output without what would move the cursor; colours stay.
+
+    Of a line that was rewritten, as progress bars are, only the last text stays.
+    """
     text = text.rstrip("\r").rpartition("\r")[2]
     plain = _ESCAPE.sub(lambda found: found[0] if _COLOUR.fullmatch(found[0]) else "", text.expandtabs(8))
     shown = "".join(c for c in plain if c == "\x1b" or c.isprintable())
@@ -145,14 +147,14 @@ def clean(text: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """Columns of a text on a terminal."""
+    """Return the columns that a text takes on a terminal."""
     if text.isascii():
         return len(text)
     return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
 
 
 def cut_to(text: str, columns: int) -> str:
-    """As much of a text as fits."""
+    """Return as much of a text as fits."""
     while text and width_of(text) > columns:
         text = text[: max(0, min(len(text) - 1, columns))]
     return text

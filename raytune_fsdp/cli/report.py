@@ -1,4 +1,4 @@
-"""`raytune-fsdp report`: the page about a run, or one that compares several."""
+"""`raytune-fsdp report`: make the page about a run, or one that compares several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMPARISON = "comparison.html"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -> int:
-    """Make the page; returns the exit code."""
+    """Make the page; return the exit code."""
     parser = Parser(
         prog,
         "Make the page about a run from its directory, or one that compares several: their curves, and the first step "
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -
         help="where to write it, replacing what is there (default: report/index.html of the run; of several "
         f"runs report/{COMPARISON} of the first)",
     )
-    parser.add_argument("--png", action="store_true", help="also the loss as a picture, beside the page")
+    parser.add_argument("--png", action="store_true", help="also draw the loss as a picture, next to the page")
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _report(parser, arguments))
 

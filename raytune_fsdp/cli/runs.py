@@ -1,4 +1,4 @@
-"""`raytune-fsdp runs`: the runs of a storage directory, how far each is, and which are alive."""
+"""`raytune-fsdp runs`: list the runs of a storage directory, how far each is, and which are alive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.2
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> int:
-    """Returns the exit code."""
+    """List runs; return the exit code."""
     parser = Parser(
         prog,
         "List the runs of a storage directory. A run is stale if its command has left a lock and gives no sign of life "
@@ -65,20 +65,20 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def runs_in(storage: Path) -> list[RunDir]:
-    """The runs of a storage directory, also those that have only just begun."""
+    """Return the runs of a storage directory, also those that have only just begun."""
     from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, is_run
 
     places = []
     for path in sorted(storage.absolute().iterdir()):
         place = RunDir(path, str(path / CHECKPOINTS))
-        with suppress(OSError):  # another user's, who shares it with nobody
+        with suppress(OSError):  # another user's run, which is not shared
             if path.is_dir() and (is_run(path) or place.lock.is_file()):
                 places.append(place)
     return places
 
 
 def check_run(path: Path) -> RunDir:
-    """The run in a directory. Raises if there is none, and says which there are."""
+    """Return the run in a directory. If there is none, raises an error that names the runs nearby."""
     from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, is_run
 
     place = RunDir(path.absolute(), str(path.absolute()))
@@ -102,8 +102,10 @@ def check_run(path: Path) -> RunDir:
 
 
 def states_of(places: Sequence[RunDir]) -> dict[Path, str]:
-    """`running` or `stale` for each run that has a lock, nothing for the others. Waits for their beats, for two seconds
-    if all are alive, or for ten."""
+    """Return `running` or `stale` for each run that has a lock, an empty text for the others.
+
+    Waits for their beats: two seconds if all are alive, else ten.
+    """
     from raytune_fsdp.launch.run_lock import Signs
 
     signs = {place.path: Signs(place) for place in places}
@@ -118,7 +120,7 @@ def states_of(places: Sequence[RunDir]) -> dict[Path, str]:
 
 
 def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
-    """A line for every run, below a head, in columns."""
+    """Return a line for every run, in columns, below a heading."""
     from raytune_fsdp.cli.region import clean
     from raytune_fsdp.record.console import duration
 
@@ -144,7 +146,7 @@ def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
 
 
 def seconds_since(moment: str | None) -> float | None:
-    """How long ago it was, if the clocks of both machines are right."""
+    """Return how many seconds ago a moment was, if the clocks of both machines are right; None if it is not a time."""
     try:
         passed = (datetime.now(UTC) - datetime.fromisoformat(moment or "")).total_seconds()
     except (ValueError, TypeError, OverflowError):

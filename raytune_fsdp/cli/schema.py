@@ -1,4 +1,4 @@
-"""`raytune-fsdp schema`: the config's JSON schema, for editors that complete and check YAML files with one."""
+"""`raytune-fsdp schema`: print the config's JSON schema, for editors that complete and check YAML files with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytune_fsdp.cli.common import Parser, exit_code
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
-    """Print the schema; returns the exit code."""
+    """Print the schema; return the exit code."""
     parser = Parser(prog, "Print the JSON schema of a run's config, for editors.")
     arguments = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: _schema(parser, arguments))

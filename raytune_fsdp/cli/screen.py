@@ -1,11 +1,11 @@
-"""The one owner of the terminal while a command shows how far it is: a small process that everything printed goes to.
+"""Show all output of a command above a region with its progress, by a small process that alone writes to the terminal.
 
-The command's output, and with it that of the processes that it starts, goes into a pipe. At its other end this process
-prints the lines, and below them the region that shows how far the run is (region.py). So a line of any library, of a
-rank or of a crash never breaks the region, and training never waits for a terminal.
+The output of the command and of the processes that it starts goes into a pipe. At the pipe's other end this process
+prints the lines, and below them the region (region.py). So a line of any library, of a rank or of a crash never breaks
+the region, and training never waits for a terminal.
 
-After Ctrl-C there is no region any more: the next one may end the command at once, and the shell would print its prompt
-before this process could remove it. For the same reason nothing is removed when the command was killed.
+Ctrl-C removes the region for good: the next Ctrl-C may end the command at once, and the shell would print its prompt
+before this process could remove the region. For the same reason nothing is removed when the command was killed.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ from raytune_fsdp.record.screen_messages import VARIABLE, read_message
 _DRAW_SECONDS = 0.1
 _TICK_SECONDS = 1.0
 _END = "\x1e\x1eend"
-"""The last line. The pipe may stay open for longer: processes that outlive the command may have it."""
+"""The last line. The pipe may stay open for longer, if processes that outlive the command have it."""
 _MOST_LINES = 10_000
-"""That wait for a terminal whose output was stopped (Ctrl-S); older ones are dropped then."""
+"""The most lines that wait for a terminal whose output was stopped (Ctrl-S); older ones are dropped."""
 _MOST_OF_LINE = 1 << 16
-"""Characters of a line that has not ended."""
+"""The most characters that are kept of a line that has not ended."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
-"""That a terminal or a scheduler sends to all processes of a command: this one ends when the command does."""
+"""Signals that a terminal or a scheduler sends to all processes of a command. This process blocks them: it ends when
+the command does."""
 
 
 @contextmanager
 def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
-    """While the block lasts, what this process and those that it starts write to these files, all of them one
-    terminal, is shown above a region that shows messages (record/screen_messages.py). False if there is none: no
-    process could be started."""
+    """Show what this process and its children write to these files above a region, while the context lasts.
+
+    The files are all one terminal. The region shows messages (record/screen_messages.py). Yields False if there is no
+    region, because the process could not be started.
+    """
     kept = {file: os.dup(file) for file in files}
     try:
         process = _start(kept[files[0]])
@@ -72,7 +75,7 @@ def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
 
 
 def _start(terminal: int) -> subprocess.Popen[bytes]:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # which the process inherits
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the process inherits the mask
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "raytune_fsdp.cli.screen"],
@@ -84,10 +87,10 @@ def _start(terminal: int) -> subprocess.Popen[bytes]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Until the region is gone: what is printed next stands where it was."""
+    """Wait until the region is gone: what is printed next stands in its place."""
     try:
         process.wait()
-    except BaseException:  # Ctrl-C, now
+    except BaseException:  # Ctrl-C at this moment
         process.wait()
         raise
 
@@ -99,13 +102,13 @@ def _flush() -> None:
 
 
 def _path() -> str:
-    """Where Python finds this package: a job's copy of it need not be installed."""
+    """Return a PYTHONPATH with this package: a job's copy of it need not be installed."""
     here = str(Path(raytune_fsdp.__file__).parents[1])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class _Screen:
-    """That process: from its input to the terminal."""
+    """The work of that process: it reads its input and writes to the terminal."""
 
     def __init__(self, source: int, terminal: int) -> None:
         encoding = sys.stdout.encoding or "utf-8"
@@ -130,7 +133,7 @@ class _Screen:
             if self._source in ready:
                 self._read()
                 dirty = True
-            elif os.getppid() != parent:  # killed, and something that it has started still has the pipe
+            elif os.getppid() != parent:  # the command was killed, and a process that it started still has the pipe
                 self._ended = "killed"
             elif self._view.ticks:
                 dirty = True
@@ -138,7 +141,7 @@ class _Screen:
                 self._draw()
                 drawn, dirty = time.monotonic(), False
         self._above += [clean(self._rest)] if self._rest else []
-        if select.select([interrupted], [], [], 0)[0]:  # Ctrl-C has ended the command before it was heard here
+        if select.select([interrupted], [], [], 0)[0]:  # Ctrl-C ended the command before it was noticed here
             self._hide()
         if self._ended == "killed":
             self._write("".join(f"\r\n{line}" for line in self._above))
@@ -154,10 +157,10 @@ class _Screen:
             self._draw()
 
     def _read(self) -> None:
-        """Take what was printed."""
+        """Read what was printed."""
         found = os.read(self._source, 1 << 16)
         *lines, rest = (self._rest + self._decoder.decode(found, not found)).split("\n")
-        # Of a line that is written over again and again, the last; of one without end, its end.
+        # Keep the last text of a line that is rewritten again and again, and the end of an endless one.
         self._rest = rest[rest.rfind("\r", 0, -1) + 1 :][-_MOST_OF_LINE:]
         for line in lines:
             if line.endswith(_END):
@@ -186,21 +189,24 @@ class _Screen:
 
 
 class _Writer:
-    """Writes to the terminal in a thread: one that takes nothing (Ctrl-S, a sleeping laptop at the other end) must not
-    keep whoever prints waiting. That it is ready says nothing: it may take less than there is to write."""
+    """Writes to the terminal in a thread.
+
+    A terminal that takes nothing (Ctrl-S, a sleeping laptop at the other end) must not keep whoever prints waiting. To
+    ask whether it is ready would not help: it may take less than there is to write.
+    """
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._given, self._taken = 0, 0
-        """Pieces; each is counted by one thread."""
+        """Pieces given to the thread, and taken by the terminal; each number is written by one thread only."""
         self._failed: OSError | None = None
         self._thread = Thread(target=self._run, name="terminal", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """Whether the terminal has not taken everything yet. OSError if it has gone."""
+        """Whether the terminal has not taken everything yet. Raises OSError if it is gone."""
         if self._failed is not None:
             raise self._failed
         return self._taken < self._given
@@ -217,7 +223,7 @@ class _Writer:
     def _run(self) -> None:
         while (data := self._queue.get()) is not None:
             try:
-                while data:  # in one piece, unless the terminal takes less
+                while data:  # the terminal may take less than all
                     data = data[os.write(self._terminal, data) :]
             except OSError as error:
                 self._failed = error
@@ -226,7 +232,7 @@ class _Writer:
 
 
 def _wake_at_interrupts() -> int:
-    """From now on Ctrl-C does nothing here but make this readable."""
+    """Make Ctrl-C do nothing here, except that the returned file becomes readable."""
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -244,7 +250,7 @@ def _can_show(text: str, encoding: str) -> bool:
 
 
 def main() -> None:
-    with suppress(OSError):  # the terminal has gone; so will this process, and the command's lines go nowhere
+    with suppress(OSError):  # the terminal is gone: end, and let the command's lines go nowhere
         _Screen(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
 

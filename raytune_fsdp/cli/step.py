@@ -1,4 +1,4 @@
-"""`raytune-fsdp step`: which rows a step of a run trained on, and how the model did on each of them."""
+"""`raytune-fsdp step`: show which rows a step of a run trained on, and how the model did on each of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from raytune_fsdp.tools.audit.past import PastStep
 
 Losses = Sequence[Sequence[tuple[float, int]]]
-"""Of each document of each sample: the sum of the losses of its target tokens, and how many those are."""
+"""For each document of each sample, the sum of its targets' losses, and the number of targets."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> int:
-    """Show a step; returns the exit code."""
+    """Show a step; return the exit code."""
     parser = ConfigParser(
         prog,
-        "Show which rows were in a step of a run, from the run directory and the data; the record proves that they are "
-        "the ones.",
+        "Show which rows were in a step of a run, from the run directory and the data; the record proves that these "
+        "are the right ones.",
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("step", type=int, help="number of the step, as in metrics.jsonl")
@@ -108,7 +108,7 @@ def _losses(
 
 
 def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Number of the sample and of the document in it, and what there is to say about it."""
+    """Yield for each document the number of its sample, its number in the sample, and facts about it."""
     from raytune_fsdp.base.batch import IGNORE
     from raytune_fsdp.record.report.data import documents_of
 

@@ -1,4 +1,4 @@
-"""`raytune-fsdp train`, and `python jobs/finetune.py`: the config in, a trained model out."""
+"""`raytune-fsdp train`, and `python jobs/finetune.py`: train the model that a config describes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
 
 _WAITING = ("save-", "storage")
-"""How the names of threads begin that wait for storage."""
+"""Prefixes of the names of threads that wait for storage."""
 
 
 def main(
     argv: Sequence[str] | None = None, prog: str = "raytune-fsdp train", default_config: str | Path | None = None
 ) -> int:
-    """Run a fine-tuning job; returns the exit code. `default_config` is the file used where no --config is given."""
+    """Run a fine-tuning job; return the exit code. `default_config`: the file that is used without --config."""
     arguments = sys.argv[1:] if argv is None else argv
     before = set(threading.enumerate())
-    # The parser, too: what it imports takes a second, in which Ctrl-C comes as at any other time.
+    # Make the parser inside, too: its imports take a second, and Ctrl-C may come then.
     code = exit_code(lambda: _train(_parser(prog, default_config), arguments))
-    ours = set(threading.enumerate()) - before  # a thread of whoever calls this function is not for us to end
+    ours = set(threading.enumerate()) - before  # threads of this function's caller are not ours to end
     if code and any(thread.name.startswith(_WAITING) for thread in ours):
-        # A thread waits for storage that does not answer, and the library below would wait for it for another minute.
+        # A thread waits for storage that does not answer, and a library would wait for that thread another minute.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -84,7 +84,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
     allowed = {"force": found.force, "trust_places": found.trust_places}
     if found.dry_run:
         return _dry_run(config, as_json=found.json, **allowed)
-    # Not before the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
+    # Only now that the config is valid: importing torch and transformers takes about three seconds (docs/results.md).
     from raytune_fsdp.launch.finetune import finetune
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.tools.doctor.checkup import look_around
@@ -132,12 +132,12 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
 
 
 def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places: bool) -> int:
-    began = time.time()  # the imports are of the time to load
+    began = time.time()  # imports count as part of the time to load
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.tools.dry_run.outcome import in_words, to_json
     from raytune_fsdp.tools.dry_run.two_steps import dry_run
 
-    if as_json:  # nothing else is to stand on stdout, also of what ranks print there
+    if as_json:  # nothing else may appear on stdout, not even what ranks print
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})
     with shown(quiet=as_json or not is_rank0()) as progress, redirect_stdout(sys.stderr) if as_json else nullcontext():
         found = dry_run(config, progress, began=began, force=force, trust_places=trust_places)

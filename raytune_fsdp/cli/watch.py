@@ -1,4 +1,4 @@
-"""`raytune-fsdp watch`: follow a run that another command trains, from its directory, as that command shows it."""
+"""`raytune-fsdp watch`: follow a run that another command trains, from its directory, shown as that command shows it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
-"""That are shown of what happened before."""
+"""The most steps and events from before that are shown."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") -> int:
-    """Returns the exit code: that of the run's command, or 0 after Ctrl-C."""
+    """Follow a run; return the exit code: that of the run's command, or 0 after Ctrl-C."""
     parser = Parser(
         prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
     )
@@ -83,7 +83,7 @@ def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
 
 
 class _Watched:
-    """A run, shown as its own command shows it."""
+    """A run that is shown as its own command shows it."""
 
     def __init__(self, place: RunDir) -> None:
         from raytune_fsdp.record.report.overview import last_step, steps_of
@@ -100,7 +100,7 @@ class _Watched:
         self._before()
 
     def _before(self) -> None:
-        """Show the attempt that is under way, and the last that has happened in it."""
+        """Show the attempt that is under way, and its last events."""
         events = list(self._events.events())
         starts = [place for place, event in enumerate(events) if event["event"] == names.ATTEMPT_STARTED]
         if starts:
@@ -109,7 +109,7 @@ class _Watched:
                 self._event(event)
 
     def look(self) -> None:
-        """Show what has happened since the last look. Storage that does not answer just now is asked again."""
+        """Show what has happened since the last look. If storage does not answer, the next look asks it again."""
         with suppress(OSError):
             for event in self._events.events():
                 self._event(event)
@@ -129,7 +129,7 @@ class _Watched:
     def _show(self, steps: list[tuple[StepMetrics, int, int]]) -> None:
         if steps:
             _, world, attempt = steps[-1]
-            if self._tracker is None:  # older versions wrote no such event
+            if self._tracker is None:  # older versions wrote no event about an attempt's start
                 self._begin(attempt, 0)
             assert self._tracker is not None
             self._tracker.steps([step for step, *_ in steps], world, attempt)

@@ -18,7 +18,7 @@ from raytune_fsdp.tools.audit.segment import Segment
 def repeat_of(
     config: FinetuneConfig, place: RunDir, segment: Segment, directory: Path, *, use_cache: bool
 ) -> FinetuneConfig:
-    """Return the config of the run that trains the segment again: the same trajectory, but nothing that only watches."""
+    """Return the config of the run that trains the segment again: the same trajectory, without evaluations and such."""
     plan = plan_on_record(place)
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},

@@ -164,7 +164,7 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
             make = problem if abs(seconds) > _CLOCK_FAILS else warning
             way = "ahead" if seconds > 0 else "behind"
             said = (
-                f"node {name}: its clock is {abs(seconds):,.0f} s {way}: the times in logs do not match, object stores "
+                f"node {name}: its clock is {abs(seconds):,.0f} s {way}: times in logs do not match, and object stores "
             )
             said += "refuse requests that are 15 minutes off"
             found.append(
