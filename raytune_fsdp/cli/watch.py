@@ -1,4 +1,4 @@
-"""`raytune-fsdp watch`: follow a run that another command trains, from its directory, shown as that command shows it."""
+"""`raytune-fsdp watch`: follow a run that another command trains, from its directory, as its own command shows it."""
 
 from __future__ import annotations
 
