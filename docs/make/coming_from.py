@@ -52,7 +52,7 @@ raytune-fsdp train --config mine.yaml
 
 The file's trainer is guessed from its keys, or named with `--from <names>`.
 `--gpus` is the number of GPUs that the file was meant for: its batch is the batch of one GPU, and `train.global_batch`
-is that of all. The run itself may have any number of them: that changes nothing of what is learned.
+is that of all. The run itself may have any number of them: that does not change what is learned.
 
 Every key of the file gets a line:
 
@@ -74,14 +74,14 @@ $ raytune-fsdp convert run.yaml --gpus 8 --drop early_stopping_patience
 ```
 
 The result has only what the file says and the defaults that are not ours; [configuration.md](../configuration.md) has
-all fields. LoRA is carried, and so is a base of 4 or 8 bits beside it ([methods](../methods.md)).
+all fields. LoRA is carried, and so is a base of 4 or 8 bits under it ([methods](../methods.md)).
 
 **Some things differ in any case:**
 
 - No document sees another in its sample, and samples are packed over a window of rows, so the number of steps in an
   epoch may differ.
 - The loss of a step is the mean over all of its trained tokens, on all GPUs and in all micro-batches.
-- Weight decay leaves out embeddings, besides norms and biases.
+- Weight decay leaves out embeddings, not only norms and biases.
 - The order of the rows, and which of them are held out for evaluation, are drawn differently.
 - A quantized base does not have the bytes of bitsandbytes. NF4 differs slightly; with 8 bits only weights are rounded,
   while LLM.int8() also rounds what goes into a layer.

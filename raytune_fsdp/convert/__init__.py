@@ -1,22 +1,22 @@
-"""Configs of other trainers, turned into ours: `raytune-fsdp convert FILE`.
+"""Turn configs of other trainers into ours: `raytune-fsdp convert FILE`.
 
-    rules.py           what the tables are made of, and what is known of a file while it is converted
-    runs.py            what several projects say of a run: its directory, length, batch and cadences
-    training.py        what TRL and LLaMA-Factory take from transformers: the options of TrainingArguments
-    schedules.py       the schedules of the learning rate that they have
-    adapters.py        what several projects say of LoRA; optimizers.py: of optimizers
-    sharding.py        what several projects say of FSDP
-    deepspeed.py       what axolotl, TRL and LLaMA-Factory say of DeepSpeed
+    rules.py           the parts of a table, and the state of a file while it is converted
+    runs.py            options that several projects share: the run's directory, length, batch and cadences
+    training.py        the options of transformers' TrainingArguments, which TRL and LLaMA-Factory take
+    schedules.py       the schedules of the learning rate
+    adapters.py        options of LoRA; optimizers.py: of optimizers
+    sharding.py        options of FSDP
+    deepspeed.py       options of DeepSpeed in axolotl, TRL and LLaMA-Factory
     axolotl.py, trl.py, llama_factory.py, accelerate.py
                        a table for each project: what becomes of every option, and the defaults that are not ours
-    axolotl_left.py    what of axolotl changes nothing of what is learned
+    axolotl_left.py    options of axolotl that do not change what is learned
     axolotl_adapters.py
-                       what axolotl says of adapters
+                       axolotl's options of adapters
     axolotl_data.py, llama_factory_data.py
                        their datasets
     llama_factory_rows.py
                        a function that a converted config may name for its rows
-    file.py            a file in, a conversion out: reading, guessing the project, checking the result
+    file.py            converts a file: reads it, guesses the project, checks the result
 
-What changes what is learned is carried, or refused by name; it is never lost in silence. Imports no torch.
+An option that changes what is learned is carried, or refused by name; none is lost in silence. Imports no torch.
 """

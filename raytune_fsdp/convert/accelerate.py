@@ -1,4 +1,4 @@
-"""accelerate: files for `accelerate launch --config_file`, which say how a model is spread, and nothing of training."""
+"""accelerate: files for `accelerate launch --config_file`. They say how a model is spread, not how it is trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prepare(c: Crossing) -> None:
 
 
 def _mesh(c: Crossing) -> None:
-    """Copies of the model, and the ranks of each. Other axes are not here, and change nothing of what is learned."""
+    """Carry the copies of the model and the ranks of each. Other axes are left: they do not change what is learned."""
     keys = {
         axis: f"parallelism_config.parallelism_config_{axis}_size"
         for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -70,7 +70,7 @@ def _mesh(c: Crossing) -> None:
 
 
 def _distributed(c: Crossing) -> None:
-    # What is dropped is one that is not here: the run is spread nonetheless.
+    # A kind that is dropped is one that we lack: the run is still spread by FSDP.
     kind = c.get("distributed_type", text, "FSDP" if "distributed_type" in c.dropping else "NO").upper()
     if kind in ("NO", "FALSE"):
         c.carry("distributed_type", "cluster.workers", 1)
@@ -100,7 +100,7 @@ def _distributed(c: Crossing) -> None:
 
 
 def _offload(c: Crossing) -> None:
-    """DeepSpeed moves the optimizer or the weights; here all or none are moved."""
+    """Carry DeepSpeed's offloading, which moves the optimizer or the weights; here both are moved, or neither."""
     keys = [f"deepspeed_config.offload_{what}_device" for what in ("optimizer", "param")]
     moved = any(c.get(key, text, "none").lower() not in ("none", "no", "false") for key in keys)
     if any(key in c.given for key in keys):
@@ -124,7 +124,7 @@ def _precision(c: Crossing) -> None:
 
 
 def finish(c: Crossing) -> None:
-    """All of its defaults are ours."""
+    """Do nothing: all defaults of accelerate are ours."""
 
 
 def _compiler(c: Crossing, key: str) -> None:
@@ -191,7 +191,7 @@ def _options() -> tuple[TheirOption, ...]:
             "dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph",
             "torch's default; see `parallel.compile`",
         ),
-        leave("dynamo_config.dynamo_use_regional_compilation dynamo_config", "a block is compiled as one"),
+        leave("dynamo_config.dynamo_use_regional_compilation dynamo_config", "each layer is compiled by itself"),
         switch("use_cpu", "cluster.device", "cpu", "GPUs, where there are any"),
         carry("num_cpu_threads_per_process", "cluster.cpus_per_worker", whole),
         leave(deep("zero3_save_16bit_model zero3_init_flag"), "the export is whole, in `export.dtype`"),
@@ -203,7 +203,7 @@ def _options() -> tuple[TheirOption, ...]:
         leave(deep("offload_optimizer_nvme_path offload_param_nvme_path"), "offloading goes to memory"),
         leave(
             "compute_environment debug main_training_function downcast_bf16",
-            "of accelerate's launcher and of TPUs; `raytune-fsdp train` needs none of it",
+            "for accelerate's launcher and TPUs; `raytune-fsdp train` needs none of it",
         ),
         leave(
             "num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network gpu_ids "
@@ -212,7 +212,7 @@ def _options() -> tuple[TheirOption, ...]:
         ),
         leave(
             "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands ipex_config",
-            "of hardware that is not supported here",
+            "for hardware that is not supported here",
         ),
         same("deepspeed_config parallelism_config", "an empty map sets nothing"),
         part(
@@ -225,8 +225,9 @@ def _options() -> tuple[TheirOption, ...]:
 ACCELERATE = Project(
     name="accelerate",
     title="accelerate",
-    about="Files for `accelerate launch --config_file`. They say nothing of the model, the data and the training, so "
-    "the result is a part of a config: put it into one. By accelerate 1.15, with FSDP 1, FSDP 2 or DeepSpeed.",
+    about="Files for `accelerate launch --config_file`. They say nothing about the model, the data and the training, "
+    "so the result is a part of a config: put it into one. Options of accelerate 1.15, with FSDP 1, FSDP 2 or "
+    "DeepSpeed.",
     options=table(*_options()),
     prepare=prepare,
     finish=finish,

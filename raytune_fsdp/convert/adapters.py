@@ -1,4 +1,4 @@
-"""LoRA, as other projects say it, and what of the base they quantize."""
+"""Convert other projects' options of LoRA and of a quantized base."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytune_fsdp.convert.rules import Crossing, WrongValueError, flag, number, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """A project's options for adapters by their names, and its defaults. An option that it lacks is an empty name."""
+    """The names of a project's options for adapters, and its defaults. The name of an option that it lacks is empty."""
 
     owner: str
     """The option that asks for adapters."""
@@ -28,36 +28,36 @@ class Lora:
     defaults: tuple[int, int | None, float]
     """Rank, alpha (None: twice the rank) and dropout."""
     all_words: tuple[str, ...] = (ALL_LINEAR,)
-    """How it says: all linear layers."""
+    """The words with which it names all linear layers."""
     all_by_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The option that asks for a quantized base, and its type here."""
+    """The option that asks for a quantized base, and the type that it gets here."""
 
     key: str
     kind: Literal["nf4", "int8"]
 
 
-# Both are close to those of bitsandbytes. What its 8 bits do to what goes into a layer is done nowhere here.
+# Both types are close to those of bitsandbytes. Its 8 bits also round the inputs of a layer, which we never do.
 _NOT_BIT_EQUAL = {
     "nf4": "there the scales of scales span rows, here each row has its own: numbers differ slightly",
     "int8": "only weights are rounded, with a scale for 64 numbers; there (LLM.int8) the input of a layer is rounded, "
-    "too, but for its outliers",
+    "too, except its outliers",
 }
-_NESTED = "scales are a byte each"
+_NESTED = "scales are one byte each"
 _NOT_NESTED = f"there scales are fp32, here {_NESTED}"
 
 
 def base_of_flags(c: Crossing, *, beside_adapters: bool, way_out: str) -> Quantized | None:
-    """What load_in_4bit and load_in_8bit ask for."""
+    """Return the quantized base that load_in_4bit or load_in_8bit asks for; None if neither does."""
     asked = [key for key in ("load_in_4bit", "load_in_8bit") if c.get(key, flag, False)]
     for key in asked:
         if not beside_adapters:
-            c.say(key, "refused", f"weights are quantized only beside adapters: {way_out}")
+            c.say(key, "refused", f"weights are quantized only under adapters: {way_out}")
         elif len(asked) > 1:
-            c.say(key, "refused", "4 bits and 8 are asked for: drop one of the two")
+            c.say(key, "refused", "4 bits and 8 bits are asked for: drop one of the two")
     for key in {"load_in_4bit", "load_in_8bit"}.difference(asked):
         c.say(key, "same", "off")
     if not asked or not beside_adapters:
@@ -66,7 +66,7 @@ def base_of_flags(c: Crossing, *, beside_adapters: bool, way_out: str) -> Quanti
 
 
 def details_of_nf4(c: Crossing, *, type_: str, nested: str, nested_by_default: bool) -> None:
-    """What is told about a base of 4 bits: its type, and whether the scales are quantized, too."""
+    """Convert the details of a base of 4 bits: its type, and whether the scales are quantized, too."""
     kind, doubled = c.get(type_, text, "nf4"), c.get(nested, flag, nested_by_default)
     if kind == "nf4":
         c.carry(type_, "method.quantization", kind)
@@ -124,7 +124,7 @@ def _targets(c: Crossing, lora: Lora) -> None:
 
 
 def _names(value: Any) -> str | list[str]:
-    """One word for all layers or an expression, or a list of names."""
+    """Read a word that means all layers, an expression, or a list of names."""
     if isinstance(value, list):
         return [text(each) for each in value]
     found = text(value)

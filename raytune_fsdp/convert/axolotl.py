@@ -1,4 +1,4 @@
-"""axolotl: files for `axolotl train`."""
+"""axolotl: convert files for `axolotl train`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def prepare(c: Crossing) -> None:
 
 
 def _cadence(c: Crossing, field: str, per_epoch: str, strategy: str, steps: str) -> None:
-    """Several times an epoch goes with neither of the others, there either."""
+    """Carry how often something is done. Times per epoch exclude the other two options, there too."""
     if per_epoch not in c.given:
         cadence(c, field, strategy, steps, without="steps", every=None)
         return
@@ -75,7 +75,7 @@ def _cadence(c: Crossing, field: str, per_epoch: str, strategy: str, steps: str)
 
 
 def _batch(c: Crossing) -> None:
-    """What one GPU takes. Ranks that share the tokens or the weights of a batch do not add to it."""
+    """Carry the batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it."""
     shared = 1
     for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
         shared *= max(1, c.get(key, whole, 1))
@@ -98,7 +98,7 @@ def _learning_rate(c: Crossing) -> None:
     given = any(key in c.given for key in ("warmup_steps", "warmup_ratio"))
     if given or kind == "constant":
         warmup(c, kind)
-    # Without either it is 3 %, but at most 100 steps.
+    # Without either, warmup is 3 % of the steps, but at most 100.
     elif (c.fields.get("train.max_steps") or 0) > 3_400:
         c.default("optim.warmup_steps", 100, "3 % of the steps, at most 100, by default")
     else:
@@ -108,7 +108,7 @@ def _learning_rate(c: Crossing) -> None:
 
 
 def _memory(c: Crossing) -> None:
-    """Which activations are kept, and where."""
+    """Carry which activations are kept, and where."""
     kept = spelled(c.given.get("gradient_checkpointing"))
     moved = spelled(c.given.get("activation_offloading"))
     if kept in _OFFLOADING or moved not in (None, False, "false"):
@@ -120,8 +120,10 @@ def _memory(c: Crossing) -> None:
 
 
 def _precision(c: Crossing) -> None:
-    """bf16 also loads the weights in bf16. FSDP and DeepSpeed make them fp32 again for the optimizer, and
-    so does PEFT with adapters."""
+    """Carry the precision. axolotl's bf16 also loads the weights in bf16.
+
+    FSDP and DeepSpeed make them fp32 again for the optimizer, and so does PEFT with adapters.
+    """
 
     def on(key: str, default: bool) -> bool:
         return c.get(key, lambda value: plain(value) in ("auto", "full") or flag(value), default)
@@ -148,11 +150,11 @@ def finish(c: Crossing) -> None:
 
 def _attention_switch(c: Crossing, key: str) -> None:
     if not c.get(key, flag, False):
-        c.say(key, "same", "another one, or the best that is right (model.attention=auto)")
+        c.say(key, "same", "another one is used, or the best that is correct (model.attention=auto)")
     elif key in _ATTENTION_SWITCHES:
         c.carry(key, "model.attention", _ATTENTION_SWITCHES[key])
     else:
-        c.say(key, "left", "other kernels for the same function; model.attention=auto takes the best that is right")
+        c.say(key, "left", "other kernels for the same function; model.attention=auto takes the best that is correct")
 
 
 def _tf32(c: Crossing, key: str) -> None:
@@ -207,7 +209,7 @@ def _options() -> tuple[TheirOption, ...]:
         leave("resize_token_embeddings_to_32x", "rows that no token has; see `model.resize_embeddings`"),
         ask("mean_resizing_embeddings", "same, if it is true or no token is new; else refused", _new_rows),
         refuse("shrink_embeddings", "rows that no token has stay"),
-        leave("tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files", "the tokenizer as its files say"),
+        leave("tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files", "the tokenizer is as its files say"),
         leave(
             "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
             "the model's config says what it is",
@@ -239,7 +241,7 @@ def _options() -> tuple[TheirOption, ...]:
         ),
         ask(
             "early_stopping_patience",
-            "`eval.early_stop.patience`, with evaluations every so many steps; else refused",
+            "`eval.early_stop.patience`, with evaluations every N steps; else refused",
             early_stopping,
         ),
         ask("plugins", "left, if they bring kernels only; else refused", _plugins),
@@ -252,7 +254,7 @@ def _options() -> tuple[TheirOption, ...]:
         carry("mlflow_experiment_name", "tracking.mlflow.experiment", text),
         carry("ray_num_workers", "cluster.workers", whole),
         same("auto_resume_from_checkpoints", "the same name continues the same run (run.resume)"),
-        same("pad_to_sequence_len pad_to_multiple_of batch_flattening", "padding changes nothing of what is learned"),
+        same("pad_to_sequence_len pad_to_multiple_of batch_flattening", "padding does not change what is learned"),
         refuse("pretrain_multipack_attn", "no document sees another", off=(True,), alike="no document sees another"),
     )
 
@@ -284,7 +286,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
             "no schedule of ours has this",
         ),
         refuse("embedding_lr embedding_lr_scale lr_groups", "set rates by pattern in `optim.groups`"),
-        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "of optimizers that are not here"),
+        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "for optimizers that are not here"),
         ask("noisy_embedding_alpha", "`train.neftune_noise_alpha`", noise),
         refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
         refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),
@@ -300,7 +302,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
         refuse("quantize_moe_experts", "experts stay in 16 bits"),
         refuse(
             "tokenizer_use_mistral_common processor_kwargs cls_model_config",
-            "the tokenizer and the network as they are",
+            "the tokenizer and the network stay as they are",
         ),
         leave(
             "eaft_alpha eaft_k pose_max_context_len pose_num_chunks pose_split_on_token_ids",
@@ -321,7 +323,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
 AXOLOTL = Project(
     name="axolotl",
     title="axolotl",
-    about="Files for `axolotl train`. By its options of July 2026; older spellings (`sharegpt`, `flash_attention: "
+    about="Files for `axolotl train`. Options of July 2026; older spellings (`sharegpt`, `flash_attention: "
     "true`, `evaluation_strategy`) are known, too.",
     options=table(
         *_options(),

@@ -1,4 +1,4 @@
-"""axolotl's adapters."""
+"""Convert axolotl's options of adapters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _LORA = Lora(
 
 
 def prepare_method(c: Crossing) -> None:
-    """What the options of adapters and of their base say together. By axolotl of July 2026 `qlora` alone is 4 bits, and
-    so is `lora` with load_in_4bit."""
+    """Settle what the options of adapters and of their base say together.
+
+    In axolotl of July 2026 `qlora` alone means 4 bits, and so does `lora` with load_in_4bit.
+    """
     kind = c.get("adapter", text, "")
     quantized = base_of_flags(c, beside_adapters=kind in ("lora", "qlora"), way_out="write adapter: qlora in the file")
     if kind not in ("lora", "qlora"):
@@ -50,7 +52,7 @@ def method_options() -> tuple[TheirOption, ...]:
         told("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
         told("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
         told("lora_model_dir", "`method.adapter`"),
-        same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network is"),
+        same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network has it"),
         same(
             "peft_autocast_adapter_dtype",
             "adapters are fp32",
@@ -59,7 +61,7 @@ def method_options() -> tuple[TheirOption, ...]:
         leave(
             "lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel merge_lora merge_method "
             "qlora_sharded_model_loading",
-            "it changes nothing of what is learned",
+            "it does not change what is learned",
         ),
         part(lora, "adapter", lambda c: "adapter" in c.given),
     )

@@ -1,4 +1,4 @@
-"""axolotl's datasets: where their rows are, and their types as formats of ours."""
+"""Convert axolotl's datasets: where their rows are, and their types to formats of ours."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from raytune_fsdp.convert.runs import BUILDERS, part_of_files, place
 
 _LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning that are found by themselves."""
+"""Keys of a message's reasoning that our chat format finds automatically."""
 _TRAINED = ("train", "training", "weight")
-"""Keys of a message that say whether it is trained on."""
+"""Keys that say whether a message is trained on."""
 _OWN_TYPES = (
     "field_instruction",
     "field_input",
@@ -44,7 +44,7 @@ _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
 
 
 def prepare_data(c: Crossing) -> None:
-    """All datasets, what becomes of long documents in them, and the evaluation."""
+    """Carry all datasets, what becomes of long documents in them, and the evaluation."""
     found = {name: _list(c, name) for name in _LISTS}
     train, eval_sets = found["datasets"] + found["pretraining_dataset"], found["test_datasets"]
     if not train:
@@ -59,8 +59,8 @@ def prepare_data(c: Crossing) -> None:
         c.say(
             "train_on_inputs",
             "refused",
-            "of a chat it trains what every role says, and not the template's text around it; format.loss is the "
-            "assistant's turns, or all with that text",
+            "in a chat it trains on what every role says, and not on the template's text around it; format.loss is "
+            "the assistant's turns, or all with that text",
         )
     c.say(
         "train_on_inputs", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
@@ -75,11 +75,11 @@ def prepare_data(c: Crossing) -> None:
 
 
 _OVERLAP = 256
-"""Tokens that two windows of a text share in packed pretraining, at most."""
+"""The most tokens that two windows of a text share in packed pretraining."""
 
 
 def _long_documents(c: Crossing, types: set[str], *, pretraining: bool) -> None:
-    """Texts are cut up before the strategy sees them, all other rows are what it is for. Here one rule serves all."""
+    """Carry the strategy for long rows. axolotl cuts up texts before it applies; here one rule is for all rows."""
     key, field = "excess_length_strategy", "data.long_documents"
     how = c.get(key, text, "drop")
     ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}.get(how)
@@ -149,7 +149,7 @@ def _dataset(c: Crossing, prefix: str, ours: str, kind: str) -> dict[str, Any]:
 
 
 def _file(c: Crossing, prefix: str, hub: str, files: list[str]) -> dict[str, Any]:
-    """The file of `data_files`, which may be one of a dataset of the hub, of a revision."""
+    """Return the file in `data_files`; it may belong to a revision of a hub dataset."""
     if len(files) > 1:
         why = "a dataset has one place here: write one entry for each file, or a pattern"
         c.say(f"{prefix}data_files", "refused", why)
@@ -162,7 +162,7 @@ def _file(c: Crossing, prefix: str, hub: str, files: list[str]) -> dict[str, Any
 
 
 def _format(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
-    """The format of a dataset by its type. The rest of its keys are said on the way."""
+    """Return the format of a dataset by its type, and say what becomes of its other keys."""
     own = [key for key in _OWN_TYPES if f"{prefix}type.{key}" in c.given]
     if own:
         return _own_type(c, f"{prefix}type.")
@@ -215,7 +215,7 @@ def _chat(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
     _loss(c, prefix)
     for key in ("field_thinking", "template_thinking_key"):
         known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
-        why = "found by itself" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
+        why = "found automatically" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
         c.say(f"{prefix}{key}", "same" if known else "refused", why)
     key = f"{prefix}message_field_training"
     if c.get(key, text, "train") in _TRAINED:
@@ -225,7 +225,7 @@ def _chat(c: Crossing, prefix: str, kind: str) -> dict[str, Any]:
 
 
 def _loss(c: Crossing, prefix: str) -> None:
-    """Which turns are trained on. `human` and `gpt` are names for the user and the assistant."""
+    """Carry which turns are trained on. `human` and `gpt` are names for the user and the assistant."""
     names = {"human": "user", "gpt": "assistant"}
     trained = {names.get(role, role) for role in c.get(f"{prefix}roles_to_train", words, ["assistant"])}
     if trained != {"assistant"}:
@@ -239,7 +239,7 @@ def _loss(c: Crossing, prefix: str) -> None:
 
 
 def _own_type(c: Crossing, prefix: str) -> dict[str, Any]:
-    """A type that the file defines: one text with the names of columns in it, if it has one for all rows."""
+    """Convert a type that the file defines: a template with columns in it, if it is the same for all rows."""
     columns = {part: c.get(f"{prefix}field_{part}", text, part) for part in ("instruction", "output")}
     prompt = c.get(f"{prefix}format", text, "{instruction} {input} ")
     without = c.get(f"{prefix}no_input_format", text, prompt)
@@ -274,7 +274,7 @@ def _own_type(c: Crossing, prefix: str) -> dict[str, Any]:
 
 
 def _templates(c: Crossing, chats: list[dict[str, Any]]) -> None:
-    """One template serves all datasets."""
+    """Carry the chat template: here all datasets have the same."""
     keys = [key for key in c.given if key == "chat_template" or re.fullmatch(r"datasets\.\d+\.chat_template", key)]
     names = {c.get(key, text, "") for key in keys}
     for key in keys:
@@ -298,7 +298,7 @@ def _templates(c: Crossing, chats: list[dict[str, Any]]) -> None:
 
 
 def _tokens(c: Crossing, only_chats: bool) -> None:
-    """New tokens, and the tokens that end a text, which a chat has from its template."""
+    """Carry new tokens, and tokens that end a text; in a chat those come from its template."""
     special = "special_tokens.additional_special_tokens"
     named = ["special_tokens.pad_token"]
     ends = [f"special_tokens.{each}" for each in ("bos_token", "eos_token", "unk_token")]
@@ -307,7 +307,7 @@ def _tokens(c: Crossing, only_chats: bool) -> None:
     for key in ends:
         if not only_chats:
             c.say(key, "refused", "the tokenizer's own stands around a text")
-    # A dict, as none may be named twice.
+    # A dict, because no token may be named twice.
     added: dict[str, dict[str, Any]] = {}
     for each in [*c.get(special, words, []), *(c.get(key, text, "") for key in named)]:
         if each:

@@ -1,4 +1,4 @@
-"""axolotl's options that change nothing of what is learned: reports, caches, kernels, machines."""
+"""axolotl's options that do not change what is learned: reports, caches, kernels, machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def left_options() -> tuple[TheirOption, ...]:
         leave("dataset_prepared_path push_dataset_to_hub", "prepared data is in the cache (data.cache.path)"),
         leave(
             "dataset_processes dataset_num_proc dataset_keep_in_memory num_dataset_shards_to_save",
-            "data is prepared by itself",
+            "data is prepared automatically",
         ),
         leave(
             "shuffle_merged_datasets shuffle_before_merging_datasets streaming streaming_multipack_buffer_size",
@@ -32,7 +32,7 @@ def left_options() -> tuple[TheirOption, ...]:
             "total_supervised_tokens",
             "it changes how full samples are; see `data.window`",
         ),
-        leave("eval_sample_packing eval_batch_size eval_sequence_len", "an evaluation is packed as the training"),
+        leave("eval_sample_packing eval_batch_size eval_sequence_len", "an evaluation is packed as the training data"),
         leave("save_first_step dynamic_checkpoint", "see `raytune-fsdp checkpoint`"),
         leave(
             "use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model "
@@ -67,7 +67,7 @@ def left_options() -> tuple[TheirOption, ...]:
 
 
 def machine_options() -> tuple[TheirOption, ...]:
-    """What decides where and by which kernels it is computed."""
+    """Return the options that decide where and with which kernels the run computes."""
     return (
         leave(
             "max_memory gpu_memory_limit low_cpu_mem_usage device_map device world_size ddp",

@@ -1,4 +1,4 @@
-"""What axolotl, TRL and LLaMA-Factory say of DeepSpeed: the name of its file, or what would be in it as a map."""
+"""Convert DeepSpeed's options in axolotl, TRL and LLaMA-Factory: the name of its file, or its content as a map."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AUTO = "as it is outside of deepspeed"
 
 
 def _file(c: Crossing, key: str) -> None:
-    """The stage of ZeRO, from the name of DeepSpeed's file."""
+    """Carry the stage of ZeRO, taken from the name of DeepSpeed's file."""
     name = c.get(key, text, "").rpartition("/")[2]
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", name)
     if found is None:
@@ -57,7 +57,7 @@ def _stage(c: Crossing, key: str) -> None:
 
 
 def _offload(c: Crossing, key: str) -> None:
-    """`{device: cpu}`, or true in files of old."""
+    """Carry offloading: `{device: cpu}`, or true in old files."""
     value = spelled(c.given[key])
     device = str(value.get("device", "none") if isinstance(value, dict) else value).lower()
     if device in ("none", "false", "0"):
@@ -84,7 +84,7 @@ def _optimizer(c: Crossing, key: str) -> None:
 
 
 def _half(c: Crossing, key: str) -> None:
-    """`deepspeed.bf16.enabled`: the file says it once more outside."""
+    """Compare `deepspeed.bf16.enabled` or `fp16` with the precision that the file sets outside of deepspeed."""
     kind = key.split(".")[1]
     if plain(c.given[key]) == "auto":
         c.say(key, "same", _AUTO)
@@ -101,7 +101,7 @@ def _deep(names: str) -> str:
 
 
 def deepspeed_options() -> tuple[TheirOption, ...]:
-    """What a map of DeepSpeed's may say. `auto` means what the file says outside of it."""
+    """Return the options in a map of DeepSpeed. `auto` means what the file says outside of it."""
 
     return (
         ask("deepspeed", "`parallel.strategy`, by the stage in the file's name", _file),
@@ -130,7 +130,7 @@ def deepspeed_options() -> tuple[TheirOption, ...]:
             alike=_AUTO,
         ),
         ask(_deep("bf16.enabled fp16.enabled"), "same, if the file says so outside of it; else refused", _half),
-        leave(_deep("bf16 fp16 bf16.* fp16.*"), "how DeepSpeed scales an fp16 loss; here it is scaled by itself"),
+        leave(_deep("bf16 fp16 bf16.* fp16.*"), "how DeepSpeed scales an fp16 loss; here it is scaled automatically"),
         refuse(
             _deep("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps"),
             "the file says its batch outside of deepspeed; write auto here",

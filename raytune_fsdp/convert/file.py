@@ -1,4 +1,4 @@
-"""A file in, a conversion out: what is read, for which project it is taken, and that the result is a config of ours."""
+"""Convert a file: read it, guess its project, turn its keys into ours, and check that the result is a valid config."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _INSIDES = {
     name: {option[: dot.start()] for option in project.options for dot in re.finditer(r"\.", option)}
     for name, project in PROJECTS.items()
 }
-"""Names with options below them."""
+"""By project, the names that have options below them."""
 _MAX_BYTES = 4_000_000
 _MOST_UNKNOWN = 200
-"""Keys that are no options. For each the nearest option is looked for, which takes milliseconds."""
-# What a part of a config is completed with to see whether it is sound.
+"""The most keys that are not options: for each the nearest option is looked for, which takes milliseconds."""
+# A part of a config is completed with these to validate it.
 _REST: dict[str, Any] = {
     "run": {"name": "any"},
     "model": {"path": "any"},
@@ -46,7 +46,7 @@ _REST: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class KeyLine:
-    """A key of the file, or a default of the project (without a value), and what became of it."""
+    """A key of the file with its value, or a default of the project without one, and what became of it."""
 
     key: str
     value: Any
@@ -58,26 +58,26 @@ class KeyLine:
             return "(not in the file)"
         if self.value is None:
             return self.key
-        # As it is written: 5e-5, not 5e-05.
+        # As the file writes it: 5e-5, not 5e-05.
         value = self.value.text if isinstance(self.value, Plain) else spelled(self.value)
         return f"{self.key}={'null' if value in ('', '~') else shown(value, self.key)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What became of a file."""
+    """The result of a conversion."""
 
     project: Project
     guessed: str
-    """Why it was taken for that project; empty if it was named."""
+    """Why the file was taken for that project's; empty if the project was named."""
     lines: list[KeyLine]
     problems: list[str]
-    """Why there is no config: a line each."""
+    """Why there is no config, a line each."""
     tree: dict[str, Any]
-    """The config, or a part of one; without defaults."""
+    """The config, or a part of one, without defaults."""
 
     def report(self) -> str:
-        """A line for every key of the file, and for every default that is not ours."""
+        """Return a line for every key of the file, and for every default that is not ours."""
         width = min(44, max(len(line.name) for line in self.lines))
         fates = [line.said.fate for line in self.lines]
         counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(sorted(fates)))
@@ -87,11 +87,11 @@ class Converted:
         return "\n".join(_printable(line) for line in (head, *lines))
 
     def config(self, file: str) -> str:
-        """The config as a file of ours."""
+        """Return the config as the text of a file."""
         dropped = [line.key for line in self.lines if line.said.fate == "dropped"]
         without = f", without {', '.join(dropped)}" if dropped else ""
         part = (
-            "\n# A part of a config: it says nothing of the model, the data and the training."
+            "\n# A part of a config: it says nothing about the model, the data and the training."
             if self.project.fragment
             else ""
         )
@@ -100,7 +100,7 @@ class Converted:
 
 
 def convert(file: str, *, project: str | None = None, gpus: int | None = None, drop: Sequence[str] = ()) -> Converted:
-    """Read a file and turn it into a config of ours. Raises ConfigError if it cannot be read or taken for any project.
+    """Read a file and turn it into a config of ours. Raises ConfigError if it cannot be read, or is no known project's.
 
     What cannot be carried is in `problems`.
     """
@@ -114,8 +114,8 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
     unknown = sum(option is None and key not in dropped for key, option, _ in leaves)
     if unknown > _MOST_UNKNOWN:
         raise ConfigError(
-            f"{file}: {unknown} of its {len(leaves)} keys are no options of {about.title} that are known here, so it "
-            f"is no file of {about.title}: say whose it is with --from"
+            f"{file}: {unknown} of its {len(leaves)} keys are not known as options of {about.title}, so it is not a "
+            f"file of {about.title}: name the trainer with --from"
         )
     given = {
         key: value
@@ -144,12 +144,12 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
 
 
 def _printable(text: str) -> str:
-    """One line, whatever a stranger has put into a key or a value: no line breaks, nothing that moves a cursor."""
+    """Return one line without line breaks or anything that moves a cursor: keys and values may be a stranger's."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def read(file: str) -> dict[str, Any]:
-    """The map in a YAML file, which a stranger may have written."""
+    """Read the map in a YAML file, which a stranger may have written."""
     try:
         tree, _ = parse(read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8"))
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def read(file: str) -> dict[str, Any]:
 
 
 def _check_depth(file: str, tree: Any) -> None:
-    """What writes and compares values goes down by calling itself."""
+    """Refuse deep nesting: the functions that write and compare values are recursive."""
     level = [tree]
     for _ in range(MAX_DEPTH):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
@@ -178,21 +178,21 @@ def _check_depth(file: str, tree: Any) -> None:
 
 
 def guess(file: str, tree: dict[str, Any]) -> tuple[str, str]:
-    """The project that knows most of the keys, and how many that are."""
+    """Return the project that knows most of the keys, and how many it knows."""
     known = {
         name: sum(key in project.options or key in _INSIDES[name] for key in tree) for name, project in PROJECTS.items()
     }
     best, second = sorted(known, key=lambda name: -known[name])[:2]
     if 2 * known[best] < len(tree) or known[best] == known[second]:
         raise ConfigError(
-            f"{file}: cannot be told apart ({', '.join(f'{name} knows {many}' for name, many in known.items())} of its "
-            f"{len(tree)} keys): name the trainer with --from {'|'.join(PROJECTS)}"
+            f"{file}: its trainer is unclear ({', '.join(f'{name} knows {many}' for name, many in known.items())} "
+            f"of its {len(tree)} keys): name the trainer with --from {'|'.join(PROJECTS)}"
         )
     return best, f"it knows {known[best]} of the {len(tree)} keys, {second} {known[second]}"
 
 
 def _leaves(tree: dict[str, Any], project: Project) -> Iterator[tuple[str, TheirOption | None, Any]]:
-    """Every key with its option and value. Maps, and lists of maps, whose inside the table knows are gone into."""
+    """Yield every key with its option and value. Goes into maps, and lists of maps, with options below their names."""
 
     options, insides = project.options, _INSIDES[project.name]
 
@@ -209,12 +209,12 @@ def _leaves(tree: dict[str, Any], project: Project) -> Iterator[tuple[str, Their
             yield key, options.get(name), value
 
     for key, value in tree.items():
-        # A dot would look like a key of a key.
+        # A key with a dot would look like a nested key.
         yield from walk(key, "?" if "." in key else key, value)
 
 
 def _as_map(value: Any) -> Any:
-    """A map that is written as JSON text, as a command line takes it; other values as they are."""
+    """Parse a map that is written as JSON text, as on a command line; return other values as they are."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -237,9 +237,9 @@ def _drops(drop: Sequence[str], key: str) -> bool:
 
 
 def _say(c: Crossing, project: Project, key: str, option: TheirOption | None) -> Said:
-    """What became of a key."""
+    """Return what became of a key."""
     if option is None:
-        # By the last part: the rest of a path is alike for many options.
+        # Many options share most of their path, so only a very near name counts.
         near = get_close_matches(re.sub(r"\.\d+\.", ".*.", key), list(project.options), n=1, cutoff=0.75)
         return Said(
             "refused", f"not an option of {project.title} that is known here{f'; nearest: {near[0]}' if near else ''}"
@@ -260,7 +260,7 @@ def _refusal(line: KeyLine) -> str:
 def _unknown_drops(drop: Sequence[str], keys: list[str], project: Project) -> list[str]:
     problems = []
     for each in drop:
-        # An option that the file does not set may be one of many files that are converted alike.
+        # An option that the file does not set may be dropped: many files may be converted with the same command.
         if each not in project.options and not any(_drops([each], key) for key in keys):
             near = get_close_matches(each, keys, n=1)
             problems.append(f"--drop {each}: the file has no such key{f'; nearest: {near[0]}' if near else ''}")
@@ -268,7 +268,7 @@ def _unknown_drops(drop: Sequence[str], keys: list[str], project: Project) -> li
 
 
 def _nested(fields: dict[str, Any]) -> dict[str, Any]:
-    """Dotted fields as a tree, in the order of our documentation."""
+    """Turn dotted fields into a tree, in the order of our documentation."""
     tree: dict[str, Any] = {}
     for field, value in fields.items():
         *sections, last = field.split(".")
@@ -285,7 +285,7 @@ def _nested(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(tree: dict[str, Any], c: Crossing, *, fragment: bool) -> list[str]:
-    """What our own validation says, in words of both files."""
+    """Validate the config; return the problems, which name the keys of both files."""
     whole = tree
     if fragment:
         whole = {section: {**_REST.get(section, {}), **tree.get(section, {})} for section in {**_REST, **tree}}

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: files for `llamafactory-cli train`."""
+"""LLaMA-Factory: convert files for `llamafactory-cli train`."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def _method(c: Crossing) -> None:
 
 
 def _base(c: Crossing, *, beside_adapters: bool) -> Quantized | None:
-    """A base that is quantized while it is loaded."""
+    """Return the base that is quantized while it is loaded; None if it is not."""
     bits = c.get("quantization_bit", whole, None)
     if bits is None:
         return None
     if not beside_adapters:
-        c.say("quantization_bit", "refused", "weights are quantized only beside adapters: write finetuning_type: lora")
+        c.say("quantization_bit", "refused", "weights are quantized only under adapters: write finetuning_type: lora")
         return None
     if bits not in (4, 8):
-        c.say("quantization_bit", "refused", "weights have 4 bits or 8 here: write one of them")
+        c.say("quantization_bit", "refused", "weights have 4 or 8 bits here: write one of the two")
         return None
     if c.get("quantization_method", text, "bnb") in ("bnb", "bitsandbytes"):
         c.say("quantization_method", "same", "rounded as they are read, without looking at data")
@@ -187,7 +187,7 @@ def _attention(c: Crossing, key: str) -> None:
     if name in _ATTENTION:
         c.carry(key, "model.attention", _ATTENTION[name])
     else:
-        c.say(key, "same", "the best that is right (model.attention=auto)")
+        c.say(key, "same", "the best that is correct (model.attention=auto)")
 
 
 def _revision(c: Crossing, key: str) -> None:
@@ -274,12 +274,12 @@ def _method_options() -> tuple[TheirOption, ...]:
 
     return (
         ask("stage", "`format` (sft, pt); others are refused", _stage),
-        told("finetuning_type", "`method.type`: full, or lora, which it is without it; others refused"),
+        told("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
         told("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
         told("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
         told("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
         told("adapter_name_or_path", "`method.adapter`"),
-        refuse("pissa_init create_new_adapter", "adapters begin with nothing to add, or as an adapter ended"),
+        refuse("pissa_init create_new_adapter", "adapters start at zero, or continue an adapter"),
         leave("pissa_iter pissa_convert", "belongs to pissa_init"),
         leave("loraplus_lr_embedding", "only for adapters of embeddings"),
         leave("adapter_folder", "name the directory itself in adapter_name_or_path"),
@@ -308,7 +308,7 @@ def _method_options() -> tuple[TheirOption, ...]:
         details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
         ask(
             "early_stopping_steps",
-            "`eval.early_stop.patience`, with evaluations every so many steps; else refused",
+            "`eval.early_stop.patience`, with evaluations every N steps; else refused",
             early_stopping,
         ),
         leave(
@@ -369,14 +369,14 @@ def _data_options() -> tuple[TheirOption, ...]:
             "profiler_with_stack profile_modules",
             "see `profile.steps`",
         ),
-        leave("fsdp_transformer_layer_cls_to_wrap", "a network's blocks are found"),
+        leave("fsdp_transformer_layer_cls_to_wrap", "a network's layers are found"),
     )
 
 
 LLAMA_FACTORY = Project(
     name="llama-factory",
     title="LLaMA-Factory",
-    about="Files for `llamafactory-cli train`. By its options of August 2026. The names in `dataset` are looked up in "
+    about="Files for `llamafactory-cli train`. Options of August 2026. The names in `dataset` are looked up in "
     "`dataset_info.json` in `dataset_dir`, seen from the current directory or from the file.",
     options=table(*_model_options(), *_method_options(), *_data_options(), *training_options()),
     prepare=prepare,

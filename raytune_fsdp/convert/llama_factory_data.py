@@ -1,4 +1,4 @@
-"""LLaMA-Factory's datasets: names that a file `dataset_info.json` explains."""
+"""Convert LLaMA-Factory's datasets: names that a file `dataset_info.json` explains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytune_fsdp.convert.runs import is_directory, rows_of
 
 _INFO = "dataset_info.json"
 _MAX_BYTES = 4_000_000
-# What no row of ours has, by the name of the column or of the setting.
+# Columns and settings that our rows do not have.
 _UNKNOWN = ("history", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
 _ROLES = {
     "user_tag": ("human", "user"),
@@ -27,16 +27,16 @@ _KNOWN = (
     *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "file_sha1"),
     *("formatting", "ranking", "subset", "split", "folder", "num_samples", "revision", "columns", "tags"),
 )
-"""What an entry of dataset_info.json may say."""
+"""The keys of an entry in dataset_info.json."""
 _FUNCTION = "raytune_fsdp.convert.llama_factory_rows:with_input"
 
 
 class _NotHereError(ValueError):
-    """Why a dataset cannot be carried."""
+    """A dataset cannot be carried; the message says why."""
 
 
 def prepare_data(c: Crossing, *, pretraining: bool) -> None:
-    """`data.train` and `data.eval`."""
+    """Carry the datasets to `data.train` and `data.eval`."""
     train = _datasets(c, "dataset", pretraining)
     if "dataset" not in c.given:
         c.problems.append("no dataset is named: set dataset in the file")
@@ -75,7 +75,7 @@ def _datasets(c: Crossing, key: str, pretraining: bool) -> list[dict[str, Any]]:
 
 
 def _info(c: Crossing) -> tuple[dict[str, Any] | None, Path]:
-    """What explains the names, and where it is: in `dataset_dir`, seen from here or from the file. None: hub names."""
+    """Return dataset_info.json and its directory: `dataset_dir`, seen from here or from the file. None: hub names."""
     place = c.get("dataset_dir", text, "data")
     c.say("dataset_dir", "carried", "data.train: where the datasets are")
     if place == "ONLINE":
@@ -117,7 +117,7 @@ def _read(entry: dict[str, Any], folder: Path, c: Crossing, pretraining: bool) -
 
 
 def _part(entry: dict[str, Any], found: dict[str, Any]) -> dict[str, int]:
-    """Puts the configuration, revision and split of a hub dataset into `found`. Returns the rows of a file's split."""
+    """Put configuration, revision and split of a hub dataset into `found`; return the `rows` for a file's split."""
     split = str(entry.get("split") or "train")
     if "hub" in found:
         found |= {field: str(entry[field]) for field in ("subset", "revision") if entry.get(field)}
@@ -128,7 +128,7 @@ def _part(entry: dict[str, Any], found: dict[str, Any]) -> dict[str, int]:
     if named:
         raise _NotHereError(f"a file has no {' and no '.join(named)}: take it out, or name a dataset of the hub")
     if is_directory(str(found["path"])):
-        found["split"] = "all"  # as it reads every file of a directory
+        found["split"] = "all"  # LLaMA-Factory reads every file of a directory
     some = rows_of(split)
     if some is None:
         raise _NotHereError(f"a file has no split {split!r}: name a file with the rows of it")
@@ -147,7 +147,7 @@ def _place(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _format(entry: dict[str, Any], c: Crossing, pretraining: bool) -> dict[str, Any]:
     columns, tags = _maps(entry, "columns"), _maps(entry, "tags")
-    # With `columns`, those that it leaves out are not read; without, they have their usual names.
+    # With `columns`, columns that it leaves out are not read; without it, columns have their usual names.
     usual = {} if columns else {"prompt": "instruction", "query": "input", "response": "output"}
     columns = {**usual, **columns}
     unknown = [name for name in _UNKNOWN if columns.get(name)]
@@ -171,7 +171,7 @@ def _format(entry: dict[str, Any], c: Crossing, pretraining: bool) -> dict[str, 
 
 
 def _text(columns: dict[str, str], formatting: str) -> dict[str, Any]:
-    """A row of stage pt: what would be its question, without an answer."""
+    """Return the format of stage pt, which trains on the column of the question alone."""
     if formatting != "alpaca":
         raise _NotHereError("stage pt trains on the first message of a conversation only; see format of type python")
     if "prompt" not in columns:
@@ -180,7 +180,7 @@ def _text(columns: dict[str, str], formatting: str) -> dict[str, Any]:
 
 
 def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
-    """With the query after the prompt, in the next line: a format of ours has an empty line there."""
+    """Add the query to the prompt, on the next line, by a python format: our formats put an empty line between them."""
     if not columns.get("query"):
         return made
     if (columns.get("prompt", "instruction"), columns["query"]) != ("instruction", "input"):
@@ -200,7 +200,7 @@ def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str,
     if roles:
         made["roles"] = roles
     if columns.get("system") != "system":
-        made["system"] = columns.get("system")  # null: a column that `columns` leaves out is not read
+        made["system"] = columns.get("system")  # null if `columns` leaves it out: then the column is not read
     if columns.get("tools", "tools") != "tools":
         made["tools"] = columns["tools"]
     return {**made, **({"loss": loss} if loss else {})}

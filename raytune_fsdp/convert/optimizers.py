@@ -1,4 +1,4 @@
-"""Optimizers, by the names that transformers has for them."""
+"""Convert optimizers, by transformers' names for them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def optimizer(c: Crossing, key: str) -> None:
     if name in _ADAMW:
         c.say(key, "same", "AdamW")
     elif name in _EIGHT_BITS + _FEWER_BITS:
-        blocks = "blocks of 256 within a row, rounded stochastically"
-        note = blocks if name in _EIGHT_BITS else f"here in 8 bits: {blocks}"
+        groups = "groups of 256 within a row, rounded stochastically"
+        note = groups if name in _EIGHT_BITS else f"here in 8 bits: {groups}"
         c.carry(key, _FIELD, {"type": "adamw", "moments": "8bit"}, note)
     elif name == "adafactor":
         c.carry(key, _FIELD, {"type": "adafactor"})
@@ -39,15 +39,13 @@ def optimizer(c: Crossing, key: str) -> None:
     elif name == "sgd":
         c.carry(key, _FIELD, {"type": "sgd", "momentum": 0.0})
     elif "muon" in name:
-        c.say(
-            key, "refused", "its steps are of other sizes there: set optim.optimizer.type=muon and choose optim.lr anew"
-        )
+        c.say(key, "refused", "its steps have other sizes there: set optim.optimizer.type=muon and another optim.lr")
     else:
         c.say(key, "refused", "the optimizers here are adamw, adafactor, sgd, muon and lion: see optim.optimizer")
 
 
 def _of_adamw(c: Crossing, key: str) -> None:
-    """Others than AdamW refuse its fields."""
+    """Carry an option of AdamW; other optimizers refuse its fields."""
     name = c.get(c.first("optim", "optimizer"), text, "")
     if name in _LION + _LION_8BIT and key != "adam_epsilon":
         c.say(key, "same", f"in {_FIELD}")
@@ -58,5 +56,5 @@ def _of_adamw(c: Crossing, key: str) -> None:
 
 
 def adamw_options() -> tuple[TheirOption, ...]:
-    """What only some optimizers know."""
+    """Return the options that only some optimizers have."""
     return tuple(ask(name, f"`{field}`; in `{_FIELD}` with Lion", _of_adamw) for name, field in _OF_ADAMW.items())

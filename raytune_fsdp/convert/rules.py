@@ -1,8 +1,8 @@
-"""What the tables are made of, and what is known of a file while it is converted.
+"""The parts of a project's table, and the state of a file while it is converted.
 
-A table has a `TheirOption` for everything that a project's file may say. Most stand for themselves (`carry`, `same`,
-`leave`, `refuse`). What several options say together, such as a batch, is settled first, by the project's `prepare`,
-which says what became of each of them (`Crossing.say`); the table then only has to know their names (`told`).
+A table has a `TheirOption` for everything that a project's file may say. Most have a rule of their own (`carry`,
+`same`, `leave`, `refuse`). What several options say together, such as a batch, is settled first, by the project's
+`prepare`, which says what became of each (`Crossing.say`); the table then only lists their names (`told`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ D = TypeVar("D")
 
 
 class Said(NamedTuple):
-    """What becomes of a key, and why."""
+    """What became of a key, and why."""
 
     fate: Fate
     text: str
     drop: str | None = ""
-    """Of a refused key: the key to drop, where that is another one. None: nothing is left without it."""
+    """For a refused key, the key to drop instead, if that is another one. None: dropping it would leave nothing."""
 
 
 class WrongValueError(ValueError):
-    """The rule that a value breaks."""
+    """A value breaks a rule; the message is the rule."""
 
 
-# Values. A scalar without quotes comes as `Plain`: only its reader knows whether `no` is a word.
+# Readers of values. A scalar without quotes comes as `Plain`: only its reader knows whether `no` is a word.
 
 
 def plain(value: Any) -> Any:
@@ -49,7 +49,7 @@ def number(value: Any) -> int | float:
             found = float(found)
         except ValueError:
             raise WrongValueError("must be a number") from None
-    # No setting is near the limit, and Python writes and divides no number of a thousand digits. NaN is not below it.
+    # No setting is near the limit, and Python cannot write or divide numbers of a thousand digits. NaN fails the test.
     if isinstance(found, bool) or not isinstance(found, int | float) or not -_LIMIT < found < _LIMIT:
         raise WrongValueError("must be a number")
     return found
@@ -81,7 +81,7 @@ def text(value: Any) -> str:
 
 
 def words(value: Any) -> list[str]:
-    """A list of words, or a text with commas or spaces between them."""
+    """Read a list of words, or a text of words with commas or spaces between them."""
     if isinstance(value, list):
         return [text(each) for each in value]
     return [word for word in re.split(r"[,\s]+", text(value)) if word]
@@ -95,25 +95,25 @@ def a_map(value: Any) -> dict[str, Any]:
 
 
 class Crossing:
-    """A file on its way: what it says, what of it is ours by now, and what became of each of its keys."""
+    """A file that is being converted: its keys, the fields that they became, and what became of each key."""
 
     def __init__(self, file: str, given: dict[str, Any], *, gpus: int | None = None, drop: Iterable[str] = ()) -> None:
         self.file = file
         self.directory = Path(file).parent
         self.given = given
-        """By key: what is set and not dropped, not read yet."""
+        """Values by key, as they are in the file: those that are set and not dropped."""
         self.gpus = gpus
         self.dropping = frozenset(drop)
         self.fields: dict[str, Any] = {}
-        """Ours: by dotted name."""
+        """Our fields, by dotted name."""
         self.said: dict[str, Said] = {}
         self.unsaid: list[tuple[str, Said]] = []
-        """Defaults of the other project: what the file does not say."""
+        """Defaults of the other project, for keys that the file does not set."""
         self.problems: list[str] = []
         self.sources: dict[Loc, str] = {}
 
     def get(self, key: str, read: Callable[[Any], T], default: D) -> T | D:
-        """The value of a key. A wrong one is reported once, and does as if it were not there."""
+        """Return the value of a key. A wrong value is reported once, and then counts as not set."""
         if key not in self.given or key in self.said and self.said[key].fate == "refused":
             return default
         try:
@@ -123,11 +123,11 @@ class Crossing:
             return default
 
     def on(self, key: str) -> bool:
-        """Whether the file switches something on, refused or not."""
+        """Return whether the file switches an option on, refused or not."""
         return key in self.given and str(spelled(self.given[key])).lower() not in ("false", "no", "off", "0", "0.0")
 
     def first(self, *keys: str) -> str:
-        """The first of these spellings that the file uses, or the first of all."""
+        """Return the first of these spellings that the file uses, or simply the first."""
         return next((key for key in keys if key in self.given), keys[0])
 
     def put(self, field: str, value: Any, key: str = "") -> None:
@@ -136,7 +136,7 @@ class Crossing:
             self.sources[tuple(field.split("."))] = f"{key} in {self.file}"
 
     def say(self, key: str, fate: Fate, why: str, drop: str | None = "") -> None:
-        """What became of a key, if the file has it. What was said first counts."""
+        """Record what became of a key, if the file has it. The first record counts."""
         if key in self.given:
             self.said.setdefault(key, Said(fate, why, drop))
 
@@ -146,7 +146,7 @@ class Crossing:
             self.say(key, "carried", f"{in_words(field, value)}{note and f': {note}'}")
 
     def default(self, field: str, value: Any, why: str) -> None:
-        """A default of the other project that is not ours."""
+        """Set a field to a default of the other project that is not ours, unless it is set."""
         if field not in self.fields:
             self.put(field, value)
             self.tell_default(field, value, why)
@@ -155,7 +155,7 @@ class Crossing:
         self.unsaid.append((field, Said("default", f"{in_words(field, value)}: {why}")))
 
     def refuse_unsaid(self, key: str, why: str) -> None:
-        """Refuse what the file does not say but the other project does by default."""
+        """Refuse something that the other project does by default, because the file does not set it."""
         if key not in self.given and key not in self.dropping:
             self.unsaid.append((key, Said("refused", why)))
 
@@ -169,19 +169,19 @@ Rule = Callable[[Crossing, str], None]
 
 @dataclass(frozen=True, slots=True)
 class TheirOption:
-    """Options of which the same is to be said."""
+    """Options of a project that are converted alike."""
 
     names: tuple[str, ...]
     here: str
     """What becomes of them, for the documentation."""
     rule: Rule | None
-    """Says what becomes of a key, unless it was said before."""
+    """Says what becomes of a key, unless that was said before."""
     unused: Said = Said("left", "not used with the other options of this file")
     takes_null: bool = False
 
 
 def carry(names: str, field: str, read: Callable[[Any], Any], note: str = "") -> TheirOption:
-    """The value becomes the value of a field of ours."""
+    """Make options whose value becomes the value of a field of ours."""
 
     def rule(c: Crossing, key: str) -> None:
         c.carry(key, field, c.get(key, read, None), note)
@@ -190,7 +190,7 @@ def carry(names: str, field: str, read: Callable[[Any], Any], note: str = "") ->
 
 
 def switch(names: str, field: str, value: Any, off: str) -> TheirOption:
-    """One that is on gives a field of ours this value; `off` is what happens otherwise, in both projects."""
+    """Make switches that give a field of ours this value if they are on; `off` says what both projects do otherwise."""
 
     def rule(c: Crossing, key: str) -> None:
         if c.get(key, flag, False):
@@ -210,7 +210,7 @@ def leave(names: str, why: str) -> TheirOption:
 
 
 def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str = "off, as here") -> TheirOption:
-    """What cannot be carried. A value of `off`, or none, is what happens here, too."""
+    """Make options that cannot be carried. With a value in `off`, or an empty one, they mean what happens here, too."""
 
     def rule(c: Crossing, key: str) -> None:
         value = spelled(c.given[key])
@@ -223,7 +223,7 @@ def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str =
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """By text: 0 is not false, and `"false"` in quotes is. Numbers as numbers: 0.0 is 0."""
+    """Compare values as texts (0 is not false, but `"false"` in quotes is), and numbers as numbers (0.0 is 0)."""
     if str(value).lower() == str(other).lower():
         return True
     numbers = not isinstance(value, bool) and not isinstance(other, bool)
@@ -234,7 +234,7 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 def part(names: str, owner: str, active: Callable[[Crossing], bool]) -> TheirOption:
-    """Details of an option that cannot be carried: without it they mean nothing."""
+    """Make details of an option that cannot be carried: without it they mean nothing."""
 
     def rule(c: Crossing, key: str) -> None:
         if active(c):
@@ -246,7 +246,7 @@ def part(names: str, owner: str, active: Callable[[Crossing], bool]) -> TheirOpt
 
 
 def told(names: str, here: str, *, takes_null: bool = False) -> TheirOption:
-    """Settled together with others, before the table is asked."""
+    """Make options that `prepare` settles together with others, before the table is used."""
     return TheirOption(tuple(names.split()), here, None, takes_null=takes_null)
 
 
@@ -255,7 +255,7 @@ def ask(names: str, here: str, rule: Rule) -> TheirOption:
 
 
 def table(*options: TheirOption) -> dict[str, TheirOption]:
-    """Options by name. In a name `*` stands for the number of an item."""
+    """Return options by name. In a name `*` stands for the number of an item."""
     found: dict[str, TheirOption] = {}
     for option in options:
         for name in option.names:
@@ -271,11 +271,11 @@ class Project:
     name: str
     title: str
     about: str
-    """Which files, for the documentation."""
+    """Which files these are, for the documentation."""
     options: dict[str, TheirOption]
     prepare: Callable[[Crossing], None]
     """Settles what several options say together."""
     finish: Callable[[Crossing], None]
     """Adds the defaults that are not ours."""
     fragment: bool = False
-    """Its files say nothing of model, data and training: the result is a part of a config."""
+    """Its files say nothing about model, data and training: the result is a part of a config."""

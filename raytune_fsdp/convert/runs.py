@@ -1,4 +1,4 @@
-"""What several projects say of a run: its directory, its length, its batch, and what is done every so many steps."""
+"""Convert options that several projects share: a run's directory, length, batch, and what is done every N steps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.convert.rules import Crossing, in_words, number, text, whole
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-# Names of builders, which stand where others have the name of a dataset.
+# Names of builders in `datasets`, which stand in place of a dataset's name.
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst))?$")
 
 
 def attention(c: Crossing, key: str) -> None:
-    """The attention's implementation by transformers' name for it."""
+    """Carry the attention's implementation, by transformers' name for it."""
     name = c.get(key, text, "")
     if name in ATTENTION:
         c.carry(key, "model.attention", name)
     else:
-        c.say(key, "left", "not a name of ours; model.attention=auto takes the best that is right")
+        c.say(key, "left", "not a name of ours; model.attention=auto takes the best that is correct")
 
 
 def place(name: str) -> dict[str, str]:
-    """Where rows are: the name is a path or one of the hub."""
+    """Return where rows are: a name is a path, or that of a hub dataset."""
     local = is_url(name) or name[:1] in ("/", ".", "~") or _DATA_FILE.search(name) or "*" in name
     if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or os.path.exists(name):
         return {"path": name}
@@ -34,8 +34,10 @@ def place(name: str) -> dict[str, str]:
 
 
 def part_of_files(c: Crossing, split_key: str, found: dict[str, Any]) -> None:
-    """The split of a directory; of plain files, which have one, called `train`, as `rows` of them. What cannot be said
-    so is refused."""
+    """Carry the split of files: by its name in a directory; plain files have only `train`, which may become `rows`.
+
+    Any other split is refused.
+    """
     split = c.get(split_key, text, "train")
     name, bracket, rest = split.partition("[")
     is_name = is_directory(found["path"]) and re.fullmatch(r"\w+(\.\w+)*", name) is not None
@@ -51,12 +53,12 @@ def part_of_files(c: Crossing, split_key: str, found: dict[str, Any]) -> None:
 
 
 def is_directory(path: str) -> bool:
-    """Whether a path that may not be here names a directory, by its look."""
+    """Return whether a path, which may not be here, looks like a directory."""
     return not ("*" in path or _DATA_FILE.search(path))
 
 
 def rows_of(split: str) -> dict[str, int] | None:
-    """`rows` for a split of plain files; empty for all of them, None for one that they do not have."""
+    """Return `rows` for a split of plain files: empty for all rows, None for a split that they do not have."""
     some = re.fullmatch(r"train(\[(:([1-9][0-9]{0,17})|-([1-9][0-9]{0,17}):)\])?", split)
     if some is None:
         return None
@@ -66,7 +68,7 @@ def rows_of(split: str) -> dict[str, int] | None:
 def global_batch(
     c: Crossing, micro: str, accumulation: str, *, default: int, passes: int | None = None, divided_by: int = 1
 ) -> None:
-    """Their batch is one GPU's, ours is everybody's. `divided_by`: GPUs that share samples."""
+    """Carry the batch: theirs is that of one GPU, ours that of all. `divided_by`: GPUs that share samples."""
     samples = c.get(micro, whole, default)
     passes = c.get(accumulation, whole, 1) if passes is None else passes
     if samples < 1 or passes < 1:
@@ -92,7 +94,7 @@ def global_batch(
 
 
 def run_directory(c: Crossing, key: str, *, default: str) -> None:
-    """`saves/qwen/full` is the run `full` in the directory `saves/qwen`."""
+    """Carry the directory: `saves/qwen/full` becomes the run `full` in the storage `saves/qwen`."""
     given = c.get(key, text, default)
     if is_url(given):
         c.say(
@@ -116,7 +118,7 @@ def run_directory(c: Crossing, key: str, *, default: str) -> None:
 
 
 def length(c: Crossing, epochs: str, *, default: float) -> None:
-    """In steps, if the file gives any, else in epochs."""
+    """Carry the length, in steps if the file gives any, else in epochs."""
     steps = c.get("max_steps", whole, -1)
     if steps > 0:
         c.carry("max_steps", "train.max_steps", steps)
@@ -129,7 +131,10 @@ def length(c: Crossing, epochs: str, *, default: float) -> None:
 
 
 def cadence(c: Crossing, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
-    """Every so many steps, every epoch, or never. `without`: the strategy if the file has none."""
+    """Carry how often something is done: every N steps, every epoch, or never.
+
+    `without`: the strategy if the file has none; `every`: the steps if it has none.
+    """
     how = c.get(strategy, text, without).lower()
     if how in ("no", "false"):
         safe = "; besides, by the clock, in case of a crash" if field == "checkpoint.every" else ""
@@ -141,7 +146,7 @@ def cadence(c: Crossing, field: str, strategy: str, steps: str, *, without: str,
         c.say(steps, "left", f"not used with {strategy}={how}")
         return
     if how not in ("steps", "true"):
-        c.say(strategy, "left", f"{how} is no number of steps; without {field} it is at the end")
+        c.say(strategy, "left", f"{how} is not a number of steps; without {field} it is at the end")
         c.say(steps, "left", f"not used with {strategy}={how}")
         return
     found = c.get(steps, number, every)
@@ -163,7 +168,7 @@ def cadence(c: Crossing, field: str, strategy: str, steps: str, *, without: str,
 
 
 def times_per_epoch(c: Crossing, field: str, key: str, count: int) -> None:
-    """So many times in every epoch, where epochs are counted."""
+    """Carry that something is done `count` times in every epoch, if epochs are counted."""
     if count < 1:
         c.say(key, "same", "only at the end")
     elif "train.epochs" in c.fields:
@@ -173,7 +178,7 @@ def times_per_epoch(c: Crossing, field: str, key: str, count: int) -> None:
 
 
 def in_steps(c: Crossing, count: float) -> int | None:
-    """Steps, of which a number below 1 is a fraction. None if it cannot be known of how many."""
+    """Return a number of steps; below 1 it is a fraction of the run's. None if the run's number is not known."""
     if count >= 1:
         return int(count)
     total = c.fields.get("train.max_steps")

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate by transformers' names for them, and their warmup."""
+"""Convert schedules of the learning rate, by transformers' names for them, and their warmup."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from raytune_fsdp.convert.rules import Crossing, number, text, whole
 
 
 def _ratio(least: Any, lr: float) -> float:
-    """A learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
+    """Return a learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
     return float(f"{number(least) / lr:.12g}")
 
 
 class _NotHereError(ValueError):
-    """Why a schedule is none of ours."""
+    """A schedule is not one of ours; the message says why."""
 
 
 def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
-    """Our schedule by transformers' name for it. What is left in `details` was not understood."""
+    """Return our schedule by transformers' name for it. What it leaves in `details` was not understood."""
 
     def take(name: str, default: Any) -> Any:
         value = details.pop(name, None)
@@ -59,7 +59,7 @@ def _schedule(c: Crossing, kind: str, details: dict[str, Any], lr: float) -> dic
 
 
 def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
-    """The schedule and its details, and the name that the project has for it."""
+    """Carry the schedule and its details; return the project's name for it."""
     kind, prefix = c.get(key, text, default), "lr_scheduler_kwargs."
     keys = [name for name in c.given if name.startswith(prefix)]
     details = {name.removeprefix(prefix): spelled(c.given[name]) for name in keys}
@@ -68,7 +68,7 @@ def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
     try:
         ours = _schedule(c, kind, details, c.get("learning_rate", number, default_lr) or default_lr)
         if details:
-            raise _NotHereError(f"{', '.join(details)} is nothing that {kind} has here")
+            raise _NotHereError(f"{kind} has no {', '.join(details)} here")
     except ValueError as error:
         for name in (key, *keys):
             c.say(name, "refused", str(error), key if key in c.given else "")
@@ -80,11 +80,11 @@ def schedule(c: Crossing, key: str, *, default: str, default_lr: float) -> str:
     return kind
 
 
-AHEAD = "a step ahead until it ends, as their first step has a rate of 0"
+AHEAD = "ours is one step ahead until it ends, as their first step has a rate of 0"
 
 
 def warmup(c: Crossing, kind: str) -> None:
-    """Steps count more than a fraction, and both mean nothing to a constant schedule without warmup."""
+    """Carry the warmup: steps count before a fraction, and a constant schedule without warmup ignores both."""
     steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
     if kind == "constant":
         c.default("optim.warmup_ratio", 0.0, "the schedule `constant` has no warmup")

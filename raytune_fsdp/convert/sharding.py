@@ -1,4 +1,4 @@
-"""What several projects say of FSDP. It decides where weights are, and nothing of what is learned."""
+"""Convert several projects' options of FSDP. They decide where weights are, not what is learned."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from raytune_fsdp.convert.rules import (
     words,
 )
 
-FP8 = "8 bits are scaled in another way here: leave it out, and set parallel.precision=fp8 afterwards"
+FP8 = "fp8 is scaled in another way here: leave it out, and set parallel.precision=fp8 afterwards"
 
-# FSDP 1 by name and by number; FSDP 2 says whether weights are let go between forward and backward.
+# FSDP 1 has names and numbers; FSDP 2 says whether weights are freed between forward and backward.
 _STRATEGIES = {
     "full_shard": "full_shard",
     "1": "full_shard",
@@ -42,7 +42,7 @@ _USUAL_NODE = 8
 
 
 def strategy(c: Crossing, key: str, word: str, gpus_of_a_node: int | None = None) -> None:
-    """`parallel.strategy` by FSDP's word for it."""
+    """Carry `parallel.strategy`, by FSDP's word for it."""
     ours = _STRATEGIES.get(word.lower())
     if ours is None:
         c.say(
@@ -62,7 +62,7 @@ def strategy(c: Crossing, key: str, word: str, gpus_of_a_node: int | None = None
 
 
 def fsdp(c: Crossing, key: str) -> None:
-    """`full_shard auto_wrap offload`, as a text or a list; newer files say only true."""
+    """Carry `fsdp`: words such as `full_shard auto_wrap offload`, as a text or a list; in newer files only true."""
     value = plain(c.given[key])
     if isinstance(value, bool):
         if value:
@@ -82,13 +82,13 @@ def fsdp(c: Crossing, key: str) -> None:
 
 
 def sharded(c: Crossing) -> bool:
-    """Whether the file itself shards weights. Then the optimizer's copy is fp32, whatever they are loaded as."""
+    """Return whether the file itself shards weights: then the optimizer's copy is fp32, whatever they are loaded as."""
     on = any(spelled(c.given[key]) not in (False, "", []) for key in ("fsdp", "deepspeed") if key in c.given)
     return on or any(key.startswith(("fsdp_config", "deepspeed.")) for key in c.given)
 
 
 def activation_checkpointing(c: Crossing, *own: str, read: Callable[[Any], bool] = flag) -> None:
-    """On if any of these says so: projects have a switch of their own beside FSDP's."""
+    """Switch it on if any of these options does: projects have a switch of their own besides FSDP's."""
     given = [key for key in (*own, *_both("activation_checkpointing")) if key in c.given]
     mode = "full" if any(c.get(key, read if key in own else flag, False) for key in given) else "none"
     for key in given:
@@ -96,7 +96,7 @@ def activation_checkpointing(c: Crossing, *own: str, read: Callable[[Any], bool]
 
 
 def fsdp_options() -> tuple[TheirOption, ...]:
-    """The options below `fsdp_config`, which most files write with a second `fsdp_` and some without."""
+    """Return the options below `fsdp_config`, which most files write with a second `fsdp_` and some without."""
 
     def names(these: str) -> str:
         return " ".join(name for word in these.split() for name in _both(word))
@@ -114,10 +114,10 @@ def fsdp_options() -> tuple[TheirOption, ...]:
         carry(names("activation_checkpointing_offload"), "parallel.activation_offload", flag),
         same(names("version") + " fsdp_version", "always FSDP 2"),
         same(names("sync_module_states"), "all ranks start from the same weights"),
-        same(names("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"), "a network's blocks are found"),
-        leave(names("auto_wrap_policy min_num_params"), "a unit is a block, or `parallel.wrap` of them"),
+        same(names("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"), "a network's layers are found"),
+        leave(names("auto_wrap_policy min_num_params"), "a unit is one layer, or `parallel.wrap` layers"),
         same(names("state_dict_type final_state_dict_type"), "checkpoints are in shards, the export is whole"),
-        leave(names("mixed_precision_policy"), "`parallel.precision` says it"),
+        leave(names("mixed_precision_policy"), "see `parallel.precision`"),
         leave(
             names("backward_prefetch forward_prefetch limit_all_gathers use_orig_params cpu_offload_pin_memory")
             + " "

@@ -1,4 +1,4 @@
-"""The options of transformers' TrainingArguments, which TRL and LLaMA-Factory take, and axolotl in part."""
+"""Convert the options of transformers' TrainingArguments, which TRL and LLaMA-Factory take, and axolotl in part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp, fsdp_o
 
 
 def precision(c: Crossing, *, default: str) -> str:
-    """By the switches for mixed precision; without any of them the default."""
+    """Return the precision that the switches for mixed precision choose; without any of them, the default."""
     bf16, fp16 = c.get("bf16", flag, default == "bf16"), c.get("fp16", flag, False)
     if "bf16" not in c.given and fp16:
         bf16 = False
@@ -47,7 +47,7 @@ def _reports(c: Crossing, key: str) -> None:
         c.carry(key, "tracking.mlflow.enabled", False)
         return
     fields = [f"tracking.{each}.enabled" for each in ("mlflow", "wandb", "tensorboard") if each in found]
-    if "all" in found:  # that is installed there
+    if "all" in found:  # there it means: all that are installed
         fields = ["tracking.mlflow.enabled"]
     for field in fields:
         c.put(field, True, key)
@@ -61,14 +61,14 @@ def _reports(c: Crossing, key: str) -> None:
 
 
 def early_stopping(c: Crossing, key: str) -> None:
-    """A number of evaluations without an improvement; with none, no run ends early."""
+    """Carry the number of evaluations without an improvement; with 0, no run ends early."""
     patience = c.get(key, whole, 0)
     if patience < 1:
         c.say(key, "same", "the run ends after its steps or epochs")
     elif "eval.every" in c.fields:
         c.carry(key, "eval.early_stop", {"patience": patience})
     else:
-        c.say(key, "refused", "nothing is evaluated every so many steps, so the run ends after its steps or epochs")
+        c.say(key, "refused", "nothing is evaluated every N steps, so the run ends after its steps or epochs")
 
 
 def _push(c: Crossing, key: str) -> None:
@@ -100,15 +100,13 @@ def _metric(c: Crossing, key: str) -> None:
     if c.get(key, text, "loss") in ("loss", "eval_loss"):
         c.say(key, "same", "the mean loss over all evaluations")
     elif c.on("load_best_model_at_end"):
-        c.say(
-            key, "refused", "only losses are measured: without it the best is that of the lowest; see checkpoint.best"
-        )
+        c.say(key, "refused", "only losses are measured: without it, the lowest loss is best; see checkpoint.best")
     else:
         c.say(key, "left", "no best one is kept (checkpoint.keep_best=0)")
 
 
 def _direction(c: Crossing, key: str) -> None:
-    """Of the metric, and of nothing else."""
+    """Carry which direction is better; it belongs to the metric, and is left without it."""
     metric = "metric_for_best_model"
     if metric in c.dropping or spelled(c.given.get(metric, "loss")) not in ("loss", "eval_loss"):
         c.say(key, "left", f"goes with {metric}, which is not carried")
@@ -146,7 +144,7 @@ def _log(c: Crossing, key: str) -> None:
 
 
 def prepare_training(c: Crossing, *, lr: float, output: str, default_precision: str) -> str:
-    """What several options say together. Returns the precision, which the caller may know more of."""
+    """Settle what several options say together. Returns the precision, about which the caller may know more."""
     length(c, "num_train_epochs", default=3.0)
     global_batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", default=8)
     run_directory(c, "output_dir", default=output)
@@ -159,7 +157,7 @@ def prepare_training(c: Crossing, *, lr: float, output: str, default_precision: 
 
 
 def finish_training(c: Crossing, *, lr: float) -> None:
-    """The defaults of TrainingArguments that are not ours."""
+    """Add the defaults of TrainingArguments that are not ours."""
     if lr != 5e-5:
         c.default("optim.lr", lr, "learning_rate by default")
     c.default("optim.weight_decay", 0.0, "weight_decay by default")
@@ -179,12 +177,12 @@ def _clip(c: Crossing, key: str) -> None:
 
 
 def noise(c: Crossing, key: str) -> None:
-    """NEFTune."""
+    """Carry NEFTune's noise."""
     _unless_zero(c, key, "train.neftune_noise_alpha")
 
 
 def balance(c: Crossing, key: str) -> None:
-    """The load-balancing loss of a mixture of experts."""
+    """Carry the load-balancing loss of a mixture of experts."""
     _unless_zero(c, key, "train.router_aux_loss_coef")
 
 
@@ -201,7 +199,7 @@ def _unless_zero(c: Crossing, key: str, field: str) -> None:
 
 
 def optim_options() -> tuple[TheirOption, ...]:
-    """Of the optimizer, under the names that axolotl has for them, too."""
+    """Return the options of the optimizer, which have the same names in axolotl."""
     return (
         carry("learning_rate", "optim.lr", number),
         carry("weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, not only norms and biases"),
@@ -224,13 +222,13 @@ def optim_options() -> tuple[TheirOption, ...]:
         ask("neftune_noise_alpha", "`train.neftune_noise_alpha`", noise),
         refuse(
             "auto_find_batch_size",
-            "a batch is what `train` says; a smaller micro_batch changes nothing of what is learned",
+            "a batch is what `train` says; a smaller micro_batch does not change what is learned",
         ),
     )
 
 
 def shared_options() -> tuple[TheirOption, ...]:
-    """What axolotl calls as transformers does, besides the optimizer's."""
+    """Return the other options that have the same names in axolotl."""
     return (
         told("gradient_accumulation_steps", "`train.global_batch`"),
         told("max_steps", "`train.max_steps` (-1: none)"),
@@ -261,7 +259,9 @@ def shared_options() -> tuple[TheirOption, ...]:
         leave("gradient_checkpointing_kwargs.use_reentrant gradient_checkpointing_kwargs", "never reentrant here"),
         leave("group_by_length", "it changes the order only; packed samples are of one length"),
         leave("hub_strategy hub_revision", "the export is pushed once, at the end"),
-        leave("dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared by itself"),
+        leave(
+            "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared automatically"
+        ),
         leave("dataloader_drop_last", "the last step has what is left of the data"),
         leave(
             "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
@@ -275,7 +275,7 @@ def shared_options() -> tuple[TheirOption, ...]:
 
 
 def training_options() -> tuple[TheirOption, ...]:
-    """All of TrainingArguments."""
+    """Return all options of TrainingArguments."""
     return (
         told("per_device_train_batch_size", "`train.micro_batch`, `train.global_batch`"),
         told("num_train_epochs", "`train.epochs`"),
@@ -309,7 +309,7 @@ def training_options() -> tuple[TheirOption, ...]:
 
 def _left_options() -> tuple[TheirOption, ...]:
     return (
-        leave("run_name project", "the run is called as its directory; see `run.name`"),
+        leave("run_name project", "a run has the name of its directory; see `run.name`"),
         leave("per_device_eval_batch_size eval_accumulation_steps", "it changes no loss; `train.micro_batch` counts"),
         leave("do_train do_eval do_predict", "training, and evaluating where there is data for it"),
         leave("overwrite_output_dir", "a finished run is not overwritten; see `run.resume`"),
@@ -337,11 +337,11 @@ def _left_options() -> tuple[TheirOption, ...]:
         leave("trackio_space_id trackio_bucket_id trackio_static_space_id", "metrics go to MLflow; see `tracking`"),
         leave(
             "dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order length_column_name",
-            "data is prepared by itself",
+            "data is prepared automatically",
         ),
         leave(
             "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index",
-            "how processes are started and speak to each other; see `cluster`",
+            "how processes are started and communicate; see `cluster`",
         ),
         leave(
             "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*",

@@ -1,4 +1,4 @@
-"""TRL: files for `trl sft --config`, with the options of SFTConfig, ModelConfig and ScriptArguments."""
+"""TRL: convert files for `trl sft --config`, with the options of SFTConfig, ModelConfig and ScriptArguments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _method(c: Crossing) -> None:
 
 
 def _precision(c: Crossing, mixed: str) -> None:
-    """Mixed precision, and the type in which weights are loaded: without sharding the optimizer updates those."""
+    """Carry mixed precision and the type in which weights are loaded: without sharding the optimizer updates those."""
     own = c.first("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = c.get(own, text, "float32").removeprefix("torch.")
     found = mixed
@@ -81,7 +81,7 @@ def _precision(c: Crossing, mixed: str) -> None:
 
 
 def _packing(c: Crossing, *, texts: bool) -> None:
-    """Also what becomes of documents that are too long, which depends on the packing."""
+    """Carry the packing, and what becomes of documents that are too long, which depends on it."""
     packed, how = c.get("packing", flag, False), c.get("packing_strategy", text, "bfd")
     ours = {"bfd": "best_fit", "bfd_split": "best_fit", "bfd-requeue": "best_fit", "wrapped": "concat"}
     if packed and how not in ours:
@@ -140,7 +140,7 @@ def _data(c: Crossing, rows: dict[str, Any]) -> None:
 
 
 def _format(c: Crossing) -> dict[str, Any]:
-    """TRL reads the format off the first row; here it has to be told by the options that mean something to one only."""
+    """Guess the format from options that only one format uses. TRL itself looks at the first row."""
     answers, column = c.get("completion_only_loss", flag, None), c.first("dataset_text_field")
     if c.get("assistant_only_loss", flag, False):
         rows: dict[str, Any] = {"type": "chat", "loss": "assistant"}
@@ -176,7 +176,7 @@ def _end_token(c: Crossing, rows: dict[str, Any]) -> None:
 
 
 def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
-    """The one dataset of `dataset_name`, and its other split for evaluation."""
+    """Return the one dataset of `dataset_name`; its other split is for evaluation."""
     found: dict[str, Any] = {**place(c.get("dataset_name", text, "")), "format": rows}
     if "hub" not in found:
         return _local(c, found)
@@ -199,7 +199,7 @@ def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
-    """Files, which have no configurations by name; a directory has splits."""
+    """Return a dataset of files, which have no named configurations; a directory has splits."""
     c.say("dataset_config", "refused", "files have no configurations here: name those of this one in dataset_name")
     measured = {**found, "split": c.get("dataset_test_split", text, "test")}
     part_of_files(c, "dataset_train_split", found)
@@ -211,7 +211,7 @@ def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
         c.put("data.eval", [measured], strategy)
         c.say("dataset_test_split", "carried", in_words("data.eval.0.split", measured["split"]))
     elif evaluates(c) and "test_split_size" not in c.given:
-        # Said before, of how often it evaluates.
+        # Replaces what was recorded about how often it evaluates.
         c.said[strategy] = Said(
             "refused",
             "files have no split to evaluate here: set test_split_size in the file, or drop it and name data.eval in "
@@ -223,7 +223,7 @@ def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """One of `datasets`: as many of ours as it names files."""
+    """Return our datasets for one of `datasets`: one for each file that it names."""
     name, files = c.get(f"{prefix}path", text, ""), c.get(f"{prefix}data_files", words, [])
     found: list[dict[str, Any]] = [place(name)]
     if files:
@@ -257,7 +257,7 @@ def finish(c: Crossing) -> None:
 
 
 def _environment(c: Crossing, key: str) -> None:
-    """Variables, without secrets, which do not belong in a file that others read."""
+    """Carry environment variables, but no secrets: these do not belong in a file that others read."""
     found = {name: str(each) for name, each in c.get(key, a_map, {}).items()}
     kept = {name: value for name, value in found.items() if redact(value, name) == value}
     secret = ", ".join(name for name in found if name not in kept)
@@ -284,13 +284,13 @@ def _compute_options() -> tuple[TheirOption, ...]:
         carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
         leave(
             "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels",
-            "where weights are and by which kernels it is computed: see `parallel` and `model.attention`",
+            "where weights are and which kernels compute: see `parallel` and `model.attention`",
         ),
         carry("activation_offloading", "parallel.activation_offload", flag),
         told("use_peft", "`method.type: lora` or `qlora`; off: every weight is trained"),
         told("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
         told("bnb_4bit_quant_type use_bnb_nested_quant", "nf4, and a byte for each scale; fp4 refused"),
-        leave("bnb_4bit_quant_storage", "bytes are bytes; see `parallel` for who holds which"),
+        leave("bnb_4bit_quant_storage", "only the type in which bytes are stored; see `parallel`"),
         told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
         told("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
         told("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
@@ -300,7 +300,7 @@ def _compute_options() -> tuple[TheirOption, ...]:
             "set train.router_aux_loss_coef, if the model's output_router_logits is on",
             off=(),
         ),
-        ask("env", "`cluster.env`, without secrets: those stay in the environment", _environment),
+        ask("env", "`cluster.env`, without secrets: these stay in the environment", _environment),
         same("ignore_bias_buffers", "there are no such buffers to ignore"),
     )
 
@@ -332,10 +332,10 @@ def _data_options() -> tuple[TheirOption, ...]:
         refuse("loss_type", "the loss is the cross entropy", off=("nll", "chunked_nll"), alike="the cross entropy"),
         refuse("dataset_kwargs", "rows are always prepared", off=()),
         same("shuffle_dataset", "the order is random, drawn from `run.seed`"),
-        same("padding_free pad_to_multiple_of", "padding changes nothing of what is learned"),
-        leave("pad_token", "padding changes nothing of what is learned"),
-        leave("eval_packing", "an evaluation is packed as the training; it changes no loss of a token"),
-        leave("dataset_num_proc", "data is prepared by itself"),
+        same("padding_free pad_to_multiple_of", "padding does not change what is learned"),
+        leave("pad_token", "padding does not change what is learned"),
+        leave("eval_packing", "an evaluation is packed as the training data; it changes no loss of a token"),
+        leave("dataset_num_proc", "data is prepared automatically"),
         leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
     )
 

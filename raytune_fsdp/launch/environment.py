@@ -1,4 +1,4 @@
-"""Environment variables for the libraries below: those that must not outlive the call that needs them, and a rank's."""
+"""Set environment variables for libraries: some only during the call that needs them, some for a whole rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raytune_fsdp.config import FinetuneConfig
 
 _lock = Lock()
 _held: Counter[str] = Counter()
-"""Variables that are ours, and how many blocks need each: two threads may call finetune() at the same time."""
+"""Variables that we have set, and how many callers need each: two threads may call finetune() at the same time."""
 
 
 @contextmanager
 def environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set those of these variables that a user has not set, while the block lasts."""
+    """Set these variables, except those that a user has set, while the context lasts."""
     with _lock:
         ours = [name for name in defaults if name not in os.environ or _held[name]]
         for name in ours:
@@ -34,8 +34,8 @@ def environment(defaults: Mapping[str, str]) -> Iterator[None]:
 
 
 def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[str, str]:
-    """What has to be in a rank's environment before it joins the others."""
-    # Switches that add up (NVLS) do so in another order each time. torch leaves them out itself in its deterministic
+    """Return the variables that a rank needs in its environment before it joins the others."""
+    # Switches that add up (NVLS) do so in another order each time. torch itself excludes them in its deterministic
     # mode, but only if that is on when the group is made.
     alike = config.run.deterministic and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
     return {"NCCL_ALGO": "^NVLS"} if alike else {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneResult:
-    """What a finished run leaves."""
+    """The results of a finished run."""
 
     run_dir: Path
     steps: int
@@ -34,13 +34,13 @@ class FinetuneResult:
     pushed: str | None
     """Address of the export on the hub; None if it was not pushed."""
     curve: Path | None
-    """Loss curve as PNG; None where matplotlib is not installed, and on ranks other than 0."""
+    """Loss curve as PNG; None if matplotlib is not installed, and on ranks other than 0."""
     report: Path | None = None
     """The page about the run; None if it could not be made, and on ranks other than 0."""
     registered: str | None = None
-    """The export as a version of a model in MLflow; None unless `tracking.mlflow.register`, or if that failed."""
+    """The export's version in MLflow's model registry; None unless `tracking.mlflow.register`, or if that failed."""
     unsent: str | None = None
-    """What MLflow, or another receiver of the record, has not got, in a sentence; None if all have everything."""
+    """A sentence about what MLflow, or another receiver of the record, lacks; None if all have everything."""
 
 
 def finetune(
@@ -54,7 +54,7 @@ def finetune(
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
-    take what it has missed: at most `wait_for_tracking` seconds. `force` starts also what does not fit the devices or
+    take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. Under
     torchrun every rank calls this.
     """
@@ -65,7 +65,7 @@ def finetune(
     from raytune_fsdp.launch.torchrun import is_rank0
 
     with environment(quieting()), ignoring_warnings(), locked(config) if is_rank0() else nullcontext():
-        with Signals():  # before the imports, which take seconds; and transformers reads its variables in them
+        with Signals():  # before the imports, which take seconds; transformers reads its variables while it is imported
             from raytune_fsdp.launch.start import run
 
             prepared, before = run(config, progress, force=force, trust_places=trust_places)
@@ -75,8 +75,8 @@ def finetune(
 def _result(
     config: FinetuneConfig, prepared: RunInputs, before: ResumePoint, wait: float, progress: Progress | None
 ) -> FinetuneResult:
-    """What a complete run leaves; the export and the report are made here."""
-    # Not at the top: they bring torch and transformers, and what is wrong in the config alone is said within a second.
+    """Make the export and the report of a complete run, and return its results."""
+    # Not at the top: these import torch and transformers, and a mistake in the config is reported within a second.
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
@@ -103,7 +103,7 @@ def _result(
             with suppress(OSError):  # another user's run
                 put_mark(prepared)
             mend_record(place, before)
-        # It sends while the export is written.
+        # They send while the export is written.
         trackers = last_tracking(config, prepared, before, newest.step, seconds=wait, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):

@@ -1,4 +1,4 @@
-"""Ranks on this machine: one in this process, several processes that we start, or those of torchrun. No Ray."""
+"""Run ranks on this machine without Ray: one in this process, several processes that we start, or torchrun's."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from raytune_fsdp.step.parallel import memory_of
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
-"""How soon a dead rank is noticed."""
+"""How soon a dead rank is noticed, in seconds."""
 SHUTDOWN_SECONDS = 120
-"""Ranks that were told to end get this long to save, or to notice that another rank died. torch's default is 30."""
+"""Ranks that have to end get this long to save, or to notice that another rank died. torch's default is 30."""
 
 
 def world_size(config: FinetuneConfig) -> int:
-    """The number of ranks that this config asks for on this machine."""
+    """Return the number of ranks that this config asks for on this machine."""
     if under_torchrun():
         return world_of_torchrun()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -83,7 +83,7 @@ def run(
     trust_places: bool = False,
     say: Callable[[str], None] = print,
 ) -> tuple[RunInputs, ResumePoint]:
-    """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
+    """Prepare and train. Returns the run and its resume point when it is complete; raises what stopped it."""
     if under_torchrun():
         return _run_rank(config, dry, force, say, trust_places=trust_places)
     world = world_size(config)
@@ -116,7 +116,7 @@ def _preflight(
     force: bool,
     say: Callable[[str], None],
 ) -> Predicted | NotPredicted:
-    """Of so many ranks on this machine."""
+    """Predict whether `ranks` ranks on this machine have enough memory; refuse if not, unless `force`."""
     cuda = device.type == "cuda"
     return preflight(
         config, prepared, standing.plan, device.type, torch.cuda.get_device_name(device) if cuda else None,
@@ -152,12 +152,12 @@ def _start_ranks(
 ) -> None:
     """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # they repeat, for developers, what we report
+        if name.startswith("torch.distributed.elastic"):  # they repeat what we report, for developers
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # For what torch lets ranks write about their failure. Of a dry run it is where everything is removed, also after a
-    # kill.
+    # The directory where torch lets ranks write about their failure. In a dry run it is inside the run's directory,
+    # where everything is removed, also after a kill.
     where = prepared.place.path if prepared.dry else None
-    # The cores divided among the ranks: by default torch takes all of them in every process, and ranks compete.
+    # Divide the cores among the ranks: by default torch takes all of them in every process, and ranks compete.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
     try:
         with (
@@ -194,15 +194,15 @@ def _launch(config: FinetuneConfig, world: int, logs: str) -> LaunchConfig:
 
 
 def _rank_process(*arguments: Any) -> int | None:
-    """The main function of a process that elastic_launch started."""
-    # `record` has written the error; of one that comes to torch a file stays behind (pytorch-errorfile-*).
+    """Run a process that elastic_launch started."""
+    # `record` has written the error. If torch saw the exception, it would leave a file behind (pytorch-errorfile-*).
     try:
         return _rank_main(*arguments)
     except RaytuneError:
         raise SystemExit(1) from None
     except Exception:
-        # Perhaps what the death of another rank leads to. Of ranks that have ended between two looks torch names the
-        # first, so that one's end has to be seen before.
+        # The death of another rank may have led to this. If several ranks have ended between two looks, torch names the
+        # first by number: wait, so that the other rank's end is seen before ours.
         time.sleep(3 * _LOOK_SECONDS)
         raise SystemExit(1) from None
 
@@ -229,8 +229,8 @@ def _rank_main(
         try:
             step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         except Interrupted:
-            # All ranks have agreed to stop, so none waits for another one. Where threads of the group are left, the end
-            # of the interpreter may be an abort ("terminate called without an active exception").
+            # All ranks have agreed to stop, so none waits for another. If threads of the group are left, the end of the
+            # interpreter may be an abort ("terminate called without an active exception").
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()
@@ -246,7 +246,7 @@ def _run_rank(
     *,
     trust_places: bool = False,
 ) -> tuple[RunInputs, ResumePoint]:
-    """Run in a process that torchrun started: rank 0 prepares for all."""
+    """Run the rank of a process that torchrun started; rank 0 prepares for all."""
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
     stop = StopFlag(insist=False)
@@ -259,7 +259,7 @@ def _run_rank(
         return prepared, standing, _preflight(config, prepared, standing, device, ranks=ranks, force=force, say=say)
 
     with stop:
-        # Before it joins the others, who hear of it then: the planner needs a process group of its own.
+        # Before rank 0 joins the others, who get the result then: the planner needs a process group of its own.
         found = _beforehand(look) if is_rank0() else look
         _join(config, device)
         try:
@@ -279,7 +279,7 @@ def _run_rank(
 
 
 def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
-    """Call it now; what is returned has its result, or raises its error, later."""
+    """Call `work` now, and return a function that returns its result, or raises its error, later."""
     outcome: Future[T] = Future()
     try:
         outcome.set_result(work())
@@ -303,9 +303,9 @@ def prepare_on_rank0(config: FinetuneConfig) -> tuple[RunInputs, ResumePoint]:
 
 
 def _cause(failed: ChildFailedError) -> RaytuneError:
-    """The failure of the rank that failed first, as the error that it raised."""
+    """Return the error that the first failing rank raised."""
     rank, failure = failed.get_first_failure()
-    # For an exception, `record` has written a dict; for a process that died, the message is a string.
+    # For an exception `record` has written a dict; if the process died, the message is a string.
     message = failure.message.get("message", "") if isinstance(failure.message, dict) else failure.message
     name, _, text = message.partition(": ")
     kind = errors.DataError if name == errors.RowError.__name__ else getattr(errors, name, None)
@@ -316,7 +316,7 @@ def _cause(failed: ChildFailedError) -> RaytuneError:
     return TrainingError(f"rank {rank} failed: {message}")
 
 
-# A model measured by one process, without a run.
+# Measure a model in one process, without a run.
 
 
 def examine(
@@ -326,8 +326,7 @@ def examine(
     exam: Evaluation,
     device: torch.device,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """The values of an evaluation, and what was asked and answered. Refuses a network that computes something else
-    than it should."""
+    """Return the values of an evaluation, and its questions and answers. Refuses a network that computes wrongly."""
     needs = use_attention_for_packed(config, model, device)
     with alone(device):
         check_network(model, config.data.packing, device, model.dtype)

@@ -1,4 +1,4 @@
-"""How long whatever may end a run leaves it for a last checkpoint, as far as this process can know."""
+"""Find out how much time a run has for a last checkpoint before something ends it, as far as this process can know."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 
 STOP_SECONDS = "RAYTUNE_FSDP_STOP_SECONDS"
-"""Environment variable: the seconds that a scheduler gives between its signal and the end. Only whoever writes its
-script knows them."""
+"""Environment variable: the seconds between a scheduler's signal and the end. Only the author of the scheduler's script
+knows them."""
 
 _IN_A_JOB, _IN_A_POD = "RAY_JOB_CONFIG_JSON_ENV_VAR", "KUBERNETES_SERVICE_HOST"
 _JOB_STOP = ("RAY_JOB_STOP_WAIT_TIME_S", 3.0)
 _DRAIN = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30.0)
-"""Variables of Ray's, with what it takes where they are missing (tests/unit/test_notices.py asks it)."""
+"""Ray's variables, with Ray's defaults (tests/unit/test_notices.py compares them with Ray)."""
 
 
 def notices_of(cluster: ClusterConfig, environment: Mapping[str, str], *, ray: bool) -> dict[str, float]:
-    """Seconds, by what ends the run: `spot`, `job_stop`, `pod` or `scheduler`."""
+    """Return the seconds of notice, by what ends the run: `spot`, `job_stop`, `pod` or `scheduler`."""
     found = dict[str, float]()
     if ray and cluster.spot_notice != "none":
         found["spot"] = SPOT_NOTICE_SECONDS[cluster.spot_notice]

@@ -1,4 +1,4 @@
-"""How long each phase before the first step takes: shown, printed, and kept in events.jsonl."""
+"""Measure the phases before the first step, which are shown, printed, and kept in events.jsonl."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from raytune_fsdp.record.screen_messages import tell
 ON_RAY = ("start", "checks", "Ray", "workers", "imports", "model", "data")
 HERE = ("checks", "model")
 TOGETHER = ("checks", "workers", "model")
-"""Without Ray: one rank in this process, or several in processes of their own."""
+"""The phases without Ray: with one rank in this process (`HERE`), or several in other processes (`TOGETHER`)."""
 
 
 class Phases:
     """The seconds that each phase took, in order. Can be sent to other processes of the same machine."""
 
     def __init__(self, expected: Sequence[str] = ON_RAY) -> None:
-        """`expected`: the phases that there are in any case; after them comes the first step."""
+        """`expected`: the phases that every start has; after them comes the first step."""
         self._expected = expected
         self.restart()
 
@@ -28,11 +28,11 @@ class Phases:
         self._show()
 
     def finished(self, phase: str) -> float:
-        """End a phase; returns the seconds since the previous one ended."""
+        """End a phase; return the seconds since the previous one ended."""
         now = time.monotonic()
         self.seconds[phase] = round(now - self._last, 2)
         self._last = now
-        if phase != "step":  # then there is more to show than that
+        if phase != "step":  # from the first step on, the region shows training
             self._show()
         return self.seconds[phase]
 

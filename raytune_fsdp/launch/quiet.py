@@ -1,6 +1,6 @@
-"""Keeps libraries from printing, and from doing what we do ourselves; and warnings from being said more than once.
+"""Keep libraries from printing, and from doing what we do ourselves; and print every warning only once.
 
-`raytune-fsdp train --verbose` lets them.
+`raytune-fsdp train --verbose` lets libraries print.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from raytune_fsdp.base.untrusted import Printable
 from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT
 
 _LIBRARIES = r"(transformers|tokenizers|huggingface_hub|torch|datasets|raytune_fsdp)(\.|$)"
-"""Whose warnings are not shown. Ours are lines of a log; what is warned of in our name is how we call the others."""
+"""Packages whose Python warnings are not shown. Ours among them: our own warnings are lines of a log, and a Python
+warning in our name is about how we call other libraries."""
 
 
 _MOST_REMEMBERED = 1000
 
 
 def quieting() -> dict[str, str]:
-    """Variables that keep progress bars and advice of libraries out of the run's own lines, and those for MLflow."""
+    """Return variables that keep libraries' progress bars and advice out of the run's own lines, and MLflow's."""
     if is_verbose():
         return dict(ENVIRONMENT)
     found = {
@@ -32,13 +33,13 @@ def quieting() -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         HUSHED: "1",
-        "TOKENIZERS_PARALLELISM": "true",  # it warns of forks, and nothing is forked here
+        "TOKENIZERS_PARALLELISM": "true",  # otherwise it warns of forks, and nothing is forked here
     }
     return found if sys.warnoptions else {**found, "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning"}
 
 
 def quiet() -> None:
-    """Set them in a process of our own, and ignore what libraries warn of. Variables set by a user are left alone."""
+    """Set these variables in a process of our own, unless a user has set them, and ignore libraries' warnings."""
     for name, value in quieting().items():
         os.environ.setdefault(name, value)
     _ignore_warnings()
@@ -46,7 +47,7 @@ def quiet() -> None:
 
 @contextmanager
 def ignoring_warnings() -> Iterator[None]:
-    """The same for warnings in a process that is not ours, while the block lasts."""
+    """Ignore libraries' warnings while the context lasts, in a process that may not be ours."""
     with warnings.catch_warnings():
         levels = _ignore_warnings()
         try:
@@ -56,10 +57,10 @@ def ignoring_warnings() -> Iterator[None]:
 
 
 def _ignore_warnings() -> Mapping[str, int]:
-    """Returns the levels of the loggers that it has silenced."""
+    """Ignore libraries' warnings; return the former levels of the loggers that were silenced."""
     if is_verbose():
         return {}
-    # The variable above is for processes that start later: in this one it was read before.
+    # PYTHONWARNINGS works in processes that start later: in this one it was read before.
     if not sys.warnoptions:
         for category in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
@@ -67,11 +68,10 @@ def _ignore_warnings() -> Mapping[str, int]:
 
 
 def log_warnings(*, for_all: bool) -> None:
-    """Print the warnings of this rank, each once: what is warned of at every window is the same warning. A program that
-    has set up logging itself keeps what it has.
+    """Print the warnings of this rank, each once: many are repeated at every window.
 
-    `for_all`: its output is its own, or it is the one that speaks for the others. The others' is the same terminal, and
-    they warn of the same.
+    A program that has set up logging itself keeps its setup. `for_all`: this rank has an output of its own, or speaks
+    for all ranks. The other ranks share one terminal and have the same warnings, so they print errors only.
     """
     if logging.root.handlers:
         return
@@ -83,7 +83,7 @@ def log_warnings(*, for_all: bool) -> None:
 
 
 class _Once(logging.Filter):
-    """Drops what has been logged before, word for word."""
+    """Drops a message that has been logged before, word for word."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""One command at a time works on a run: a file in its directory says which, and another one that it is alive.
+"""Let one command at a time work on a run: a file in its directory says which, and another that it is alive.
 
-A command that crashes releases the lock at once, where the storage has locks. Where it has none, and where the process
-is there but stopped, or on a machine that is lost, its beats are what counts: after five that a newcomer has waited for
-in vain, the run is the newcomer's. No clock is asked; what wakes up later finds that out (lease.py) and ends.
+If the storage has locks, a command that crashes releases the lock at once. If it has none, or the process is stopped,
+or its machine is lost, its beats decide: if a newcomer waits for five beats in vain, it takes the run. No clock is
+asked. A command that wakes up later learns from its lease (lease.py) that it lost the run, and ends.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 2.0
 _MISSED, _CONFIRMED = 5, 1.5
-"""Beats that a newcomer waits for: where nothing else tells, and where the lock is free, but may be another mount's."""
+"""Beats that a newcomer waits for: if nothing else tells, and if the lock is free, but may be held in another mount."""
 _LOOK_SECONDS = 0.2
 _SETTLED_SECONDS = 0.5
-"""How long a newcomer waits before it looks whether it has the lock: another one may have replaced the file, too."""
-# What file systems answer that have no locks: NFS without a lock daemon, and mounted object stores.
+"""How long a newcomer waits before it checks that the lock is its own: another newcomer may have replaced the file."""
+# Errors of file systems without locks: NFS without a lock daemon, and mounted object stores.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 @dataclass(slots=True)
 class _Held:
     handle: int
-    """The open file, with its lock where there are locks."""
+    """The open file, with its lock if the storage has locks."""
     lease: Lease
     stop: Event
 
@@ -55,8 +55,8 @@ _held: dict[Path, _Held] = {}
 
 
 def _close_in_child() -> None:
-    # The lock belongs to the open file, which a fork shares: a child that outlives the command would keep it. Programs
-    # that are started close it by themselves (O_CLOEXEC, which is Python's default).
+    # The lock belongs to the open file, which a fork shares: a child that outlives the command would keep it. In
+    # programs that are started the file is closed (O_CLOEXEC, Python's default).
     for path, held in _held.items():
         os.close(held.handle)
         release(path)
@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def locked(config: FinetuneConfig) -> Iterator[None]:
-    """Hold the run's lock inside the block. Refuses if another command has it; a refusal leaves nothing behind."""
+    """Hold the run's lock while the context lasts. Refuses if another command has it, and then leaves nothing."""
     place = RunDir.of(config)
     missing: list[Path] = []
     with suppress(OSError):
@@ -92,19 +92,23 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
 
 
 class Signs:
-    """Whether a command works on a run, as somebody sees who does not want it. Only one that beats is alive: what a
-    clock says on another machine is not asked."""
+    """Finds out whether a command works on a run, without taking the lock.
+
+    Only a command that beats is alive: clocks of other machines are not asked.
+    """
 
     def __init__(self, place: RunDir) -> None:
         self._place = place
         self._last: tuple[object, bytes] | None = None
-        """Of the last look: whose the lock was, and the beat."""
+        """The owner of the lock and the beat, at the last look."""
         self._heard_at = 0.0
         self._alive = False
 
     def look(self) -> Literal["running", "silent", "free"] | None:
-        """`silent`: its lock is there, and gives no sign of life. None: not known yet; look again, now and then, for as
-        long as a newcomer would wait."""
+        """Look once. `silent`: the lock is there, but its command gives no sign of life.
+
+        None: not known yet; look again, now and then, for as long as a newcomer would wait.
+        """
         if not os.path.lexists(self._place.lock):
             self._last = None
             return "free"
@@ -126,13 +130,16 @@ class Signs:
 
 
 def is_locked(place: RunDir) -> bool:
-    """Whether this process has the lock of the run: then no other command works on it."""
+    """Return whether this process has the lock of the run: then no other command works on it."""
     return lease_of(place.lock) is not None
 
 
 def _beat(place: RunDir, held: _Held) -> None:
-    """Show that this process is alive, as long as the run is its own. Whoever must not wait for storage, which may hang
-    for ever, asks the lease for what this thread has found (`Lease.check_known`)."""
+    """Show that this process is alive, as long as the run is its own.
+
+    Storage may hang for ever: code that must not wait for it asks the lease what this thread found
+    (`Lease.check_known`).
+    """
     count = 0
     while not held.stop.wait(BEAT_SECONDS) and not held.lease.lost():
         count += 1
@@ -143,12 +150,12 @@ def _beat(place: RunDir, held: _Held) -> None:
 def _write_beat(place: RunDir, lease: Lease, count: int) -> None:
     line = f"{lease.token} {count:012d}\n".encode()
     try:
-        # One short write in place: a reader sees the one before or this one. Not a new file each time, which NFS may
+        # One short write in place: a reader sees the beat before or this one. Not a new file each time, which NFS may
         # show to others only after 30 s (acdirmin).
         file = open_regular(place.beat, write=True)
     except (OSError, UnsoundError):
-        # The first one, or something that is not ours: a pipe, a link, another user's file. All but a directory give
-        # way to a new file.
+        # The first beat, or something that is not ours: a pipe, a link, another user's file. A new file replaces it,
+        # unless it is a directory.
         replace_at_once(place.beat, line)
         return
     try:
@@ -162,11 +169,11 @@ def _release(place: RunDir, made: list[Path]) -> None:
     held.stop.set()
     release(place.lock)
     with suppress(OSError):
-        # Unless a person has removed ours, or another command has the one that is there.
+        # Only if the file there is ours: a person may have removed it, and another command made a new one.
         if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
             with suppress(OSError):
                 place.beat.unlink()
-            place.lock.unlink()  # still locked: whoever waits for this file finds that it has gone, and makes another
+            place.lock.unlink()  # still locked: a newcomer that waits for this file sees that it is gone, and makes one
     for directory in made:
         with suppress(OSError):
             directory.rmdir()  # only if nothing was written there
@@ -174,7 +181,7 @@ def _release(place: RunDir, made: list[Path]) -> None:
 
 
 def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
-    """The run's lock; None where nothing can be written, which is reported later."""
+    """Take the run's lock; None if nothing can be written there, which is reported later."""
     token = secrets.token_hex(16)
     own = place.lock.with_name(f"{place.lock.name}.{token}")
     try:
@@ -199,10 +206,10 @@ def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
 
 
 def _publish(config: FinetuneConfig, place: RunDir, own: Path) -> bool:
-    """Give our file the lock's name. True if nobody had it, False if it was somebody's who gives no sign of life."""
+    """Give our file the lock's name. Returns True if there was no lock, False if it replaced a silent command's."""
     while True:
         try:
-            os.link(own, place.lock)  # fails if it is there: only one of several can make it
+            os.link(own, place.lock)  # fails if the lock exists: only one of several newcomers can make it
         except FileExistsError:
             pass
         except OSError:  # a file system without hard links
@@ -218,15 +225,17 @@ def _publish(config: FinetuneConfig, place: RunDir, own: Path) -> bool:
 
 
 def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
-    """Whether the lock that is there can be taken: its process has ended, or gives no sign of life. Refuses if it does;
-    False if the lock has gone meanwhile."""
+    """Return whether the existing lock can be taken: its process has ended, or gives no sign of life.
+
+    Refuses if it does give one. Returns False if the lock has gone meanwhile.
+    """
     handle = _open_lock(config, place)
     if handle is None:
         return False
     try:
         found = _content(place.lock)
-        # A lock of this machine's kernel tells whether the process lives; one of another machine's may not be seen.
-        # Earlier versions write neither token nor beats: of theirs only the lock tells anything, and silence nothing.
+        # A lock in this machine's kernel tells whether the process lives; one in another machine's may not be visible.
+        # Earlier versions write neither token nor beats: for them only the lock tells anything, and silence nothing.
         old = "token" not in found
         free = _lock(handle) if old or found.get("boot") == _boot() else None
         if old and free is False:
@@ -234,7 +243,7 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
         if not free:
             _listen(config, place, _MISSED * BEAT_SECONDS)
         elif not (_has_ended(found) or (old and not _beats(config, place))):
-            # Each container may have a mount of its own (s3fs, gcsfuse), and such a mount knows its own locks only.
+            # Each container may have a mount of its own (s3fs, gcsfuse), and such a mount knows only its own locks.
             _listen(config, place, _CONFIRMED * BEAT_SECONDS)
         return _is_still(handle, place)
     finally:
@@ -242,7 +251,7 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
 
 
 def _listen(config: FinetuneConfig, place: RunDir, seconds: float) -> None:
-    """Wait for a beat, and refuse if there is one. Returns earlier if the lock has gone."""
+    """Wait for a beat, and refuse if there is one. Returns early if the lock is gone."""
     first, began, said = _beats(config, place), time.monotonic(), False
     while time.monotonic() - began < seconds:
         time.sleep(_LOOK_SECONDS)
@@ -259,10 +268,10 @@ def _listen(config: FinetuneConfig, place: RunDir, seconds: float) -> None:
 
 
 def _has_ended(found: Mapping[str, Any]) -> bool:
-    """Whether the process that has signed a lock of this machine is certainly no more. False also says: not known.
+    """Return whether the process that signed the lock has certainly ended. False may also mean: not known.
 
-    Namespaces have different numbers at any time. If ours has the number of the holder's, it is that one, where the
-    process would be seen, or that one has ended, and with it every process in it.
+    At any time, no two PID namespaces have the same number. If ours has the number of the holder's, either it is the
+    same, and we would see the process; or the holder's has ended, and with it every process in it.
     """
     pid, namespace = found.get("pid"), found.get("namespace")
     if not this_node()[1] or namespace is None or namespace != _namespace() or not is_count(pid) or not pid:
@@ -277,7 +286,7 @@ def _has_ended(found: Mapping[str, Any]) -> bool:
 
 
 def _namespace() -> str | None:
-    """In which numbers of processes mean what they mean here."""
+    """Return the PID namespace of this process: process ids mean the same only within one."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -285,12 +294,12 @@ def _namespace() -> str | None:
 
 
 def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
-    """The lock that is there, open; None if it has gone."""
+    """Open the existing lock; None if it is gone."""
     try:
         try:
-            return open_regular(place.lock, write=True)  # NFS locks nothing that is open for reading only
+            return open_regular(place.lock, write=True)  # NFS locks no file that is open for reading only
         except PermissionError:
-            return open_regular(place.lock)  # another user's, who shares the directory
+            return open_regular(place.lock)  # the lock of another user who shares the directory
     except FileNotFoundError:
         return None
     except (OSError, UnsoundError) as error:
@@ -298,20 +307,20 @@ def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
 
 
 def _is_still(handle: int, place: RunDir) -> bool:
-    """Whether the open file is still the lock: another newcomer may have taken it just now."""
+    """Return whether the open file is still the lock: another newcomer may have taken it just now."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(handle), place.lock.stat())
     return False
 
 
 def _boot() -> str:
-    """The start of this machine, whatever its name: containers of one image may share that."""
+    """Return an id of this machine's start, rather than its name, which containers of one image may share."""
     name, boot = this_node()
     return boot or name
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock the open file. False if another process has it, None if the storage has no locks."""
+    """Lock the open file. Returns False if another process has the lock, None if the storage has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -332,7 +341,7 @@ def _refusal(config: FinetuneConfig, place: RunDir, more: str = "") -> ConfigErr
 
 
 def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigError:
-    """What has the name of one of our files, but cannot be used as one."""
+    """Return the error about a file that has the name of one of ours, but cannot be used as one."""
     return ConfigError(
         f"run.name={config.run.name}: {path} says which command works on the run, and cannot be used: {reason(error)}; "
         "make room if the disk is full; otherwise make sure that no command works on the run, and remove it"
@@ -348,7 +357,7 @@ def _sign(handle: int, token: str) -> None:
 
 
 def _beats(config: FinetuneConfig, place: RunDir) -> bytes:
-    """The last beat, or nothing. Refuses where it cannot be read: that is not the same as silence."""
+    """Return the last beat, or nothing. Refuses if it cannot be read, which is not the same as silence."""
     try:
         return read_file(place.beat, limit=MOST_BYTES)
     except FileNotFoundError:
@@ -365,7 +374,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def holder_of(place: RunDir) -> str:
-    """Which process has the lock, for a message; nothing if the file does not say."""
+    """Say for a message which process has the lock; an empty text if the file does not say."""
     found = _content(place.lock)
     with suppress(TypeError, ValueError, KeyError):
         text = f"process {int(found['pid'])} on {str(found['host'])[:80]}, since {str(found['since'])[:30]}"

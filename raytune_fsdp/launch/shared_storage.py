@@ -1,4 +1,4 @@
-"""Is `run.storage` the same storage for every rank? Tested by writing there before anything else does."""
+"""Check that `run.storage` is the same storage for every rank, by writing there before anything else does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_shared(run_dir: Path, *, patience_seconds: float = 10.0) -> None:
     Every rank raises the same error, and none waits for one that failed. A refused run leaves nothing behind.
     """
     # Not at the top: a rank imports this file to unpickle its token, and must report to the driver before it imports
-    # torch and transformers, which takes seconds. Nodes that only look for a token (doctor) never import them.
+    # torch and transformers, which takes seconds. Nodes that only look for a token (`doctor`) never import them.
     import torch.distributed as dist
 
     from raytune_fsdp.base.collectives import on_rank0
@@ -75,7 +75,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank found: why it does not see the token, or cannot write; None where it can."""
+    """What a rank found: why it does not see the token, and why it cannot write; None if it does or can."""
 
     rank: int
     node: str
@@ -117,7 +117,7 @@ def _look(token: Token, patience_seconds: float, rank: int) -> _Outcome:
 
 
 def _wait_for(token: Token, patience_seconds: float) -> str | None:
-    """Why this process does not see the token, None if it does."""
+    """Wait for the token; return why this process does not see it, None if it does."""
     deadline = time.monotonic() + patience_seconds
     while (reason := _missing(token)) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)  # a network file system shows other nodes' files late
@@ -132,7 +132,7 @@ def _missing(token: Token) -> str | None:
 
 
 def _judge(token: Token, everyone: Sequence[_Outcome]) -> None:
-    """On rank 0, after all have looked: remove the token, and refuse if any rank complained."""
+    """Remove the token, and refuse if any rank complained. For rank 0, after all have looked."""
     unseen = _by_node([(each.not_seen, each) for each in everyone])
     unwritten = _by_node([(each.not_written, each) for each in everyone])
     token.remove(refused=bool(unseen or unwritten))
@@ -143,7 +143,7 @@ def _judge(token: Token, everyone: Sequence[_Outcome]) -> None:
 
 
 def _by_node(found: Sequence[tuple[str | None, _Outcome]]) -> str:
-    """The ranks with a reason, grouped: `ranks 2, 3 on node-b (why), rank 4 on node-c (why)`."""
+    """Group the ranks that have a reason: `ranks 2, 3 on node-b (why), rank 4 on node-c (why)`."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for reason, outcome in found:
         if reason is not None:
@@ -162,7 +162,7 @@ def _rule() -> str:
 
 
 def _node() -> str:
-    """This node's host name, and the address by which Ray calls it."""
+    """Return this node's host name, and the address by which Ray calls it."""
     name = socket.gethostname()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         route.connect(("192.0.2.1", 9))  # sends nothing: it only picks the address that leads out of here

@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT, in the process that a person or a scheduler stops: the driver, or a rank that no Ray started.
+"""Handle SIGTERM and SIGINT in the process that a person or a scheduler stops: the driver, or a rank without Ray.
 
-And SIGUSR1, at which a rank says what it is doing.
+At SIGUSR1, a rank says what it is doing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 def answer_with_stacks() -> None:
-    """From now on this process does so. By default the signal would end it."""
-    # By C, so also while Python's lock is held. To the file's number: a log may take its place.
+    """Make this process write its stacks at the signal, which would end it by default."""
+    # The handler is in C, so it works while Python's lock is held. By the file's number, as a log may replace stderr.
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
 
 
 @contextmanager
 def stacks_at_signal() -> Iterator[None]:
-    """The same, in a process that may be a caller's: until the end of the block, unless it has a handler of its own."""
+    """Write stacks at the signal while the context lasts, in a caller's process, unless that has its own handler."""
     if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         yield
         return
@@ -48,18 +48,19 @@ def stacks_at_signal() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Processes that are started in the block do not hear Ctrl-C, which a terminal sends to them too, until they
-    are `listening`: they import for seconds before they can handle it, and would print where they were.
+    """Keep Ctrl-C, which a terminal sends to all, from processes started in this context, until they are `listening`.
 
-    This process hears it as before, by another thread.
+    They import for seconds before they can handle it, and would print tracebacks. This process still receives it, in
+    another thread.
     """
     if not _may_handle():
         yield
         return
     over = threading.Event()
     listener = threading.Thread(target=over.wait, name="ctrl-c", daemon=True)
-    resource_tracker.ensure_running()  # which multiprocessing starts with its first child, and unblocks the signal then
-    listener.start()  # before the signal is blocked in this thread, whose mask its children inherit
+    # multiprocessing starts the tracker with its first child, and would unblock the signal then.
+    resource_tracker.ensure_running()
+    listener.start()  # before this thread blocks the signal, as children inherit its mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -70,8 +71,10 @@ def deaf_children() -> Iterator[None]:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Hear what `deaf_children` has kept away, until the end of the block. After it the process ends, and another
-    Ctrl-C, which its parent passes on as well, would only print where."""
+    """Receive the Ctrl-C that `deaf_children` keeps away, while the context lasts.
+
+    After it the process ends, and another Ctrl-C, which its parent passes on as well, would only print a traceback.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield
@@ -80,18 +83,19 @@ def listening() -> Iterator[None]:
 
 
 class SignalReceived(BaseException):
-    """Not an Exception, or a library that catches those would report the signal as an error of its own."""
+    """A signal arrived. Not an Exception: a library that catches those would report it as an error of its own."""
 
 
 class Signals:
-    """Until `hold` is called, a signal ends the block at once, as Interrupted; after that it is only counted.
+    """A context that a signal ends at once, as Interrupted. After `hold` was called, signals are only counted.
 
-    Does nothing outside of the main thread: only that one may handle signals.
+    Does nothing outside of the main thread, as only that one may handle signals.
     """
 
     _lost: ClassVar[SignalReceived | None] = None
-    """What was raised and has not ended its block. Python drops what is raised in finalizers and in callbacks of weak
-    references (imports have many): then the next block that begins, or the end of this one, raises it again."""
+    """An exception that was raised and has not ended its context. Python drops exceptions in finalizers and in
+    callbacks of weak references (imports have many): then the next context that begins, or the end of this one, raises
+    it again."""
 
     def __init__(self, when: str = "before training began; nothing is lost") -> None:
         self.count = 0
@@ -114,7 +118,7 @@ class Signals:
         if sys.unraisablehook == self._unraised:
             sys.unraisablehook = self._unraisable
         for each, handler in self._before.items():
-            if handler is not None and _may_handle():  # None: a library's, which Python can neither see nor put back
+            if handler is not None and _may_handle():  # None: a library's handler, which Python cannot put back
                 signal.signal(each, handler)
         lost = self._raised if Signals._lost is self._raised and error is None else None
         if self._raised is not None:
@@ -123,7 +127,7 @@ class Signals:
             raise Interrupted(str(error or lost)) from None
 
     def _unraised(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Instead of printing where Python has dropped it: it is raised again."""
+        """Print nothing about a dropped SignalReceived: it is raised again."""
         if not isinstance(dropped.exc_value, SignalReceived):
             self._unraisable(dropped)
 
@@ -146,7 +150,7 @@ class Signals:
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last < _TOGETHER_SECONDS:
-            return  # the same one, sent twice
+            return  # the same signal, sent twice
         self._last = now
         self.count += 1
         if not self._holding:
@@ -156,9 +160,9 @@ class Signals:
 
 
 class StopFlag(Signals):
-    """For a rank. Training asks it once per step, and ends with a checkpoint.
+    """The signals of a rank. Training asks it once per step whether to stop, and then ends with a checkpoint.
 
-    Before training asks for the first time there is nothing to save: then a signal ends the block at once.
+    Before training asks for the first time there is nothing to save: then a signal ends the context at once.
     """
 
     def __init__(self, *, insist: bool = True) -> None:
@@ -180,8 +184,9 @@ class StopFlag(Signals):
     def _receive(self, kind: int, frame: FrameType | None) -> None:
         super()._receive(kind, frame)
         if self._insist and kind not in self._timers:
-            # Later, as the same one may be sent twice. By C, as Python can do it neither in a thread nor while the main
-            # thread waits in a collective for a rank that hangs, which is when a person presses Ctrl-C again.
+            # Only after a while, as the same signal may be sent twice. In C, because Python can do it neither in a
+            # thread nor while the main thread waits in a collective for a rank that hangs, and that is when a person
+            # presses Ctrl-C again.
             timer = threading.Timer(_TOGETHER_SECONDS, ctypes.CDLL(None).signal, (kind, signal.SIG_DFL.value))
             timer.daemon = True
             self._timers[kind] = timer

@@ -1,4 +1,4 @@
-"""How a run is launched. Imports nothing heavy: obvious mistakes are reported before torch is imported."""
+"""Launch a run, on Ray or locally. Imports nothing heavy: obvious mistakes are reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run(
     force: bool = False,
     trust_places: bool = False,
 ) -> tuple[RunInputs, ResumePoint]:
-    """Prepare and train, following `cluster.launch`. Returns the run, and where it stood before, once it is complete.
+    """Prepare and train, following `cluster.launch`. Returns the run and its resume point when it is complete.
 
-    Raises what stopped it. `dry`: without saving or evaluating anything. `force`: also what is known not to fit.
+    Raises what stopped it. `dry`: save and evaluate nothing. `force`: start even what is known not to fit.
     `trust_places`: as in `prepare`.
     """
     launch = config.cluster.launch
@@ -61,7 +61,7 @@ def _say(text: str) -> None:
 
 
 def _check_local(config: FinetuneConfig) -> None:
-    """What can be refused before torch is imported, which takes seconds, on a busy machine a minute."""
+    """Refuse what can be refused before torch is imported, which takes seconds, and a minute on a busy machine."""
     if config.export.every is not None:
         raise ConfigError(
             f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
@@ -69,12 +69,12 @@ def _check_local(config: FinetuneConfig) -> None:
         )
     if config.eval.where == "task":
         raise ConfigError(
-            "eval.where=task: evaluations beside training are Ray tasks, and this run is without Ray "
+            "eval.where=task: evaluations during training are Ray tasks, and this run is without Ray "
             "(cluster.launch=local, torchrun); set it to ranks, or cluster.launch=ray"
         )
     if config.tracking.prometheus.enabled:
         raise ConfigError(
-            "tracking.prometheus.enabled=true: the numbers are offered among Ray's, and this run is without Ray "
+            "tracking.prometheus.enabled=true: the numbers are served with Ray's, and this run is without Ray "
             "(cluster.launch=local, torchrun); set it to false, or cluster.launch=ray"
         )
     wanted = config.cluster.workers
@@ -84,8 +84,8 @@ def _check_local(config: FinetuneConfig) -> None:
             f"the number of ranks cannot change; set cluster.workers={wanted.max}, or cluster.launch=ray"
         )
     if under_torchrun():
-        # Not the storage: a rank that refused it alone would leave those on other nodes waiting for it for minutes. All
-        # of them look at it together (local.py).
+        # Not the storage: if one rank refused it alone, ranks on other nodes would wait for that rank for minutes. All
+        # ranks look at it together (local.py).
         check_config(config, world_of_torchrun())
     else:
         check_first(config, None if wanted == "auto" else wanted)
@@ -102,9 +102,9 @@ def _run_on_ray(
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
-        apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # of a dry run nothing is left
+        apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # a dry run leaves nothing
         with apart, connecting(config.cluster, sizes[-1]) as session:
-            # Imported while Ray starts, which is mostly waiting for its processes.
+            # Import while Ray starts, which mostly waits for its processes.
             from raytune_fsdp.launch.ray import driver
 
             found = driver.run(

@@ -1,4 +1,4 @@
-"""What torchrun tells a process in its environment: the only reader of RANK, WORLD_SIZE and the like.
+"""Read the variables that torchrun sets for a process. The only reader of RANK, WORLD_SIZE and the like.
 
 Ray Train sets some of the same variables for its workers, so code that runs under Ray must not ask here.
 """
@@ -9,7 +9,7 @@ import os
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun has started this process, as one rank of several."""
+    """Return whether torchrun has started this process, as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -18,7 +18,7 @@ def world_of_torchrun() -> int:
 
 
 def is_rank0() -> bool:
-    """Whether this process reports for the run: torchrun did not start it, or started it as rank 0."""
+    """Return whether this process reports for the run: torchrun did not start it, or started it as rank 0."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -27,5 +27,5 @@ def local_rank() -> int:
 
 
 def ranks_here() -> int:
-    """Ranks on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""What one rank does, whatever started it: join the process group, build the parts, train, say how it ended."""
+"""Work as one rank, whatever started it: join the process group, build the run, train, report how it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytune_fsdp.step.precision import numerics
 
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:
-    """This rank's device, following `cluster.device`."""
+    """Return this rank's device, following `cluster.device`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus < workers_here):
         return torch.device("cpu")
@@ -38,19 +38,19 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
 def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups: bool = False) -> None:
     """Make the process group: alone, or with the ranks that the environment describes.
 
-    `minutes` is `cluster.collective_minutes`; with NCCL torch would give up after 10. `subgroups`: the ranks will be
-    divided, as by `hybrid_shard`, `replicate`, `reduce: hierarchical` and `parallel.mesh`.
+    `minutes` is `cluster.collective_minutes`; with NCCL, torch's default is 10. `subgroups`: the ranks will be divided,
+    as by `hybrid_shard`, `replicate`, `reduce: hierarchical` and `parallel.mesh`.
     """
     if device.type == "cuda":
         use_gpu(device)
-    # gloo beside nccl, so that ranks can agree on host tensors without waiting for the device.
+    # gloo besides nccl, so that ranks can agree on host tensors without waiting for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=minutes)
-    # Named, so that NCCL connects at once and to this device, instead of guessing one from the rank. Not where groups
-    # are divided: torch would then split this one, which for gloo beside NCCL nobody has tried.
+    # Name the device, so that NCCL connects at once and to this one, instead of guessing one from the rank. Not if
+    # groups are divided: torch would then split this one, which nobody has tried for gloo together with NCCL.
     bound = device if device.type == "cuda" and not subgroups else None
     if alone:
-        # A store in memory: the default one would read addresses from the environment and open a port.
+        # A store in memory: the default store would read addresses from the environment and open a port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
@@ -58,7 +58,7 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone, until the end of the block."""
+    """Have a process group of this process alone while the context lasts."""
     join(device, alone=True)
     try:
         yield
@@ -68,7 +68,7 @@ def alone(device: torch.device) -> Iterator[None]:
 
 def use_gpu(device: torch.device) -> None:
     """Make this the process's GPU."""
-    # Micro-batches have documents of all lengths, whose tensors leave holes in segments of fixed sizes.
+    # Micro-batches have documents of all lengths, whose tensors would leave holes in segments of fixed sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_device(device)
@@ -86,7 +86,7 @@ def work(
 ) -> int:
     """Train on this rank, whose process group exists already. Returns the last step.
 
-    `own_log`: what this rank prints goes to a file of its own.
+    `own_log`: this rank prints into a file of its own.
     """
     log_warnings(for_all=own_log or dist.get_rank() == 0)
     with numerics(config.parallel, device, deterministic=config.run.deterministic), settings_restored():
@@ -111,10 +111,10 @@ def _work(parts: RankRun, stop: Stop, lease: Lease | None, *, dry: bool = False)
         status = "handed_over"
         raise
     except (Interrupted, SignalReceived):
-        status = "failed" if dry else "interrupted"  # of which the console says that the same command continues
+        status = "failed" if dry else "interrupted"  # which the console prints as "the same command continues"
         raise
     except DataError as error:
-        # A row that was not read before. Training has started, so this is no longer a refusal (exit code 2).
+        # About a row that was not read before. Training has started, so this is no longer a refusal (exit code 2).
         raise TrainingError(
             f"{error}. With data.bad_rows=skip the run continues from its last checkpoint; corrected data would "
             "make it another run, so choose another run.name for that"
@@ -122,6 +122,6 @@ def _work(parts: RankRun, stop: Stop, lease: Lease | None, *, dry: bool = False)
     finally:
         parts.saves.leave()
         if lease is not None and lease.lost():
-            status = "handed_over"  # to another command, which says in MLflow how the run ends
+            status = "handed_over"  # another command has the run, and reports to MLflow how it ends
         parts.tracker.finish(status)
     return state.step

@@ -283,7 +283,7 @@ def test_what_is_told_of_a_quantized_base(tmp_path: Path) -> None:
     assert field(converted(tmp_path, "trl", two, ("load_in_4bit",)), "method.quantization") == "int8"
     alone = converted(tmp_path, "axolotl", {"load_in_4bit": True}).problems
     assert alone == [
-        "load_in_4bit=true: weights are quantized only beside adapters: write adapter: qlora in the file; "
+        "load_in_4bit=true: weights are quantized only under adapters: write adapter: qlora in the file; "
         "--drop load_in_4bit converts without it"
     ]
 

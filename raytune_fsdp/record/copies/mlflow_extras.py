@@ -20,7 +20,7 @@ from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED
 
 logger = logging.getLogger(__name__)
 
-_NUM_EVENTS, _REPORT = "raytune_fsdp.events", "raytune_fsdp.record.report"
+_NUM_EVENTS, _REPORT = "raytune_fsdp.events", "raytune_fsdp.report"
 """Tags: how many events the table has, and the hash of the report that is there."""
 _LISTED = "mlflow.loggedArtifacts"
 """MLflow's own tag: it makes its pages show a file as a table."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, connect, get_run
 from raytune_fsdp.record.copies.muted import muted
 
-_STEP = "raytune_fsdp.step.train_step"
+_STEP = "raytune_fsdp.step"
 """Tag of a version: the step whose export it is."""
 _PLACE = "export"
 
