@@ -16,6 +16,7 @@ The rooms, from the command down; each imports only what is below it. Its `__ini
     plan/        what follows from a config: steps, schedule, mesh
     config/      what a user may write, a section a file
     base/        errors, files, threads: what all of them stand on
+    report/      an old address of record/report, for scripts of users
     demo/        a small dataset and tokenizer for a first run without downloads
 
 Importing this package imports nothing heavy: the public names are loaded when they are first used.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.tools.audit.past import PastStep
 
 Losses = Sequence[Sequence[tuple[float, int]]]
-"""For each document of each sample, the sum of its targets' losses, and the number of targets."""
+"""The sum of its targets' losses and the number of targets, for each document of each sample."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> int:

@@ -31,7 +31,7 @@ _INSIDES = {
     name: {option[: dot.start()] for option in project.options for dot in re.finditer(r"\.", option)}
     for name, project in PROJECTS.items()
 }
-"""By project, the names that have options below them."""
+"""The names that have options below them, by project."""
 _MAX_BYTES = 4_000_000
 _MOST_UNKNOWN = 200
 """The most keys that are not options: for each the nearest option is looked for, which takes milliseconds."""

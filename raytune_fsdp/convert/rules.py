@@ -28,7 +28,7 @@ class Said(NamedTuple):
     fate: Fate
     text: str
     drop: str | None = ""
-    """For a refused key, the key to drop instead, if that is another one. None: dropping it would leave nothing."""
+    """The key to drop for a refused one, if that is another key. None: dropping it would leave nothing."""
 
 
 class WrongValueError(ValueError):

@@ -166,7 +166,7 @@ class StopFlag(Signals):
     """
 
     def __init__(self, *, insist: bool = True) -> None:
-        """With `insist`, a second signal of the same kind has its default effect, which ends the process."""
+        """`insist`: a second signal of the same kind has its default effect, which ends the process."""
         super().__init__("before the first step; the same command continues")
         self._insist = insist
         self._timers: dict[int, threading.Timer] = {}

@@ -715,7 +715,7 @@ def test_the_project_is_guessed_or_named(tmp_path: Path) -> None:
     for path in EXAMPLES:
         assert path.stem.startswith(example(path, drop=True).project.name)
     for content in ({"learning_rate": 1e-4, "output_dir": "x"}, {"a": 1, "b": 2}, {"run": {"name": "x"}, "model": {}}):
-        with pytest.raises(ConfigError, match=r"its trainer is unclear .* --from axolotl\|trl\|llama-factory"):
+        with pytest.raises(ConfigError, match=r"trainer is unclear .* --from axolotl\|trl\|llama-factory\|accelerate"):
             convert(write(tmp_path, content))
 
 

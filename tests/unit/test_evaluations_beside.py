@@ -34,7 +34,7 @@ def test_what_it_does_not_go_with(tmp_path: Path, sections: dict[str, Any], refu
 
 
 def test_it_needs_ray(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="eval.where=task: evaluations beside training are Ray tasks"):
+    with pytest.raises(ConfigError, match="eval.where=task: evaluations during training are Ray tasks"):
         run(make_config(tmp_path, eval={"where": "task"}, data=DATA))
 
 

@@ -63,7 +63,7 @@ class History:
     path: Path
     name: str
     columns: Mapping[str, Numbers]
-    """By name, a number for every step; NaN where the record has none."""
+    """A number for every step, by name; NaN where the record has none."""
     time: Numbers
     """When each step ended, in seconds since 1970; never earlier than the step before."""
     datasets: Mapping[str, tuple[Numbers, Numbers]]

@@ -49,7 +49,7 @@ class AxisMark:
 
     step: int
     time: float
-    """In seconds since 1970; NaN if it is not known."""
+    """Seconds since 1970; NaN if it is not known."""
     event: str
     fields: Mapping[str, Any]
 

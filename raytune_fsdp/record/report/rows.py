@@ -26,9 +26,9 @@ class DataOnRecord:
     packed: str
     """A sentence on how full the trained samples were; empty if it is not known."""
     shares: list[tuple[str, int, float]]
-    """For each dataset its name, the tokens that were trained on, and their share of all."""
+    """Name, tokens that were trained on and their share of all, for each dataset."""
     counts: list[tuple[str, ...]]
-    """For each dataset: name, rows, documents, tokens, trained tokens, their share, dropped, cut off, cut apart."""
+    """Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, for each dataset."""
     counted: str
     bars: list[tuple[float, float, float, str]]
     """Documents by length: place, width and height as fractions of 1, and words."""

@@ -13,7 +13,7 @@ WINDOW = 64
 """A loss is compared with this many steps before it."""
 _EVERY = 8  # The window moves by this many steps: the medians of 100,000 steps then take 0.1 s, moving by one 0.8 s.
 DEVIATIONS = 8.0
-"""With normal noise around a mean, one loss in 10**15 is this many standard deviations above it."""
+"""One loss in 10**15 is this many standard deviations above the mean, if the noise is normal."""
 _LEAST = 0.005
 """The least height of a spike, relative to the median: a loss that hardly moves does not spike in its fourth digit."""
 MOST = 20

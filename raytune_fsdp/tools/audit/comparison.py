@@ -27,7 +27,7 @@ EXACT = ("samples", "tokens", "target_tokens", "lr")
 BOUNDS = {"fp64": {"loss": 1e-8, "grad_norm": 1e-6}, "fp32": {"loss": 1e-5, "grad_norm": 1e-4}}
 """Other world sizes add in another order; tests/distributed/test_exact.py holds them to these bounds."""
 _OTHER_BOUNDS = {"loss": 1e-2, "grad_norm": 1e-1}
-"""For 16 bits. The number of ranks decides there what is rounded when, and no bound always holds."""
+"""Bounds for 16 bits, which do not always hold: the number of ranks decides what is rounded when."""
 WEIGHTS = {"fp64": 1e-4, "fp32": 5e-2}
 """The largest allowed difference of a weight, relative to the largest change of a number in its tensor."""
 _OTHER_WEIGHTS = 0.5

@@ -49,7 +49,7 @@ class DryRun:
     host_bytes: int | None
     """Host memory in use on the node that uses most, by everything on it."""
     load_seconds: float
-    """From the start of the command to the first step."""
+    """Seconds from the start of the command to the first step."""
     first_step_seconds: float
     second_step_seconds: float
     tokens_per_second: float
