@@ -1,1 +1,1 @@
-"""Where the report was until it moved to record/report. difference.py keeps the address that docs/observing.md named."""
+"""Where record/report was before. difference.py keeps the address that docs/observing.md named."""
