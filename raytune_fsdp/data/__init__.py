@@ -6,16 +6,16 @@ open.py            from a config to the windows to train on, and those to evalua
 sources/           the rows of files, found by number
 rows/              a row becomes a document: token ids, and which of them are trained on
 unread.py          well-known columns that a format does not read
-trial.py           functions of users are tried: the same twice, and which modules they need
-duplicates.py      rows that become the same tokens; left_out.py: which of them are not trained on
+trial.py           functions of users are tried: does each give the same twice, and which modules does it need?
+duplicates.py      finds rows that become the same tokens; left_out.py: which of them are not trained on
 mixture.py         keyed permutations, and which row of which dataset comes at each place of an epoch
-packing.py         documents become packed samples of one length
+packing.py         documents are packed into samples of one length
 windows.py         a fixed group of rows, packed together: the unit of work and of caching
 cache.py           built windows, as bytes on shared storage
 identity.py        everything that decides the windows, and its fingerprint
 census.py          every window built once and counted, before training; bad rows reported as training reaches them
 stream.py          the endless sequence of packed samples, the same at every world size
-batches.py         the samples of one rank, as tensors; to_device.py: there before they are needed
-shared_batches.py  samples that several ranks share
+batches.py         the samples of one rank, as tensors; to_device.py copies them before they are needed
+shared_batches.py  micro-batches that several ranks share
 questions.py       questions with known answers
 """

@@ -1,6 +1,7 @@
 """Each rank's share of the stream, as tensors.
 
-A rank with fewer blocks in a step than another runs fillers after them, so that all ranks pass the same collectives.
+A rank with fewer micro-batches in a step than another runs fillers after them, so that all ranks run the same
+collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.step_counts import StepCounts
 
 FILLER_INDEX = -1
-"""`Batch.index` of a filler, which is not a block of the step."""
+"""`MicroBatch.index` of a filler, which is none of the step's own micro-batches."""
 
 
 def rank_batches(
@@ -31,17 +32,17 @@ def rank_batches(
     cursor: Cursor,
     data_rank: int,
 ) -> Iterator[StepBatches]:
-    """A rank's blocks in these steps, the first of which begins at `cursor`. Reads the samples of all ranks."""
+    """Yield a rank's micro-batches, step by step; the first step begins at `cursor`. Reads the samples of all ranks."""
     assert 0 <= data_rank < division.data_ranks, (data_rank, division.data_ranks)
     with closing(stream.samples(cursor)) as samples:
         for step in steps:
             own: list[MicroBatch] = []
             built = 0
             for index, size in enumerate(division.block_sizes(step)):
-                block = list(islice(samples, size))
-                built += sum(each.built for each in block)
+                taken = list(islice(samples, size))
+                built += sum(each.built for each in taken)
                 if division.owner(step, index) == data_rank:
-                    own.append(stream_batch(block, index=index))
+                    own.append(stream_batch(taken, index=index))
             yield fill_up(step, own, division, stream.windows, windows_built=built)
 
 
@@ -53,7 +54,7 @@ def fill_up(
     *,
     windows_built: int,
 ) -> StepBatches:
-    """A rank's own blocks of a step, and fillers until it has as many as every other rank."""
+    """Add fillers to a rank's own micro-batches of a step until it has as many as every other rank."""
     while len(own) < division.rounds(step):
         own.append(filler(division.micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id))
     counts = StepCounts.pack(step, own, windows_built, division, len(windows.names))
@@ -63,15 +64,18 @@ def fill_up(
 
 
 def eval_batches(windows: Windows, *, micro_batch: int, data_ranks: int, data_rank: int) -> Iterator[MicroBatch]:
-    """All samples once, in the order of the windows. Block i belongs to rank i mod data_ranks; fillers even it out."""
+    """Yield a rank's share of all samples, each once, in the order of the windows.
+
+    Micro-batch i belongs to rank i mod data_ranks. Fillers give all ranks the same number.
+    """
     assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     samples = (sample for k in range(windows.count(0)) for sample in windows.get(0, k)[0].samples)
     index = 0
-    while block := list(islice(samples, micro_batch)):
+    while taken := list(islice(samples, micro_batch)):
         if index % data_ranks == data_rank:
-            yield to_batch(block, index=index, after=Cursor())
+            yield to_batch(taken, index=index, after=Cursor())
         index += 1
-    # The ranks after the owner of the last block have one block fewer than it does.
+    # The ranks after the owner of the last micro-batch have one micro-batch fewer than it does.
     if index % data_ranks and data_rank >= index % data_ranks:
         yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id)
 
@@ -90,7 +94,7 @@ def to_batch(
     index: int,
     after: Cursor,
 ) -> MicroBatch:
-    """Samples stacked as int64 tensors, with counts that are cheap to take before they leave the host."""
+    """Stack samples into int64 tensors, and count what is cheap to count before they leave the host."""
     input_ids = np.stack([sample.input_ids for sample in samples])
     labels = np.stack([sample.labels for sample in samples])
     position_ids = np.stack([sample.position_ids for sample in samples])
@@ -115,13 +119,13 @@ def to_batch(
 
 
 def borders_of(position_ids: np.ndarray[Any, Any]) -> Borders:
-    """The borders of documents, which begin where positions restart. Found on the host: no kernel waits for them."""
+    """Return the borders of documents, which begin where positions restart. On the host, so no kernel waits for it."""
     starts = np.append(np.flatnonzero(position_ids.reshape(-1) == 0), position_ids.size).astype(np.int32)
     return Borders(starts=torch.from_numpy(starts), longest=int(np.diff(starts).max()))
 
 
 def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -> Targets:
-    """The target tokens of samples. The one at place i of a sample is predicted at i - 1."""
+    """Return the targets of samples. The token at place i of a sample is predicted at i - 1."""
     predicted = np.full_like(labels, IGNORE)
     predicted[:, :-1] = labels[:, 1:]
     places = np.flatnonzero(predicted != IGNORE)
@@ -134,7 +138,7 @@ def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -
 
 
 def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> MicroBatch:
-    """A block of padding: the shape of a full block, nothing trained on, nothing counted."""
+    """Return a micro-batch of padding: the shape of a full one, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
     positions = np.tile(np.arange(seq_len), (micro_batch, 1))
     return MicroBatch(

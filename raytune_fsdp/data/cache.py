@@ -1,6 +1,6 @@
 """Windows on shared storage: written once by the first process that builds them, verified whenever they are read.
 
-    <cache>/<fingerprint>/about.json                whose windows these are, for people
+    <cache>/<fingerprint>/about.json                which datasets these windows are of, for people
     <cache>/<fingerprint>/census.json               their counts, once all are built
     <cache>/<fingerprint>/e000-w00000012.arrow      window 12 of epoch 0
     <cache>/<fingerprint>/locks/0012                held while window 12, or 12 plus a multiple of 1024, is built
@@ -50,7 +50,7 @@ class Window:
     counts: WindowCounts
 
     def to_bytes(self, place: Mapping[str, str]) -> tuple[pa.Buffer, bytes]:
-        """The window as an Arrow stream that says where it belongs, and the digest to append to it."""
+        """Return the window as an Arrow stream that says where it belongs, and the digest to append to it."""
         # 4.1 bytes a token: the ids, a bit for each that is trained on, and what documents need. Labels, positions and
         # source ids follow from these.
         samples = self.samples
@@ -73,9 +73,9 @@ class Window:
 
     @classmethod
     def from_bytes(cls, data: pa.Buffer, place: Mapping[str, str]) -> Window | None:
-        """The window in these bytes; None if a bit differs from what `to_bytes` returned, or it belongs elsewhere.
+        """Return the window in these bytes; None if a bit differs from what `to_bytes` made, or it belongs elsewhere.
 
-        Files from before they said where they belong are taken by their name; `Windows` checks their shape.
+        Older files do not say where they belong. Their name decides, and `Windows` checks their shape.
         """
         body = data.slice(0, max(0, data.size - _DIGEST_BYTES))
         if xxhash.xxh3_128_digest(body) != bytes(data.slice(body.size)):
@@ -101,7 +101,7 @@ class Window:
         )
         counts = WindowCounts.from_json(metadata[b"counts"])
         if any(count.cut and not count.without_targets for count in counts.datasets):
-            _count_targets(samples, counts.datasets)  # perhaps written before pieces without targets were counted
+            _count_targets(samples, counts.datasets)  # may be from before pieces without targets were counted
         return cls(samples=samples, counts=counts)
 
 
@@ -141,7 +141,7 @@ def _row_bytes(seq_len: int) -> int:
 
 
 def _array(values: np.ndarray[Any, Any]) -> pa.Array:
-    """`pa.array(values)`, which would first import pandas, to see whether this is one of its series: 0.9 s."""
+    """Do what `pa.array(values)` does, which would first import pandas to see whether this is a series: 0.9 s."""
     return pa.Array.from_buffers(
         pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(np.ascontiguousarray(values))]
     )
@@ -190,7 +190,7 @@ class WindowCache:
         return self.root / self.fingerprint
 
     def read(self, epoch: int, k: int) -> Window | None:
-        """The window; None if it has to be built because it is missing, damaged, or a copy of another window's file."""
+        """Return the window; None if it must be built: it is missing, damaged, or a copy of another window's file."""
         path = self._path(epoch, k)
         try:
             with pa.OSFile(str(path)) as file:
@@ -201,11 +201,11 @@ class WindowCache:
             if window is None:
                 path.unlink()
             else:
-                os.utime(path)  # clean-up removes what was not used for longest
+                os.utime(path)  # clean-up removes what has been unused for longest
         return window
 
     def write(self, epoch: int, k: int, window: Window) -> None:
-        """Store a window. Raises DataError if that fails, and then leaves no partial file."""
+        """Store a window. If that fails, raise DataError and leave no partial file."""
         body, digest = window.to_bytes(self._place(epoch, k))
         try:
             self._make_room(body.size)
@@ -232,7 +232,7 @@ class WindowCache:
             yield
 
     def read_census(self) -> Mapping[str, Any]:
-        """Earlier counts by epoch; empty if there are none or they are damaged."""
+        """Return earlier counts by epoch; empty if there are none or they are damaged."""
         try:
             found = json.loads((self.directory / "census.json").read_text())
             values: Mapping[str, Any] = json.loads(found["counted"])
@@ -247,7 +247,7 @@ class WindowCache:
             self._put(self.directory / "census.json", json.dumps(found).encode())
 
     def _place(self, epoch: int, k: int) -> Mapping[str, str]:
-        """Which window it is, as its file says it too: a file may have been copied or renamed by hand."""
+        """Return what its file says about which window it is: a file may have been copied or renamed by hand."""
         return {"fingerprint": self.fingerprint, "epoch": str(epoch), "window": str(k)}
 
     def _path(self, epoch: int, k: int) -> Path:
@@ -309,7 +309,7 @@ class Entry:
 
 
 def entries(root: Path) -> Iterator[Entry]:
-    """All windows and prepared rows in a cache directory, except those being written right now."""
+    """Yield all windows and prepared rows in a cache directory, except those being written right now."""
     yield from _prepared_rows(root / FILES)
     for directory in _window_directories(root):
         for file in os.scandir(directory):
@@ -323,7 +323,7 @@ def entries(root: Path) -> Iterator[Entry]:
 def remove(
     root: Path, *, keep_bytes: int = 0, unused_for: float = 0.0, files: bool = True, dry_run: bool = False
 ) -> list[Entry]:
-    """Remove the least recently used until `keep_bytes` are left, but nothing used in the last `unused_for` seconds.
+    """Remove the least recently used entries until `keep_bytes` are left; none used in the last `unused_for` seconds.
 
     Without `files`, only windows are counted and removed.
     """
@@ -352,7 +352,7 @@ def _window_directories(root: Path) -> list[Path]:
 
 
 def _named_by_us(directory: Path) -> list[Path]:
-    """Subdirectories named as the cache names them. A user who gives a wrong directory must not lose anything."""
+    """Return subdirectories named as the cache names them. A user who gives a wrong directory must lose nothing."""
     try:
         return sorted(path for path in directory.iterdir() if _OURS.match(path.name) and path.is_dir())
     except OSError:

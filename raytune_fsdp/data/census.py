@@ -23,7 +23,7 @@ Places = Sequence[tuple[int, int]]
 """Pairs of epoch and window."""
 
 Builder = Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]
-"""Yields the counts of these windows in order, and whether each had to be tokenized."""
+"""A function that yields the counts of these windows in order, and whether each had to be tokenized."""
 
 # The most skipped rows that are kept: they go into the census file and into every process's copy of the census.
 _LISTED_ROWS = 10_000
@@ -46,7 +46,7 @@ def census(
     progress: Progress | None = None,
     build: Builder = build_here,
 ) -> Census:
-    """The counts of `epochs` epochs. Reuses what an earlier census counted or built. Raises RowError for bad rows."""
+    """Count `epochs` epochs. Reuses what an earlier census counted or built. Raises RowError for bad rows."""
     known = windows.cache.read_census()
     # If all epochs have the same windows, counting one is enough.
     distinct = 1 if windows.repeats else math.ceil(Fraction(str(epochs)))
@@ -85,7 +85,7 @@ def census(
             skipped=tuple(skipped),
             built=built,
         )
-        # After every epoch, so that a census that is killed goes on from there.
+        # After every epoch, so that a census that was killed goes on from there.
         windows.cache.write_census({str(e): c.to_json() for e, c in enumerate(counted) if c is not None})
     total = _together(windows, [count for count in counted if count is not None])
     _check(windows, total)
@@ -93,11 +93,11 @@ def census(
 
 
 def _restore(windows: Windows, written: str | None) -> Census | None:
-    """The counts of an epoch from an earlier census, if there are any."""
+    """Return the counts of an epoch from an earlier census; None if there are none."""
     if written is None:
         return None
     if any(count["cut"] and "without_targets" not in count for count in json.loads(written)["datasets"]):
-        return None  # counted before pieces without targets were: once more, from the windows in the cache
+        return None  # from before pieces without targets were counted: count again, from the windows in the cache
     found = replace(Census.from_json(written), names=windows.names, built=0)
     windows.check_skipped(found.skipped)
     return found
@@ -129,22 +129,22 @@ def _check(windows: Windows, total: Census) -> None:
             )
 
 
-# The rows that `data.bad_rows=skip` leaves out, each reported once: when the stream reaches its window.
+# The rows that `data.bad_rows=skip` leaves out. Each is reported once: when the stream reaches its window.
 
 _ROWS_PER_EVENT = 100  # an event is one line of events.jsonl
 
 
 class SkippedRows:
-    """Which windows the stream has entered whose skipped rows were not reported yet."""
+    """Reports the skipped rows of each window once, when the stream enters it."""
 
     def __init__(self, stream: Stream, cursor: Cursor, *, counted: bool) -> None:
-        """With `counted`, a census has reported all rows already."""
+        """`counted`: a census has reported all rows already."""
         self._stream = stream
         self._next = (cursor.epoch, cursor.window + (cursor.index > 0))
         self._silent = counted or stream.windows.data.bad_rows == "error"
 
     def up_to(self, cursor: Cursor) -> Iterator[Mapping[str, Any]]:
-        """Fields of events for the windows entered since the last call."""
+        """Yield the fields of events for the windows entered since the last call."""
         windows = self._stream.windows
         while not self._silent and self._next < (cursor.epoch, cursor.window + (cursor.index > 0)):
             epoch, place = self._next
@@ -160,7 +160,7 @@ class SkippedRows:
 
 
 def events_of_rows(rows: Sequence[SkippedRow]) -> Iterator[Mapping[str, Any]]:
-    """Fields of the events that list these rows."""
+    """Yield the fields of the events that list these rows."""
     for first in range(0, len(rows), _ROWS_PER_EVENT):
         some = rows[first : first + _ROWS_PER_EVENT]
         yield {

@@ -1,8 +1,8 @@
-"""Rows that are equal: the same tokens with the same mask, whatever the rows look like.
+"""Find equal rows: the same tokens with the same mask, whatever the rows look like.
 
-A pass of its own, before anything is tokenized: every row is read for its keys (`rows.row_keys`), by as many processes
-as there are cores, and these are kept in the cache. Then rows with equal keys are found by sorting. Only rows of which
-the keys alone do not tell are tokenized.
+This is a pass of its own, before anything is tokenized. As many processes as there are cores read every row for its
+keys (`rows.row_keys`), which are kept in the cache. Sorting then finds rows with equal keys. Only rows for which the
+keys alone do not decide are tokenized.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-# Part of what is kept in the cache: raise it when a row gets other keys.
+# Kept in the cache with the keys: raise it when a row gets other keys.
 _VERSION = 1
 _AT_ONCE = 1024
-# A process takes seconds to start, in which this one reads so many rows.
+# A process takes seconds to start, in which this one reads this many rows.
 _ROWS_A_PROCESS = 100_000
 _LOOK_SECONDS = 0.2
 # Rows that are tokenized together.
@@ -65,7 +65,7 @@ class RowReader:
         vocab_size: int,
         order: int = ORDER_VERSION,
     ) -> RowReader:
-        """`order`: the version by whose rules rows are read."""
+        """Make the reader of a dataset. `order`: the version by whose rules rows are read."""
         options: dict[str, Any] = {
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
@@ -77,12 +77,12 @@ class RowReader:
         }
         formatter = Formatter(dataset.format, **options)
         try_functions([formatter], [source], order)
-        if formatter.function is not None:  # what is kept in the cache belongs to these modules
+        if formatter.function is not None:  # keys in the cache are valid for these modules only
             options |= {"code": formatter.function.code, "modules": dict(formatter.function.modules)}
         return cls(source, RowKeys(dataset.format, **options), formatter)
 
     def token_keys(self, rows: Sequence[int]) -> list[bytes | None]:
-        """A hash of the tokens and the mask of each of these rows; None of one that becomes no document."""
+        """Return a hash of tokens and mask for each of these rows; None for one that becomes no document."""
         found: list[bytes | None] = []
         for first in range(0, len(rows), _BATCH):
             some = rows[first : first + _BATCH]
@@ -93,12 +93,15 @@ class RowReader:
 
 
 def is_read_cheaply(dataset: DatasetConfig, data: DataConfig, source: Source) -> bool:
-    """Whether all rows can be read once more: not those that are fetched from a store whenever they are needed."""
+    """Return whether all rows can be read once more. Not where each is fetched from a store whenever it is needed."""
     return not (dataset.path and is_url(dataset.path) and source.columnar and data.shuffle != "rows")
 
 
 def groups_of(readers: Sequence[RowReader], cache: Path, progress: Progress | None = None) -> list[Int64Array]:
-    """Of each source, for each row the number of its group of equal rows, over all sources; -1 of one without any."""
+    """Return, for each source, the group of equal rows of each of its rows; -1 for a row that no other equals.
+
+    A group is a number that is the same in all sources.
+    """
     kept = [_kept(reader, cache, progress) for reader in readers]
     first = np.cumsum([0, *(len(loose) for loose, _ in kept)])
     loose = np.concatenate([each for each, _ in kept]) if kept else np.empty(0, np.uint64)
@@ -124,7 +127,7 @@ def groups_of(readers: Sequence[RowReader], cache: Path, progress: Progress | No
 def _same(
     run: Int64Array, exact: Any, rows: Int64Array, token_keys: Callable[[Int64Array], list[bytes | None]]
 ) -> Int64Array:
-    """The number of the group of each of these rows, which is that of its first row. Rows of one `run` are alike."""
+    """Return the group of each of these rows: the number of the group's first row. Rows of one `run` are alike."""
     by_key = np.lexsort((rows, exact[:, 1], exact[:, 0], run))
     begins = np.ones(len(rows), dtype=np.bool_)
     begins[1:] = (np.diff(run[by_key]) != 0) | (np.diff(exact[by_key], axis=0) != 0).any(axis=1)
@@ -151,7 +154,7 @@ def _token_keys(readers: Sequence[RowReader], first: Int64Array, rows: Int64Arra
 
 
 def _kept(reader: RowReader, cache: Path, progress: Progress | None) -> tuple[Any, Any]:
-    """The loose and the exact keys of all rows, from the cache or read now."""
+    """Return the loose and the exact keys of all rows, from the cache or read now."""
     source, keys = reader.source, reader.keys
     identity = {
         "preparation": "row keys",
@@ -198,7 +201,7 @@ def _read_keys(reader: RowReader, directory: Path, progress: Progress | None) ->
 
 @contextmanager
 def _started(reader: RowReader, directory: Path, parts: Sequence[range]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that each read a part of the rows. Not forked: the tokenizer's threads may hold locks."""
+    """Start processes that each read a part of the rows. Not forked: the tokenizer's threads may hold locks."""
     code = f"from {__name__} import work; work()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAYON_NUM_THREADS": "1"}
     started = []
@@ -210,7 +213,7 @@ def _started(reader: RowReader, directory: Path, parts: Sequence[range]) -> Iter
                 )
             started.append(each)
             assert each.stdin is not None
-            with suppress(BrokenPipeError), each.stdin:  # it has ended already, and says why
+            with suppress(BrokenPipeError), each.stdin:  # if it has ended already, its file says why
                 pickle.dump((reader.source, reader.keys, directory, part, number), each.stdin)
         yield started
         for number, each in enumerate(started):
@@ -240,7 +243,7 @@ _BEGIN = b"\n--- a problem with the data ---\n"
 
 
 def work() -> None:
-    """What a process of `_started` does."""
+    """Do the work of one of the processes of `_started`."""
     source, keys, directory, part, number = pickle.load(sys.stdin.buffer)
     done = np.memmap(directory / "done", dtype=np.int64, mode="r+")
     try:

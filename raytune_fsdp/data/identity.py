@@ -1,4 +1,4 @@
-"""Everything that decides the windows, by name: a run continues, and a cached window is used, only if all matches."""
+"""Everything that decides the windows, by name: all must match for a run to continue, or a cached window to be used."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def identity_of_windows(
     order_version: int,
     functions: Sequence[RowFunction | None],
 ) -> dict[str, Any]:
-    """Datasets by place, not by name: their order decides the windows, their names do not.
+    """Return everything that decides the windows, by name.
 
-    `functions`: of each dataset, the user's function, if its format has one.
+    Datasets appear by place, not by name: their order decides the windows, their names do not. `functions`: for each
+    dataset the user's function, if its format has one.
     """
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {
@@ -54,7 +55,7 @@ def identity_of_windows(
         for name, content in each.modules.items()
     }
     columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
-    # Absent: all rows.
+    # Without a selection: all rows.
     selections = {
         f"datasets.{i}.{key}": value
         for i, source in enumerate(sources)
@@ -85,12 +86,12 @@ def identity_of_windows(
 
 
 def files_by_key(sources: Sequence[Source]) -> dict[str, list[str]]:
-    """The names of the files that each `files` key of an identity stands for, as messages show them."""
+    """Return the names of the files that each `files` key of an identity stands for, as messages show them."""
     return {f"datasets.{i}.files": list(source.fingerprints) for i, source in enumerate(sources)}
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
-    """The fingerprint of windows in the cache: of everything that decides them, and of their file format."""
+    """Return the fingerprint of windows in the cache: it covers all that decides them, and their file format."""
     return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, identity], sort_keys=True).encode())
 
 

@@ -1,4 +1,4 @@
-"""Rows that are left out of the training because others are equal to them: in an evaluation, or in front of them."""
+"""Leave rows out of the training that equal another row: one of an evaluation, or an earlier one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_measured(train: Mapping[str, Int64Array], evals: Mapping[str, Int64Array], *, known: Sequence[str]) -> None:
-    """Say how many rows are trained on and measured. Groups of equal rows, by the names of datasets.
+    """Warn of rows that are both trained on and measured. `train`, `evals`: groups of equal rows, by dataset name.
 
-    Not refused: the loss on training data says little about new data, but some want to see it. `known`: evaluations of
-    which that is said already.
+    They are not refused: the loss on training data says little about new data, but some want to see it. `known`:
+    evaluations that this has been said about already.
     """
     for name, measured in evals.items():
         equal = {each: int(np.isin(own, measured[measured >= 0]).sum()) for each, own in train.items()}
@@ -45,8 +45,11 @@ def without_equal(
     evals: Iterable[Int64Array],
     data: DataConfig,
 ) -> list[Source]:
-    """The sources without the rows that the config has left out. `train`: the groups of the rows of those that are
-    trained on, by number. The same sources where none is left out: the same data, the same run."""
+    """Return the sources without the equal rows that the config leaves out.
+
+    `train`: the groups of the rows of each source that is trained on, by its number. A source that loses no row is
+    returned as it is: the same data is the same run.
+    """
     out = [np.zeros(len(source), dtype=np.bool_) for source in sources]
     measured = _grouped(evals)
     seen = np.empty(0, dtype=np.int64)
@@ -82,7 +85,7 @@ def _fields(data: DataConfig) -> str:
 
 
 def left_out_of(names: Sequence[str], sources: Sequence[Source]) -> dict[str, tuple[int, int]]:
-    """How many rows of each dataset there were and are left, where equal ones were left out."""
+    """Return how many rows there were and are left, for each dataset of which equal rows were left out."""
     return {
         name: (len(source.base), len(source))
         for name, source in zip(names, sources, strict=True)

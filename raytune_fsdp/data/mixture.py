@@ -1,4 +1,4 @@
-"""Which row of which dataset comes at each place of an epoch: evenly interleaved, exact, looked up instead of stored.
+"""The order of rows over datasets: which row comes at each place of an epoch. Exact, and looked up instead of stored.
 
 A dataset of n rows and weight w is an endless sequence of passes over its rows, each pass in an order of its own. Epoch
 e takes the entries ceil(e*w*n) to ceil((e+1)*w*n) of that sequence: after any number of epochs every row has been seen
@@ -24,7 +24,7 @@ from raytune_fsdp.base.random import derive_key, mix64
 
 # The order of the data: keyed permutations that are looked up, never stored.
 #
-# What must never change under its number (golden values are in the tests):
+# None of this may ever change under its number (golden values are in the tests):
 #
 #     mix64(x)      the finalizer of splitmix64, on integers modulo 2**64
 #     derive_key    xxh3_64 of the parts, each written as i<n>:<decimal>, or s<n>:<utf-8>, with n its length in bytes
@@ -33,32 +33,33 @@ from raytune_fsdp.base.random import derive_key, mix64
 #                   k_r = mix64(key + (r+1)*G) and G = 0x9E3779B97F4A7C15;
 #                   a result >= n is permuted again until it is < n (cycle walking: at most 4 passes on average)
 #
-# `mixture` uses these to order the rows, `windows` the samples inside a window, `stream` the windows of an epoch and,
-# again, their samples. All of that belongs to a version of the order, as do the rows themselves. A run has one of
-# these:
+# `mixture` orders the rows with these, `windows` the samples inside a window, `stream` the windows of an epoch and,
+# again, their samples. All of that belongs to a version of the order, and so do the rows themselves. A run has one of
+# these versions:
 #
 #     2             documents are packed best-fit decreasing in any order; a pattern or directory is listed by following
 #                   links wherever they lead
 #     3             with `shuffle: none`, documents are packed in their own order (`packing.best_fit_in_order`); a
-#                   directory that links lead to again is read once (`sources.places`)
+#                   directory that links lead to a second time is read once (`sources.places`)
 #     4             a directory is read by splits (`sources.splits`), and chats also by what `sources.keys` looks for;
-#                   modules that a function of the user's imports belong to the run (`data.trial`); equal rows are held
-#                   out together, or not at all (`data.duplicates`)
+#                   modules that a user's function imports belong to the run (`data.trial`); equal rows are held out
+#                   together, or not at all (`data.duplicates`)
 #
-# A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest that gives them
-# their rows in their order: most data is the same under all, and so keeps its runs and its cache.
+# A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest version that
+# gives them their rows in their order: most data is the same under all versions, and so keeps its runs and its cache.
 #
-# That version says nothing about an evaluation which a run gains later, and which may need a higher one. It is read as
-# it would have been at the beginning: by the newest version that there was then, which a run keeps, too (`Order`).
+# That version says nothing about an evaluation which a run gains later, and which may need a higher one. Such an
+# evaluation is read as it would have been when the run was begun: by the newest version there was then. A run keeps
+# that one, too (`Order`).
 
 OLDEST_ORDER = 2
-"""The version of all that later ones do not change, and of every run begun before there was another."""
+"""The version of all data that later ones do not change, and of every run begun before there was another."""
 
 THIRD_ORDER = 3
 FOURTH_ORDER = 4
 
 ORDER_VERSION = FOURTH_ORDER
-"""The newest."""
+"""The newest version."""
 
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
@@ -71,29 +72,32 @@ def is_known(version: object) -> TypeGuard[int]:
 
 
 def order_of(begun_with: int | None) -> int:
-    """The version by whose rules data is read: that of the run which continues, or the newest."""
+    """Return the version by whose rules data is read: the one a run was begun with, or else the newest."""
     return begun_with if is_known(begun_with) else ORDER_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """By which version rows are read, and which one they have."""
+    """Two versions of the order: the rules by which rows are read, and the least version that they have."""
 
     rules: int
-    """They are read by the rules of this one."""
+    """The version by whose rules rows are read."""
     least: int
-    """They have the lowest that gives them, but not a lower one than this."""
+    """A lower bound: rows have the lowest version that gives them, but none below this."""
 
     @classmethod
     def of(cls, order_version: int | None, newest_order: int | None = None) -> Order:
-        """That of a run with this version, or of a new one. `newest_order`: the newest that there was at its beginning,
-        for what it may have gained since. What it had then needs no more than the run's version, and stays the same."""
+        """Return the order of a run with this version, or of a new run (None).
+
+        `newest_order`: the newest version when the run was begun, for data it may have gained since. The data it had
+        then needs no more than the run's own version, and stays the same.
+        """
         if not is_known(order_version):
             return cls(ORDER_VERSION, OLDEST_ORDER)
         return cls(max(order_version, newest_order) if is_known(newest_order) else order_version, order_version)
 
     def version(self, lowest: int) -> int:
-        """The version of rows which `lowest` gives as the rules do."""
+        """Return the version of rows; `lowest` is the lowest that gives them as the rules do."""
         return min(max(lowest, self.least), self.rules)
 
 
@@ -120,8 +124,8 @@ class Permutation:
             value = self._feistel(value)
         return value
 
-    # About 9 us a lookup for n = 1,000,000, so 40 ms for the 4096 rows of a default window: little beside tokenizing,
-    # where a stored permutation would take 8 bytes a row in every process.
+    # About 9 us a lookup for n = 1,000,000, so 40 ms for the 4096 rows of a default window: little compared with
+    # tokenizing. A stored permutation would take 8 bytes a row in every process.
     def _feistel(self, value: int) -> int:
         bits, mask = self._half_bits, self._half_mask
         left, right = value >> bits, value & mask
@@ -133,7 +137,7 @@ class Permutation:
 Shuffle = Literal["rows", "blocks", "none"]
 
 _LENGTHS = 10_000
-"""Epochs whose lengths are kept."""
+"""Number of epochs whose lengths are kept in memory."""
 
 
 class Interleaving:
@@ -147,18 +151,18 @@ class Interleaving:
         self._scales = tuple(common // count if count else 0 for count in counts)
 
     def at(self, place: int) -> tuple[int, int]:
-        """Dataset and entry at one place."""
+        """Return dataset and entry at one place."""
         if not 0 <= place < self.total:
             raise IndexError(f"{place} is not in range({self.total})")
         _, dataset, entry = min(self._heads(self._before(place)))
         return dataset, entry
 
     def walk(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Datasets and entries of places first <= place < last."""
+        """Yield datasets and entries of the places first <= place < last."""
         return islice(self._merged(self._before(first)), max(0, min(last, self.total) - first))
 
     def _merged(self, taken: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Datasets and entries after these, in order."""
+        """Yield the datasets and entries that follow, in order; `taken`: how many entries of each come before."""
         heads = self._heads(taken)
         heapq.heapify(heads)
         while heads:
@@ -176,7 +180,7 @@ class Interleaving:
         return [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
 
     def _before(self, place: int) -> list[int]:
-        """How many entries of each dataset come before a place."""
+        """Return how many entries of each dataset come before a place."""
         if not self.total:
             return [0] * len(self.counts)
         # An estimate that is off by at most half an entry for each dataset, then single steps to the exact place.
@@ -199,16 +203,19 @@ class Interleaving:
 
 
 class BlockOrder:
-    """A permutation of rows that keeps blocks together: it permutes the blocks, and the rows inside each block."""
+    """A permutation of rows for `shuffle: blocks`: it permutes stretches of a file, and the rows inside each of them.
+
+    `blocks`: the number of rows of each stretch.
+    """
 
     def __init__(self, blocks: Sequence[int], *, key: int) -> None:
         self._key = key
         order = Permutation(len(blocks), key=derive_key("blocks", key))
         self._blocks = [order(i) for i in range(len(blocks))]
         starts = [0, *accumulate(blocks)]
-        self._first_rows = [starts[block] for block in self._blocks]
-        self._ends = list(accumulate(blocks[block] for block in self._blocks))
-        # A window takes neighbouring places, so consecutive calls ask for the same block.
+        self._first_rows = [starts[number] for number in self._blocks]
+        self._ends = list(accumulate(blocks[number] for number in self._blocks))
+        # A window takes neighbouring places, so consecutive calls ask for the same stretch.
         self._inside = lru_cache(maxsize=4)(self._rows_of)
 
     def __call__(self, index: int) -> int:
@@ -222,7 +229,7 @@ class BlockOrder:
 
 
 class Mixture:
-    """The rows of every epoch. `blocks`: for each dataset, the sizes of its blocks of rows."""
+    """The rows of every epoch. `blocks`: for each dataset, how many rows each stretch has that `blocks` shuffles."""
 
     def __init__(
         self, blocks: Sequence[Sequence[int]], weights: Sequence[Fraction], *, shuffle: Shuffle, seed: int
@@ -232,7 +239,7 @@ class Mixture:
         self.weights = tuple(weights)
         self._shuffle = shuffle
         self._seed = seed
-        # How many rows of each dataset an epoch has. Whole numbers: to multiply fractions takes microseconds for each.
+        # How many rows of each dataset an epoch has, as two integers: multiplying fractions takes microseconds each.
         self._ratios = [
             (weight * rows).as_integer_ratio() for weight, rows in zip(self.weights, self._rows, strict=True)
         ]
@@ -242,15 +249,15 @@ class Mixture:
 
     @property
     def repeats(self) -> bool:
-        """Whether every epoch has the same rows, because all weights are whole numbers."""
+        """Return whether every epoch has the same rows, because all weights are whole numbers."""
         return all(weight.denominator == 1 for weight in self.weights)
 
     def epochs_for_all_rows(self) -> int:
-        """Number of epochs after which every row has been seen, except rows of datasets with weight 0."""
+        """Return after how many epochs every row has been seen, except rows of datasets with weight 0."""
         return 1 + math.ceil(max(1 / weight for weight in self.weights if weight))
 
     def length(self, epoch: int) -> int:
-        """Number of rows in an epoch. Asked for with every window, and for each between the cursor and it."""
+        """Return the number of rows in an epoch. Called for every window, and for each between the cursor and it."""
         found = self._lengths.get(epoch)
         if found is None:
             if len(self._lengths) > _LENGTHS:
@@ -259,24 +266,26 @@ class Mixture:
         return found
 
     def rows(self, epoch: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Dataset and row of the places first <= place < last of an epoch."""
+        """Yield dataset and row of the places first <= place < last of an epoch."""
         starts, order = self._of_epoch(epoch)
         for dataset, entry in order.walk(first, last):
             yield dataset, self._row(dataset, starts[dataset] + entry)
 
     def row(self, epoch: int, place: int) -> tuple[int, int]:
-        """Dataset and row at one place of an epoch."""
+        """Return dataset and row at one place of an epoch."""
         starts, order = self._of_epoch(epoch)
         dataset, entry = order.at(place)
         return dataset, self._row(dataset, starts[dataset] + entry)
 
     def _starts(self, epoch: int) -> list[int]:
-        """The first entry of each dataset in an epoch: epoch times its rows in one, rounded up."""
+        """Return the first entry of each dataset in an epoch: epoch times its rows per epoch, rounded up."""
         return [-(-epoch * rows // of) for rows, of in self._ratios]
 
     def _of_epoch(self, epoch: int) -> tuple[list[int], Interleaving]:
-        """The first entry of each dataset, and the order of all entries. The newest is kept: windows of an epoch follow
-        one another."""
+        """Return the first entry of each dataset, and the order of all entries, in an epoch.
+
+        The last one asked for is kept, because windows of an epoch follow one another.
+        """
         if (found := self._epoch)[0] != epoch:
             starts = self._starts(epoch)
             counts = [after - before for before, after in zip(starts, self._starts(epoch + 1), strict=True)]
@@ -305,7 +314,7 @@ class Mixture:
 def weights_of(
     weights: Sequence[float | None], shares: Sequence[float | None], rows: Sequence[int]
 ) -> tuple[Fraction, ...]:
-    """Exact weights from the config. With shares, an epoch has as many rows as all datasets together."""
+    """Return exact weights from the config. With shares, an epoch has as many rows as all datasets together."""
     # Through str: Fraction(0.1) is the float's binary value, with a denominator of 2**55; Fraction("0.1") is 1/10.
     if all(share is None for share in shares):
         return tuple(Fraction(1) if weight is None else Fraction(str(weight)) for weight in weights)

@@ -1,4 +1,4 @@
-"""From a config to its data: the windows to train on, and the windows of each evaluation dataset."""
+"""Open the data of a config: the windows to train on, and the windows of each evaluation dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELD_OUT = "held_out"
-"""Name of the evaluation of rows that are held out of the training."""
+"""Name of the evaluation on rows that are held out of the training."""
 
 
 def open_data(
@@ -43,16 +43,17 @@ def open_data(
     order_version: int | None = None,
     newest_order: int | None = None,
 ) -> tuple[Windows, dict[str, Windows]]:
-    """The training data, and each evaluation dataset by its name.
+    """Open the training data, and each evaluation dataset by its name.
 
-    `order_version`: that of the run, if it continues. `newest_order`: the newest that there was when it was begun, by
-    which evaluations are read that it has gained since; None: that is not known, and they are read as the rest.
+    `order_version`: the version of a run that continues; None for a new run. `newest_order`: the newest version when
+    that run was begun, by which evaluations are read that it has gained since. Where it is not known (None), they are
+    read like the rest.
     """
     train, evals, warn = _open_data(config, tokenizer, vocab_size, progress, order_version, newest_order)
     opened = [train, *evals.values()]
     if order_version is None:
-        # A run has one version, and its evaluations must be of the same rows when it continues: also the questions of
-        # tasks, which are opened apart.
+        # A run has one version, and its evaluations must have the same rows when it continues. So must the questions of
+        # tasks, which are opened separately.
         tasks = [find_files(task).order_version for task in config.eval.tasks if task.path]
         version = max([*(each.order_version for each in opened), *tasks])
         for windows in opened:
@@ -71,8 +72,10 @@ def open_evals(
     order_version: int | None = None,
     newest_order: int | None = None,
 ) -> dict[str, Windows]:
-    """The evaluation datasets alone, as a run with these versions (see `open_data`) reads them. The training data need
-    not be there, unless they are rows held out of it."""
+    """Open only the evaluation datasets, as a run with these versions (see `open_data`) reads them.
+
+    The training data may be missing, unless the evaluation is on rows held out of it.
+    """
     if isinstance(config.data.eval, HeldOutConfig):
         return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
     evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
@@ -88,7 +91,7 @@ def _open_data(
     order_version: int | None,
     newest_order: int | None = None,
 ) -> tuple[Windows, dict[str, Windows], Callable[[], None]]:
-    """The data, and what says what there is to warn of."""
+    """Return the training data, the evaluations, and a function that logs the warnings about them."""
     windows = _opener(config, tokenizer, vocab_size, progress, order_version)
     data, datasets, order = config.data, config.data.train, order_of(order_version)
     names, trained = dataset_names(datasets), [i for i, dataset in enumerate(datasets) if _is_trained(dataset)]
@@ -103,7 +106,7 @@ def _open_data(
     if isinstance(data.eval, HeldOutConfig):
         pairs = _hold_out(data.eval, datasets, sources, own if order >= FOURTH_ORDER else None)
         sources = [rest for rest, _ in pairs]
-        # Measured once each, however often they would be trained on.
+        # Each row is measured once, however often it would be trained on.
         some = [i for i, (_, out) in enumerate(pairs) if len(out)]
         once = [datasets[i].model_copy(update={"weight": None, "share": None}) for i in some]
         evals = {HELD_OUT: windows(once, [pairs[i][1] for i in some])}
@@ -130,8 +133,10 @@ def _groups(
     vocab_size: int,
     progress: Progress | None,
 ) -> list[Int64Array]:
-    """Of each of these, read by the rules of its version, the groups of equal rows (`groups_of`); as if there were none
-    where nothing asks for them."""
+    """Return the groups of equal rows (`groups_of`) of each of these, read by the rules of its version.
+
+    All rows count as different if nothing in the config asks for a comparison.
+    """
     data = config.data
     asked = data.drop_eval_duplicates or data.drop_duplicates
     found = [np.full(len(source), -1, dtype=np.int64) for _, source, _ in compared]
@@ -184,8 +189,10 @@ def _hold_out(
     sources: Sequence[Source],
     groups: Mapping[int, Int64Array] | None,
 ) -> list[tuple[Source, Selected]]:
-    """The rows to train on and those to measure, of each dataset. None of one whose weight is 0. `groups` of equal
-    rows, by dataset, are kept together."""
+    """Return the rows to train on and the rows to measure, for each dataset.
+
+    No row is held out of a dataset whose weight is 0. `groups` of equal rows, by dataset, are kept together.
+    """
     used = [i for i, dataset in enumerate(datasets) if _is_trained(dataset)]
     total = sum(len(sources[i]) for i in used)
     field = f"data.eval.rows={wanted.rows}" if wanted.fraction is None else f"data.eval.fraction={wanted.fraction}"
@@ -208,8 +215,10 @@ def _hold_out(
 
 
 def _warn_of_overlap(train: Windows, evals: Mapping[str, Windows]) -> list[str]:
-    """Warn, not refuse: the loss on training data says little about new data, but some want to see it. Returns the
-    names of the evaluations of which whole files are trained on."""
+    """Warn of evaluations of which whole files are trained on, and return their names.
+
+    They are not refused: the loss on training data says little about new data, but some want to see it.
+    """
     trained = {fingerprint: file for source in train.sources for file, fingerprint in source.fingerprints.items()}
     found = []
     for name, windows in evals.items():

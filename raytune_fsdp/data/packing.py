@@ -1,8 +1,8 @@
-"""Documents become packed samples: side by side in sequences of one length.
+"""Pack documents into samples: one after another, in sequences of one length.
 
 Nothing leaks from one document to the next: positions restart, and the first token of a document is not a target,
-because it would be predicted from the last token of another document. Each piece of a document that is cut is a
-document of its own.
+because it would be predicted from the last token of another document. When a document is cut, each piece is a document
+of its own.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 _SAMPLES_AT_ONCE = 32
 
 OPEN_SAMPLES = 32
-"""Samples that `best_fit_in_order` can still add a document to."""
+"""The number of samples that `best_fit_in_order` can still add a document to."""
 
 Packing = Literal["best_fit", "concat", "none"]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: bins of indices into `lengths` whose sums are at most `capacity`.
+    """Pack best-fit decreasing: return bins of indices into `lengths` whose sums are at most `capacity`.
 
-    Long ones first, equal ones by index; each goes into the fullest bin that has room. Each bin is in ascending order
-    and the bins are ordered by their first index: the result keeps the order of the input as far as packing allows.
+    The longest comes first, and of equal lengths the lower index. Each goes into the fullest bin that has room. Each
+    bin is in ascending order and bins are ordered by their first index, so the result keeps the order of the input as
+    far as packing allows.
     """
     # Over windows of 4096 documents (mean 400, capacity 2048) this makes 0.1 % more samples than over all documents at
     # once, which in turn are the theoretical minimum; over windows of 256 documents 1.2 % more.
@@ -68,11 +69,11 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def best_fit_in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best fit of documents as they come: like `best_fit`, but only the last samples begun still take a document.
+    """Pack documents best-fit as they come: only the last OPEN_SAMPLES samples still take a document.
 
-    No document is placed more than OPEN_SAMPLES samples before the one that was begun last when its turn came, so the
-    order of the input holds for the samples whatever the lengths are. `best_fit` places the long documents first and
-    the short ones wherever they fit, which no order of its samples can undo.
+    So no document is placed further than that before the newest sample, and the samples keep the order of the input
+    whatever the lengths are. `best_fit` places the long documents first and the short ones wherever they fit, which no
+    order of its samples can undo.
     """
     bins: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (space, bin) of the open bins, sorted
@@ -95,7 +96,7 @@ def best_fit_in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class PackedSamples(Sequence[PackedSample]):
     """Packed samples of one length, stored compactly: positions and source ids are computed when asked for.
 
-    Sample i holds the documents `first_document[i]` to `first_document[i + 1]`, side by side, then padding.
+    Sample i holds the documents `first_document[i]` to `first_document[i + 1]`, one after another, then padding.
     """
 
     input_ids: Int32Array
@@ -141,7 +142,7 @@ class PackedSamples(Sequence[PackedSample]):
         )
 
     def rows(self, first: int, last: int) -> Int32Array:
-        """[samples, 4, seq_len]: input ids, labels, position ids and source ids of samples first <= i < last."""
+        """Return [samples, 4, seq_len]: input, label, position and source ids of samples first <= i < last."""
         input_ids = self.input_ids[first:last]
         rows = np.empty((len(input_ids), 4, input_ids.shape[1]), dtype=np.int32)
         rows[:, 0] = input_ids
@@ -153,9 +154,9 @@ class PackedSamples(Sequence[PackedSample]):
 
 
 def _lay_out(lengths: Int32Array, sources: Int32Array, borders: Int64Array, *, out: Int32Array) -> Int64Array:
-    """Fill [samples, 2, seq_len] with the positions and datasets of the tokens; returns where each document starts.
+    """Fill [samples, 2, seq_len] with the positions and datasets of the tokens; return where each document starts.
 
-    Sample i has the documents `borders[i]` to `borders[i + 1]`, then padding. The starts count through all samples,
+    Sample i has the documents `borders[i]` to `borders[i + 1]`, then padding. Starts are counted through all samples,
     laid end to end.
     """
     samples, _, seq_len = out.shape
@@ -178,7 +179,7 @@ class Arrangement:
 
     pieces: Sequence[Document]
     parents: Sequence[int]
-    """Of each piece, the number of the document that it is, or was cut from. Pieces of one document are in order."""
+    """For each piece the number of the document it was cut from, or is. Pieces of one document are in order."""
     bins: list[list[int]]
     """The pieces of each sample."""
 
@@ -216,17 +217,17 @@ def pack(
     reorder: Callable[[int], Callable[[int], int]] | None = None,
     in_order: bool = False,
 ) -> PackedSamples:
-    """Packed samples of `seq_len` tokens; `sources[i]` is document i's dataset.
+    """Pack documents into samples of `seq_len` tokens; `sources[i]` is document i's dataset.
 
     No document is longer than `seq_len`, unless packing is `concat`. `reorder(n)` is the order of n samples. With
-    `in_order` best fit keeps to the order of the documents.
+    `in_order`, best fit keeps the order of the documents.
     """
     arranged = arrange(documents, seq_len=seq_len, packing=packing, reorder=reorder, in_order=in_order)
     return fill_samples(arranged, sources=sources, seq_len=seq_len, pad_id=pad_id)
 
 
 def fill_samples(arranged: Arrangement, *, sources: Sequence[int], seq_len: int, pad_id: int) -> PackedSamples:
-    """The packed samples of documents that have been divided; `sources[i]` is document i's dataset."""
+    """Build the packed samples of an arrangement; `sources[i]` is document i's dataset."""
     pieces, parents, bins = arranged.pieces, arranged.parents, arranged.bins
     placed = [index for members in bins for index in members]
     samples = PackedSamples(
@@ -244,7 +245,7 @@ def fill_samples(arranged: Arrangement, *, sources: Sequence[int], seq_len: int,
 
 
 def _cut(documents: Sequence[Document], seq_len: int) -> tuple[list[Document], list[int], list[list[int]]]:
-    """Documents one after the other, cut where a sample is full; every piece is a document of its own."""
+    """Lay documents one after another, cut where a sample is full; every piece is a document of its own."""
     pieces: list[Document] = []
     parents: list[int] = []
     bins: list[list[int]] = []
@@ -299,12 +300,12 @@ def _fill(
 
 
 def sample_id(row: Int32Array) -> int:
-    """xxh3_64 over the bytes of a sample's four arrays (little-endian int32), as a signed 64-bit integer."""
+    """Return xxh3_64 of the bytes of a sample's four arrays (little-endian int32), as a signed 64-bit integer."""
     unsigned = xxhash.xxh3_64_intdigest(np.ascontiguousarray(row, dtype="<i4").data)
     return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
-# From which rows the packed samples of a window come.
+# Where the packed samples of a window come from.
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +316,7 @@ class RowOrigin:
     where: str
     """File and line of the row, as messages show them."""
     first_token: int
-    """How many of the row's tokens come before it: not 0 for a later piece of a row that was cut."""
+    """How many of the row's tokens come before it; more than 0 for a later piece of a row that was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,18 +327,18 @@ class Gathered:
     skipped: list[SkippedRow] = field(default_factory=list)
     documents: list[Document] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
-    """Of each document, its dataset."""
+    """The dataset of each document."""
     wheres: list[str] = field(default_factory=list)
-    """And file and line of its row."""
+    """File and line of each document's row."""
     rows: list[int] = field(default_factory=list)
-    """And the number of its row in the window."""
+    """The number in the window of each document's row."""
 
 
 def origins(found: Gathered, arranged: Arrangement) -> list[list[RowOrigin]]:
-    """Of each packed sample, where its documents come from, in their order."""
+    """Return for each packed sample where its documents come from, in their order."""
     first_tokens: list[int] = []
     for number, parent in enumerate(arranged.parents):
-        # Parts of a row, and pieces of a part, stand one directly after the other.
+        # Parts of a row, and pieces of a part, directly follow one another.
         goes_on = number > 0 and found.rows[arranged.parents[number - 1]] == found.rows[parent]
         before = number - 1
         first_tokens.append(first_tokens[before] + len(arranged.pieces[before].input_ids) if goes_on else 0)

@@ -1,6 +1,6 @@
-"""The tasks of an evaluation: rows with a question and its right answer become the tokens that a model is given.
+"""Tasks of an evaluation: rows with a question and its right answer become the tokens that a model gets.
 
-All of it is read and tokenized before any rank is started, so a row that cannot be asked is named then.
+All rows are read and tokenized before any rank is started, so that a row which cannot be asked is reported by then.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _MOST_QUESTIONS, _MOST_SUBJECTS = 100_000, 200
 """Every rank holds all questions, and every subject is a curve: MMLU has 14,042 and 57."""
 
 NEXT_QUESTION = "\n\nQuestion:"
-"""What begins the next question where no chat template separates them."""
+"""The text that begins the next question where no chat template separates questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Multiple choice. Every choice is a document: its question, and the choice, whose tokens are the only targets."""
+    """A multiple-choice task. Each choice is a document: its question, then the choice, whose tokens are targets."""
 
     name: str
     samples: PackedSamples
-    """The documents, whose `sources` are their numbers."""
+    """The documents, packed. Their `sources` are their numbers."""
     pad_id: int
     first: Int64Array
-    """The number of each question's first choice, and at the end the number of all."""
+    """The number of each question's first choice, and at the end the number of all choices."""
     characters: Int64Array
-    """Length of each choice."""
+    """Length of each choice in characters."""
     right: Int64Array
     """Which choice of each question is right, from 0."""
     subjects: tuple[str | None, ...]
-    """Of each question."""
+    """The subject of each question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class Written:
     task: ExactTask
     prompts: tuple[Int32Array, ...]
     right: tuple[str, ...]
-    """The final answer of each."""
+    """The right final answer of each question."""
     plain: bool
-    """Whether the prompts are without a chat template, so that the model may go on with a question of its own."""
+    """Whether the prompts have no chat template, so that the model may go on with a question of its own."""
     subjects: tuple[str | None, ...]
 
 
@@ -79,7 +79,7 @@ Questions = Choices | Written
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A row as it is asked."""
+    """A row of a task, read."""
 
     where: str
     question: str
@@ -98,8 +98,10 @@ def open_tasks(
     progress: Progress | None = None,
     order: int | None = None,
 ) -> tuple[Questions, ...]:
-    """The tasks of `eval.tasks`, of the rows that version `order` reads; None: a new run. Raises DataError for
-    whatever cannot be asked."""
+    """Open the tasks of `eval.tasks`. Raises DataError for whatever cannot be asked.
+
+    `order`: the version by whose rules rows are read; None for a new run.
+    """
     found: list[Questions] = []
     for index, task in enumerate(config.eval.tasks):
         name, field = dataset_name(task), f"eval.tasks.{index}"
@@ -120,7 +122,7 @@ def open_tasks(
 
 
 def check_names(tasks: Sequence[Questions], datasets: Iterable[str]) -> None:
-    """Refuse tasks whose metrics would have the names of others."""
+    """Refuse tasks whose metrics would have the same names as those of another task or dataset."""
     known = set(datasets)
     for index, task in enumerate(tasks):
         if task.name in known:
@@ -165,7 +167,7 @@ def _read(source: Source, task: ChoicesTask | ExactTask, field: str) -> list[_As
 def _asked(row: Mapping[str, Any], task: ChoicesTask | ExactTask, where: str) -> _Asked:
     choices, labels = _choices_of(row, task.choices, where) if isinstance(task, ChoicesTask) else ((), ())
     subject = row.get(task.subject) if task.subject is not None else None
-    # A part of the names of metrics, where / separates.
+    # It becomes a part of metrics' names, where / separates.
     subject = None if subject is None else re.sub(r"[^\w.-]+", "_", str(subject)).strip("_")[:100]
     return _Asked(
         where=where,
@@ -192,12 +194,12 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def _choices_of(row: Mapping[str, Any], column: str | list[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The texts of a row's choices, and their labels, where they have some."""
+    """Return the texts of a row's choices, and their labels if they have some."""
     value: Any
     labels: Any = ()
     if isinstance(column, str):
         value = _value(row, column, where)
-        if isinstance(value, str):  # of a CSV file
+        if isinstance(value, str):  # from a CSV file
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):
@@ -217,7 +219,7 @@ def _choices_of(row: Mapping[str, Any], column: str | list[str], where: str) -> 
 
 
 def _right(row: _Asked) -> int:
-    """Which choice is right: by its label, letter, index or text, whichever there is first."""
+    """Return which choice is right, found by its label, letter, index or text, whichever matches first."""
     given, many = row.answer, len(row.choices)
     text = str(given).strip()
     places = [row.labels.index(text)] if text in row.labels else []
@@ -238,7 +240,7 @@ def _right(row: _Asked) -> int:
 
 
 class _Prompter:
-    """Questions as the model is asked them."""
+    """Writes and tokenizes questions as the model is asked them."""
 
     def __init__(
         self,
@@ -248,14 +250,14 @@ class _Prompter:
     ) -> None:
         self._encoder = SpanEncoder(tokenizer)
         self.plain = task.style == "plain" or (task.style == "auto" and not tokenizer.chat_template)
-        # Templates write their own.
+        # Chat templates write their own prefix.
         self._prefix = np.array(self._encoder.prefix if self.plain else [], dtype=np.int32)
         self._template: ChatTemplate | None = None if self.plain else chat_template(tokenizer, None)
         self._system = task.system
         self._shots = [(row.question, row.choices[_right(row)] if row.choices else str(row.answer)) for row in shots]
 
     def prompt(self, row: _Asked) -> str:
-        """The text up to where the answer begins."""
+        """Return the text up to where the answer begins."""
         if self._template is None:
             shots = [f"Question: {question}\nAnswer: {answer}" for question, answer in self._shots]
             before = [self._system] if self._system is not None else []
@@ -270,8 +272,10 @@ class _Prompter:
             raise DataError(f"{row.where}: the chat template refuses the question: {error}") from error
 
     def documents(self, prompts: Sequence[str], answers: Sequence[str]) -> list[Document]:
-        """Each prompt and the answer after it, whose tokens alone are targets. The prompt has the tokens that it has
-        alone."""
+        """Tokenize each prompt with its answer; only the answer's tokens are targets.
+
+        The prompt has the same tokens as without an answer.
+        """
         answers = [f" {answer}" if self.plain else answer for answer in answers]
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         spans = [[(len(prompt), len(text))] for prompt, text in zip(prompts, texts, strict=True)]
@@ -284,7 +288,7 @@ class _Prompter:
         return found
 
     def tokens(self, prompts: Sequence[str]) -> list[Int32Array]:
-        """The prompts alone."""
+        """Tokenize the prompts without answers."""
         encoded = self._encoder.encode(prompts, [None] * len(prompts))
         return [np.concatenate([self._prefix, tokens.ids]) for tokens in encoded]
 
@@ -332,7 +336,7 @@ def _written(
 ) -> Written:
     prompts = prompter.tokens([prompter.prompt(row) for row in rows])
     for row, ids in zip(rows, prompts, strict=True):
-        # Of each, not only of the longest: ranks answer together, and those whose answers have ended go on with them.
+        # Each is checked, not only the longest: ranks answer together, and those that are done go on with the rest.
         if not 0 < len(ids) <= positions - task.max_new_tokens:
             raise DataError(
                 f"{row.where}: the question has {len(ids)} tokens, and {field}.max_new_tokens={task.max_new_tokens} "
@@ -350,7 +354,7 @@ def _written(
 
 
 def _final(row: _Asked, task: ExactTask, field: str) -> str:
-    """The right final answer of a row: what is found in its solution, or the answer as it is."""
+    """Return the right final answer of a row: what is found in its solution, or else the answer as it is."""
     text = str(row.answer).strip()
     try:
         found = find(text, task.find, task.regex)

@@ -1,4 +1,4 @@
-"""Blocks that several ranks share: each has as many tokens of it, and knows where all documents begin."""
+"""Micro-batches that several ranks share: each has the same number of tokens, and knows where all documents begin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytune_fsdp.plan.plan import Layout
 
 
 def from_first(steps: Iterable[StepBatches | None], group: dist.ProcessGroup) -> Iterator[StepBatches]:
-    """The batches of the group's first rank, on all of them. Each is a collective of the group, on hosts."""
+    """Yield the batches of the group's first rank on all its ranks. Each is a collective of the group, on hosts."""
     for step in steps:
         box = [step]
         dist.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
@@ -23,7 +23,7 @@ def from_first(steps: Iterable[StepBatches | None], group: dist.ProcessGroup) ->
 
 
 def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterator[StepBatches]:
-    """A data rank's batches as one of its members computes them."""
+    """Yield a data rank's batches as one of its members computes them."""
     first = rank % layout.together == 0
     for step in steps:
         if layout.together == 1:
@@ -32,27 +32,28 @@ def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterat
         # Counted once for all members: a sum over all ranks is to be the global batch's.
         yield replace(
             step,
-            blocks=tuple(own_part(block, layout, rank) for block in step.blocks),
+            blocks=tuple(own_part(each, layout, rank) for each in step.blocks),
             counts=step.counts if first else torch.zeros_like(step.counts),
             windows_built=step.windows_built if first else 0,
         )
 
 
 def own_part(block: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
-    """A block as one of the ranks computes it that share it."""
+    """Return the part of a micro-batch that this rank computes, of those that share it."""
     part = part_of(block, layout.member(rank), layout.sequence)
     return part if layout.counts(rank) else replace(part, counts=False)
 
 
 def part_of(block: MicroBatch, member: int, members: int) -> MicroBatch:
-    """A member's tokens of a block whose samples are laid out one after another.
+    """Return a member's tokens of a micro-batch whose samples are laid out one after another.
 
-    A row that cannot be cut evenly (of an evaluation: a run's can) gets padding at its end, a document of its own.
+    If they cannot be cut evenly (in an evaluation; those of a run can), padding is added at the end, as a document of
+    its own.
     """
     if members == 1:
         return block
-    row, missing = block.input_ids.numel(), -block.input_ids.numel() % members
-    size = (row + missing) // members
+    tokens, missing = block.input_ids.numel(), -block.input_ids.numel() % members
+    size = (tokens + missing) // members
     first, end = member * size, (member + 1) * size
 
     def own(tensor: torch.Tensor, fill: int) -> torch.Tensor:
@@ -61,28 +62,28 @@ def part_of(block: MicroBatch, member: int, members: int) -> MicroBatch:
     real = block.source_ids != PADDING
     lengths = real.sum(-1, keepdim=True).expand_as(real)
     positions = own(block.position_ids, 0)
-    if end > row:
-        here = max(0, row - first)
-        positions[0, here:] = torch.arange(size - here) + max(0, first - row)
+    if end > tokens:
+        here = max(0, tokens - first)
+        positions[0, here:] = torch.arange(size - here) + max(0, first - tokens)
     source_ids = own(block.source_ids, PADDING)
     targets = block.targets
-    there = (targets.places >= first) & (targets.places < end)
-    datasets = targets.datasets[there]
+    inside = (targets.places >= first) & (targets.places < end)
+    datasets = targets.datasets[inside]
     return replace(
         block,
         input_ids=own(block.input_ids, int(block.input_ids[-1, -1])),
         labels=own(block.labels, IGNORE),
         position_ids=positions,
         source_ids=source_ids,
-        borders=_with_padding(block.borders, row, missing),
+        borders=_with_padding(block.borders, tokens, missing),
         targets=Targets(
-            places=targets.places[there] - first,
-            ids=targets.ids[there],
+            places=targets.places[inside] - first,
+            ids=targets.ids[inside],
             datasets=datasets,
             by_dataset=tuple(torch.bincount(datasets).tolist()),
         ),
         tokens=int((source_ids != PADDING).sum()),
-        target_tokens=int(there.sum()),
+        target_tokens=int(inside.sum()),
         attended_pairs=int((positions[source_ids != PADDING] + 1).sum()),
         part=BlockPart(member=member, members=members, lengths=own(lengths, 0)[0]),
     )

@@ -1,6 +1,6 @@
 """The endless stream of packed samples, the same at every world size. Does not import torch.
 
-`division.Division` says how it is divided into steps, blocks and ranks.
+`division.Division` says how it is divided into steps, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StreamSample:
 
     sample: PackedSample
     after: Cursor
-    """The sample after it."""
+    """The place of the sample after it."""
     built: bool
     """Whether this is the first sample of a window that was tokenized because no cache had it."""
 
@@ -41,7 +41,7 @@ class Stream:
         self.seed = seed
 
     def samples(self, cursor: Cursor) -> Generator[StreamSample, None, None]:
-        """Samples from `cursor` on, the same order from wherever it is entered. A thread builds the next window."""
+        """Yield samples from `cursor` on, in the same order from any cursor. A thread builds the next window."""
         empty = 0
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as ahead:
             coming = ahead.submit(self._load, cursor, 0)
@@ -53,24 +53,26 @@ class Stream:
                 yield from self._section(cursor, number, window, built)
 
     def section(self, cursor: Cursor, number: int) -> Iterator[StreamSample]:
-        """The samples of the window `number` windows after the cursor's own one."""
+        """Yield the samples of the window `number` windows after the cursor's own."""
         window, built = self._load(cursor, number)
         return self._section(cursor, number, window, built)
 
     def origins(self, epoch: int, place: int) -> list[list[RowOrigin]]:
-        """The documents of each sample of the window at this place, in the order of the stream. Reads its rows
-        again."""
+        """Return where the documents of each sample of a window come from; samples in the order of the stream.
+
+        Reads the rows of the window again.
+        """
         k = self.window_at(epoch, place)
         found = self.windows.origins(epoch, k)
         inside = self._order(len(found), "samples", epoch, k)
         return [found[inside(index)] for index in range(len(found))]
 
     def first_window(self, cursor: Cursor) -> tuple[Window, bool]:
-        """The window that contains the cursor, and whether it had to be built."""
+        """Return the window that contains the cursor, and whether it had to be built."""
         return self._load(cursor, 0)
 
     def check_not_empty(self, empty: int) -> None:
-        """Raise if `empty` windows in a row without a sample mean that no window will have one."""
+        """Raise if, after `empty` windows in a row without a sample, no window can have one."""
         if empty > self.windows.enough():
             raise DataError(
                 f"no row of {', '.join(self.windows.names)} is left after dropping those that data.bad_rows="
@@ -79,7 +81,7 @@ class Stream:
             )
 
     def seek(self, cursor: Cursor, samples: int) -> Cursor:
-        """The place `samples` samples after the cursor. Reads the windows in between, but unpacks no sample."""
+        """Return the place `samples` samples after the cursor. Reads the windows in between, but unpacks no sample."""
         left, empty = cursor.index + samples, 0
         for number in count():
             epoch, place = self.place(cursor, number)
@@ -92,7 +94,7 @@ class Stream:
         raise AssertionError("the stream has no end")
 
     def place(self, cursor: Cursor, number: int) -> tuple[int, int]:
-        """Epoch, and place in it, of the window `number` windows after the cursor's own one."""
+        """Return the epoch of the window `number` windows after the cursor's own, and its place in that epoch."""
         epoch, place = cursor.epoch, cursor.window
         total = self.windows.count(max(epoch, 0))
         if epoch < 0 or not 0 <= place < max(total, 1):  # with small weights an epoch may have no window at all
@@ -105,7 +107,7 @@ class Stream:
         return epoch, place
 
     def window_at(self, epoch: int, place: int) -> int:
-        """Number of the window at this place of an epoch."""
+        """Return the number of the window at this place of an epoch."""
         return self._order(self.windows.count(epoch), "windows", epoch)(place)
 
     def _load(self, cursor: Cursor, number: int) -> tuple[Window, bool]:

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: copied ahead, so that neither the host nor the device waits for them."""
+"""Copy batches to the device ahead of time, so that neither the host nor the device waits for them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ T = TypeVar("T")
 
 
 def to_device(items: Iterable[T], device: torch.device) -> Iterator[T]:
-    """The same batches with their tensors on the device.
+    """Yield these batches with their tensors on the device.
 
-    The host is ahead of a GPU: while that computes a step, the batch of the next one is copied on a stream of its own.
-    From pinned memory, or the host would wait for each copy; and whatever is computed with it waits for the copy alone.
+    The host is ahead of a GPU: while the GPU computes a step, the batch of the next step is copied on a stream of its
+    own. The copy is from pinned memory, or the host would wait for it. What computes with a batch waits for its copy
+    only.
     """
     if device.type != "cuda":
         for item in items:
@@ -37,12 +38,12 @@ def to_device(items: Iterable[T], device: torch.device) -> Iterator[T]:
 
 
 def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    tensor.record_stream(stream)  # or its memory could be given away before that stream is done with it
+    tensor.record_stream(stream)  # without this, its memory could be reused before that stream is done with it
     return tensor
 
 
 def mapped(value: T, function: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """A batch with all its tensors replaced."""
+    """Return a batch with `function` applied to all its tensors."""
     found: Any = value
     if isinstance(value, torch.Tensor):
         found = function(value)

@@ -1,4 +1,4 @@
-"""Functions of users are tried before they are used: do they give the same twice, and which modules do they need?"""
+"""Try users' functions before they are used: does each give the same twice, and which modules does it need?"""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from raytune_fsdp.data.rows.user_functions import call_elsewhere
 from raytune_fsdp.data.sources.source import Source
 
 _TRIED_ROWS = 20
-"""Of each dataset, given to its function."""
+"""How many rows of each dataset its function is tried on."""
 
 
 def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], order: int) -> bool:
-    """Refuse functions that do not give the same for a row, whoever calls them. Returns whether they import modules of
-    the user's, which the functions then know.
+    """Refuse functions that do not give the same for a row in whichever process. Return whether they import modules.
 
-    A run of an older version of the order has no such modules in its identity, and goes on without them.
+    Only the user's own modules count; the functions then know them. A run of an older version of the order has no
+    such modules in its identity, and goes on without them.
     """
     names = dict.fromkeys(each.function.name for each in formatters if each.function is not None)
     for name in names:
@@ -28,7 +28,7 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
 
 
 def _try(name: str, pairs: Sequence[tuple[Formatter, Source]], order: int) -> None:
-    """One process for all datasets of a function: its imports may take many seconds."""
+    """Try one function on all its datasets, in one process: its imports may take many seconds."""
     tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
     there = None
     if order >= FOURTH_ORDER:

@@ -1,4 +1,4 @@
-"""Columns that many files have, and that a dataset's format does not read: said, so that nothing is lost in silence."""
+"""Report well-known columns that a dataset's format does not read, so that nothing is lost in silence."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _KNOWN: dict[str, dict[str, str]] = {
     "completion": {},
     "tokens": {"labels": "format.labels", **_MASKS},
 }
-"""By type: well-known columns, and what would read them."""
+"""For each type of format: well-known columns, and what would read them."""
 _ROWS, _CHARACTERS = 1000, 4_000_000
-"""So much of a dataset is looked at, from its start."""
+"""How much of a dataset is looked at, from its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class UnreadColumn:
     dataset: str
     column: str
     filled: int
-    """Rows that have something in it."""
+    """How many rows have something in it."""
     rows: int
-    """Of so many, the first ones."""
+    """How many rows were looked at: the first ones."""
     read_by: str
-    """What would read it."""
+    """The setting that would read it."""
 
     def __str__(self) -> str:
         return (
@@ -60,7 +60,7 @@ class UnreadColumn:
         return self.filled / self.rows
 
     def fields(self) -> dict[str, Any]:
-        """As the record of a run has it."""
+        """Return the fields that the record of a run has."""
         return {
             "dataset": self.dataset, "column": self.column, "share": round(self.share, 4), "rows": self.rows,
             "read_by": self.read_by,
@@ -68,7 +68,7 @@ class UnreadColumn:
 
 
 def unread_columns(datasets: Sequence[DatasetConfig], sources: Sequence[Source], order: int) -> list[UnreadColumn]:
-    """Those of datasets that are read by the rules of version `order`."""
+    """Return the unread columns of datasets that are read by the rules of version `order`."""
     names = dataset_names(datasets)
     return [
         column
@@ -93,14 +93,14 @@ def _unread(name: str, dataset: DatasetConfig, source: Source, order: int) -> li
     for column, by in wanted.items():
         filled = sum(_is_filled(row.get(column)) for row in rows)
         if column in newest.optional:
-            by = "a run that is begun now"  # this one goes on by older rules
+            by = "a run that is begun now"  # this run goes on by older rules
         if filled:
             found.append(UnreadColumn(name, column, filled, len(rows), by))
     return found
 
 
 def tell(columns: Iterable[UnreadColumn]) -> None:
-    """Say it on the console, once each: rows for evaluation may be of the same dataset."""
+    """Log each column once: rows for evaluation may be of the same dataset."""
     said: set[tuple[str, str]] = set()
     for each in columns:
         if (each.dataset, each.column) not in said:
@@ -111,7 +111,7 @@ def tell(columns: Iterable[UnreadColumn]) -> None:
 def _first_rows(source: Source) -> list[Row]:
     rows: list[Row] = []
     first, many, size, last = 0, 1, 0, min(_ROWS, len(source))
-    # A row may be too large, a file may have changed: whoever uses the rows says so.
+    # A row may be too large or a file may have changed: the code that uses the rows reports it.
     with suppress(DataError):
         while first < last and size < _CHARACTERS:
             some = source.rows(range(first, min(first + many, last)))

@@ -1,8 +1,9 @@
-"""Windows: fixed groups of rows, packed together. The unit of data work and of caching, a pure function of the inputs.
+"""Windows: fixed groups of rows, packed together. They are the unit of data work and of caching.
 
-An epoch is an order of the rows of all datasets (`mixture`); window k is its k-th group of `data.window` rows. Which
-machine builds it, when and how often changes nothing. If every epoch has the same rows, every epoch also has the same
-windows, and epochs differ only by the order of the windows and of the samples inside them (`stream.Stream`).
+A window is a pure function of the inputs: which machine builds it, when and how often changes nothing. An epoch is an
+order of the rows of all datasets (`mixture`); window k is its k-th group of `data.window` rows. If every epoch has the
+same rows, every epoch also has the same windows, and epochs differ only by the order of the windows and of the samples
+inside them (`stream.Stream`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bounded in bytes, because a window may hold 1 MB or 1 GB. A token takes 5 bytes here, so these are 27 M tokens: every
+# Bounded in bytes, because a window may hold 1 MB or 1 GB. A token takes 5 bytes here, so this is 27 M tokens: every
 # window of a small dataset. In a large one only the newest window is ever asked for again.
 _MEMORY_BYTES = 128 << 20
 
@@ -70,10 +71,10 @@ class Windows:
         newest_order: int | None = None,
         sources: Sequence[Source] | None = None,
     ) -> None:
-        """`order_version` is that of the run which continues; None, or one that there is not here: the run is new.
-        `newest_order`: the newest at its beginning, if the run may have gained these datasets since.
+        """`order_version`: the version of the run that continues; None or an unknown one for a new run.
 
-        `sources` are those of the datasets, if they are open already.
+        `newest_order`: the newest version when the run was begun, if it may have gained these datasets since.
+        `sources`: the sources of the datasets, if they are open already.
         """
         order = Order.of(order_version, newest_order)
         self._datasets = datasets
@@ -118,7 +119,7 @@ class Windows:
         self._warned_of_size = self._warned_of_cache = False
 
     def raise_order(self, version: int) -> None:
-        """Give all of them this version, if theirs is lower: a run has one, and this is how it reads them later."""
+        """Raise the version of the order to this one if it is lower: a run reads all its windows by one version."""
         if version <= self.order_version:
             return
         assert isinstance(self._formatters, list), "not in another process"
@@ -134,7 +135,7 @@ class Windows:
         return self.cache.fingerprint
 
     def _lowest_order(self) -> int:
-        """The lowest version that gives these rows in their order."""
+        """Return the lowest version that gives these rows in their order."""
         lowest = max(source.order_version for source in self.sources)
         in_order = self.data.shuffle == "none" and self.data.packing == "best_fit"
         return max(lowest, THIRD_ORDER if in_order else OLDEST_ORDER)
@@ -148,19 +149,19 @@ class Windows:
         return self.data.shuffle != "none"
 
     def rows(self, epoch: int) -> int:
-        """Number of rows in an epoch."""
+        """Return the number of rows in an epoch."""
         return self._mixture.length(0 if self.repeats else epoch)
 
     def count(self, epoch: int) -> int:
-        """Number of windows in an epoch."""
+        """Return the number of windows in an epoch."""
         return -(-self.rows(epoch) // self.data.window)
 
     def enough(self) -> int:
-        """Number of consecutive windows that include every row, wherever they start."""
+        """Return a number of consecutive windows that include every row, wherever they start."""
         return self._mixture.epochs_for_all_rows() * (self.rows(0) // self.data.window + 2)
 
     def get(self, epoch: int, k: int, *, must_keep: bool = False) -> tuple[Window, bool]:
-        """Window k of an epoch, from memory, from the cache or newly built; and whether it had to be built.
+        """Return window k of an epoch, and whether it had to be built because neither memory nor cache had it.
 
         Failing to cache a new window is an error only with `must_keep`.
         """
@@ -183,7 +184,7 @@ class Windows:
         return window, built
 
     def forget(self) -> None:
-        """Free the windows that are held in memory: of a large one, nothing may be needed any more."""
+        """Free the windows that are held in memory: a large one may not be needed any more."""
         self._memory.clear()
 
     def check_skipped(self, skipped: Sequence[SkippedRow]) -> None:
@@ -192,13 +193,13 @@ class Windows:
             self._refuse(RowError(row.message, row.reason))
 
     def counts(self, epoch: int, k: int) -> WindowCounts | None:
-        """The counts of a window; None if it is not built, or no longer cached."""
+        """Return the counts of a window; None if it is not built, or no longer cached."""
         key = (0 if self.repeats else epoch, k)
         window = self._memory.get(key) or self._cached(*key)
         return None if window is None else window.counts
 
     def _cached(self, epoch: int, k: int) -> Window | None:
-        """The window in the cache, unless its shape shows that it is not this one."""
+        """Return the window from the cache, unless its shape shows that it is another one."""
         window = self.cache.read(epoch, k)
         if window is not None:
             rows = sum(count.rows for count in window.counts.datasets)
@@ -229,8 +230,10 @@ class Windows:
         return Window(samples=samples, counts=finish_counts(samples, rows.counts, rows.skipped))
 
     def origins(self, epoch: int, k: int) -> list[list[RowOrigin]]:
-        """Of each packed sample of a window, where its documents come from, in their order. Reads the rows again, and
-        raises DataError if what is cached of them is something else."""
+        """Return for each packed sample of a window where its documents come from, in their order.
+
+        Reads the rows again, and raises DataError if the cache has something else for them.
+        """
         key = (0 if self.repeats else epoch, k)
         rows = self._gather(*key)
         arranged = self._arrange(rows, *key)
@@ -266,7 +269,7 @@ class Windows:
     def _arrange(self, found: Gathered, epoch: int, k: int) -> Arrangement:
         order = None
         if self.shuffled:
-            # The packer starts with the longest documents: without this, long ones would be trained on first.
+            # The packer starts with the longest documents. Without this, they would be trained on first.
             def order(n: int) -> Permutation:
                 return Permutation(n, key=derive_key("packed", self.seed, epoch, k))
 
@@ -276,7 +279,7 @@ class Windows:
         )  # fmt: skip
 
     def _check_size(self, documents: Sequence[Document]) -> None:
-        """Warn about a huge window: it is held in memory while it is built, and out of memory kills without a word."""
+        """Warn about a huge window: it is in memory while it is built, and running out of memory kills silently."""
         tokens = sum(len(document.input_ids) for document in documents)
         if tokens > _MANY_TOKENS and not self._warned_of_size:
             self._warned_of_size = True
@@ -288,7 +291,7 @@ class Windows:
             )  # fmt: skip
 
     def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
-        """Dataset, document and `where` of each of these rows, in order. Batches are of one dataset each."""
+        """Return dataset, document and `where` of each of these rows, in order. Each batch is of one dataset."""
         # A process that received this object makes its formatters, and with them a tokenizer, only now: most processes
         # just read windows from the cache.
         made = self._formatters
@@ -335,7 +338,7 @@ class Windows:
         skipped.append(SkippedRow(where=where, reason=error.reason, message=str(error)))
 
     def _fit(self, document: Document, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> list[Document]:
-        """The document as it is packed: whole, shortened or in several parts; an empty list if it is dropped."""
+        """Return the document as it is packed: whole, shortened or in several parts; an empty list if it is dropped."""
         length, policy = len(document.input_ids), self.data.long_documents
         bucket = int(4 * np.log2(length))  # see DatasetCount.lengths
         count.lengths[bucket] = count.lengths.get(bucket, 0) + 1
@@ -380,7 +383,7 @@ class Windows:
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """The id of padding. It is masked everywhere, so any will do, as long as the embedding has a row for it."""
+    """Return the id of padding. It is masked everywhere, so any id will do that the embedding has a row for."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None and 0 <= candidate < vocab_size:
             return int(candidate)

@@ -1,7 +1,7 @@
-"""The code of a chat template: as Jinja generates it, with what charges for the work (see `work`).
+"""Compile chat templates: Jinja's generated code, with calls added that charge for its work (see `work`).
 
-Every block begins by charging for all that it may run. An operation that may be large calls a method of the environment
-(`sandbox`) instead, which asks first.
+Every Jinja block begins by charging for all that it may run. An operation that may be large is replaced by a call of a
+method of the environment (`sandbox`), which charges first.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from jinja2.compiler import CodeGenerator, Frame, operators
 
 from raytune_fsdp.data.rows.work import PER_NODE
 
-# What templates ask for all the time. Jinja looks for an attribute first, which takes ten times as long for a dict.
+# Names that templates ask for all the time. Jinja looks for an attribute first, which takes ten times as long for a
+# dict.
 ATTRIBUTES_OF_DICTS = frozenset(dir(dict))
 SAFE_OF_LOOPS = frozenset(("depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"))
 
-_CALL = 10  # how many other nodes a call takes as long as
+_CALL = 10  # a call takes as long as this many other nodes
 
 
 class CountingGenerator(CodeGenerator):
-    """Jinja's compiler, with what charges for the work."""
+    """Jinja's compiler, which also writes the calls that charge for the work."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         body = list(nodes)
-        if not frame.soft_frame:  # the branches of an `if` belong to the block it is in
+        if not frame.soft_frame:  # the branches of an `if` belong to the Jinja block around it
             self.writeline(f"environment.charge({PER_NODE * (1 + sum(map(_size, body)))})")
         super().blockvisit(body, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        if node.test is not None:  # it runs for items that the body never sees
+        if node.test is not None:  # the test runs for items that the body never sees
             cost = nodes.Const(PER_NODE * (1 + _CALL + _size(node.test)))
             call = nodes.Call(nodes.EnvironmentAttribute("charged"), [cost], [], None, None)
             node.test = nodes.And(call, node.test)
@@ -61,7 +62,7 @@ class CountingGenerator(CodeGenerator):
         self.write(")))")
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        """`a + b + c` is one call: most of what templates write is such a sum."""
+        """Make `a + b + c` one call: most of what templates write is such a sum."""
         terms: list[nodes.Expr] = [node.right]
         while isinstance(node.left, nodes.Add):
             node = node.left
@@ -98,7 +99,7 @@ class CountingGenerator(CodeGenerator):
     def _looked_up(
         self, node: nodes.Getattr | nodes.Getitem, key: Any, frame: Frame, otherwise: Callable[[Any, Frame], None]
     ) -> None:
-        """`message.role` and `loop.first` without a call, where they are what they nearly always are."""
+        """Write `message.role` and `loop.first` without a call for the types that they nearly always have."""
         quick = None
         if isinstance(node.node, nodes.Name) and isinstance(key, str):
             ref = frame.symbols.ref(node.node.name)
@@ -140,9 +141,9 @@ def _is_literal(node: nodes.Node) -> bool:
 
 
 def _size(node: nodes.Node) -> int:
-    """The number of nodes that run with this one, without the blocks that charge for themselves."""
+    """Return the number of nodes that run with this one, without Jinja blocks, which charge for themselves."""
     apart = isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block | nodes.FilterBlock)
     exclude = ("body", "else_") if apart else ()
-    # What is written is kept as an object of its own, which takes more than its characters.
+    # Each text that is written is kept as an object, which takes more than its characters.
     own = 4 * len(node.nodes) if isinstance(node, nodes.Output) else _CALL if isinstance(node, nodes.Call) else 1
     return own + sum(map(_size, node.iter_child_nodes(exclude=exclude)))

@@ -1,4 +1,4 @@
-"""A row becomes a conversation: messages as chat templates expect them, whatever names the file uses."""
+"""Read a row as a conversation: messages as chat templates expect them, whatever names the file uses."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Conversation:
     """Place of the column's first message in `messages`."""
 
     def place(self, index: int) -> str:
-        """How errors name a message."""
+        """Return the name of a message in errors."""
         return f"{self.column}[{index - self.first}]" if index >= self.first else "the system message"
 
 
 def read_conversation(
     row: dict[str, Any], format: ChatFormat, where: str, *, columnar: bool = False, order: int = ORDER_VERSION
 ) -> Conversation:
-    """The conversation of a row. Raises RowError.
+    """Return the conversation of a row. Raises RowError.
 
     `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls. `order`: the
     version by whose rules rows are read.
@@ -63,7 +63,7 @@ def read_conversation(
     column = format.messages
     given = read_column(row, column, "messages", where)
     if newer and isinstance(given, str):
-        # As with tools: what is text is JSON, where a null is a value.
+        # As with tools: a text is JSON, where a null is a value.
         given, deep = _parse(given, f"{where}: {column}", "a list of messages"), False
     if not isinstance(given, list):
         raise RowError(
@@ -88,13 +88,13 @@ def read_conversation(
     system = _system_beside(row, format, messages, where) if newer else None
     if system is None:
         return Conversation(messages, train, tools, where, column)
-    if messages[0]["role"] in _SYSTEM:  # it is empty
+    if messages[0]["role"] in _SYSTEM:  # that one is empty
         messages, train = messages[1:], train[1:]
     return Conversation([system, *messages], [True, *train], tools, where, column, first=1)
 
 
 def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
-    """Whether a message may be trained on. Takes out the keys that say so."""
+    """Return whether a message may be trained on. Removes the keys that say so."""
     trained = True
     for key in ("train", "training") if newer else ("train",):
         given = message.pop(key, True)
@@ -113,7 +113,7 @@ def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
 def _system_beside(
     row: dict[str, Any], format: ChatFormat, messages: list[dict[str, Any]], where: str
 ) -> dict[str, Any] | None:
-    """The system message in a column of its own; None: there is none, or the conversation begins with it."""
+    """Return the system message from a column of its own; None if there is none, or the conversation begins with it."""
     given = None if format.system is None else row.get(format.system)
     if given is None or (isinstance(given, str) and not given.strip()):
         return None
@@ -133,7 +133,7 @@ def _system_beside(
 
 
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
-    """The value of a column that every row needs. `field`: the field of the dataset's format that names the column."""
+    """Return the value of a column that every row needs. `field`: the field of the format that names the column."""
     if name not in row:
         raise RowError(
             f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
@@ -146,7 +146,7 @@ def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
 
 
 def check_text(value: Any, place: str, *, may_be_empty: bool = False) -> str:
-    """The value unchanged, if it is text that a tokenizer accepts. Raises RowError otherwise."""
+    """Return the value unchanged if it is text that a tokenizer accepts. Raises RowError otherwise."""
     if value is None:
         raise RowError(f"{place} is missing or null, not text; correct or remove the row", "null")
     if not isinstance(value, str):
@@ -181,7 +181,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if isinstance(content, list):
         content = _join_parts(content, place_of_content)
     if given in _CALLS and given not in format.roles:
-        # Unless the user mapped this role: then the message is words, whatever it is called.
+        # Not if the user mapped this role: then the message is words, whatever its role is called.
         calls = _parse(check_text(content, place_of_content), place_of_content, "a call as JSON")
         message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     elif "function_call" in message:
@@ -190,7 +190,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if calls:
         message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")
     if calls and (content is None or (isinstance(content, str) and not content.strip())):
-        content = content or ""  # templates concatenate it: None would be an error, or the word None
+        content = content or ""  # templates concatenate it: None would be an error, or the word "None"
     else:
         # Many files have a system message in every row, empty or not, and a tool may return nothing.
         check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))
@@ -273,7 +273,7 @@ def _tools_of(
 
 
 def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:
-    # Before texts in it are parsed: those are JSON, where a null is a value.
+    # Done before texts in it are parsed: those are JSON, where a null is a value.
     tools = _without_nulls(tools, deep=True) if columnar else tools
     if isinstance(tools, str):
         tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
@@ -303,7 +303,7 @@ def _parse(text: str, place: str, what: str) -> Any:
 
 
 def _without_nulls(value: Any, *, deep: bool = False) -> Any:
-    """The object without keys whose value is null; `deep`: also inside all of its values."""
+    """Return the object without keys whose value is null; `deep`: also inside all of its values."""
     if isinstance(value, dict):
         return {
             key: _without_nulls(item, deep=True) if deep else item for key, item in value.items() if item is not None

@@ -1,7 +1,7 @@
-"""Calls a function of the user's in a process of its own, and says which modules it needs.
+"""Call a function of the user's in a process of its own, and list the modules that it needs.
 
-`functions` starts this file by its path, under another PYTHONHASHSEED. It imports the standard library alone, so what
-`sys.modules` gains is what the function's import and its calls bring.
+`user_functions` starts this file by its path, under another PYTHONHASHSEED. The file imports only the standard library,
+so every module that `sys.modules` gains comes from importing the function or from calling it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OURS = "raytune_fsdp"
 
 
 def attempt(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
-    """What a function makes of a row, or what it raises. The row stays as it is."""
+    """Return what a function makes of a row, or what it raises. The row stays as it is."""
     try:
         return function(copy.deepcopy(dict(row))), None
     except Exception as error:
@@ -31,9 +31,9 @@ def attempt(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -
 
 
 def modules_of_users(names: set[str]) -> dict[str, str | None]:
-    """The file of each of these modules that the user wrote; None: its code is in no file.
+    """Return the file of each of these modules that the user wrote; None if its code is in no file.
 
-    Those of the standard library, of installed packages and of this package are left out.
+    Modules of the standard library, of installed packages and of this package are left out.
     """
     places = [os.path.realpath(each) for each in _installed_places()]
     found: dict[str, str | None] = {}
@@ -64,7 +64,7 @@ def _is_installed(file: str | None, places: list[str]) -> bool:
 
 
 def file_of(name: str) -> str | None:
-    """The file with the code of a module; of one in an archive, the archive."""
+    """Return the file with the code of a module; for a module in an archive, the archive."""
     place = getattr(sys.modules.get(name), "__file__", None)
     if not isinstance(place, str):
         return None
@@ -73,10 +73,10 @@ def file_of(name: str) -> str | None:
 
 
 def _is_imported_from_nowhere(name: str) -> bool:
-    """Whether an importer has made the module of something that is no file.
+    """Return whether an importer has made the module from something that is no file.
 
-    Not a package without code (a directory), nor what is built into Python, nor what other code makes: that code has a
-    file, or is in a parent that has one.
+    Excluded are a package without code (a directory), modules built into Python, and modules that other code makes:
+    that code has a file, or is in a parent that has one.
     """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if spec is None or isinstance(spec.loader, NamespaceLoader | None) or spec.origin in ("built-in", "frozen"):
@@ -90,7 +90,7 @@ def _sent(made: Any, error: Exception | None) -> tuple[str, Any]:
         return "raised", (type(error).__name__, str(error))
     try:
         return "made", pickle.dumps(made)
-    except Exception:  # a column has what cannot be sent, so no token comes from it
+    except Exception:  # a column holds something that cannot be sent, so no token comes from it
         columns = made.items() if isinstance(made, dict) else ()
         return "made", pickle.dumps({name: value for name, value in columns if _can_be_sent(value)})
 
@@ -110,7 +110,7 @@ def main() -> None:
     sys.path[:] = request["path"]
     before = set(sys.modules)
     function = getattr(importlib.import_module(request["module"]), request["function"])
-    # From the last row to the first: what a function keeps between two calls shows, too.
+    # From the last row to the first, so that state which a function keeps between calls shows, too.
     results = [_sent(*attempt(function, row)) for row in reversed(request["rows"])]
     modules = modules_of_users(set(sys.modules) - before - {request["module"]})
     with answer:

@@ -1,7 +1,8 @@
-"""Text becomes token ids, and spans of characters that are trained on become tokens that are trained on.
+"""Turn text into token ids, and spans of characters that are trained on into tokens that are trained on.
 
 A text is encoded as a whole. If a token would lie across the border of a span (byte-level BPE merges wherever it can),
-the text is cut at that border and the pieces are encoded apart. Generation sees the same: it encodes the prompt alone.
+the text is cut at that border and the pieces are encoded separately. So the prompt has the tokens that it has in
+generation, where it is encoded alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Tokens:
 
     ids: Int32Array
     trained: BoolArray | None
-    """None: all tokens are."""
+    """Which tokens are trained on; None: all."""
     missed: Span | None = None
     """A span that got no token, if there is one."""
 
@@ -83,7 +84,7 @@ class SpanEncoder:
         spans: Sequence[Sequence[Span] | None],
         literals: Sequence[Sequence[Span]] | None = None,
     ) -> list[Tokens]:
-        """The ids of each text, and which of them lie in its spans (None: all of it).
+        """Return the ids of each text, and which of them lie in its spans (None: all of it).
 
         `literals`: where each text has special tokens that are encoded as plain text.
         """
@@ -97,13 +98,13 @@ class SpanEncoder:
         self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None], literals: Sequence[Sequence[Span]]
     ) -> list[Tokens]:
         results: list[Tokens | None] = [None] * len(texts)
-        # Without offsets: where tokens lie is not asked, or known by their bytes.
+        # Without offsets, where nobody asks for the places of tokens, or their bytes tell them.
         quick = [i for i, given in enumerate(spans) if not literals[i] and (given is None or self._bytes)]
         encodings = self._whole.encode_batch_fast([texts[index] for index in quick], add_special_tokens=False)
         for index, encoding in zip(quick, encodings, strict=True):
             results[index] = self._tokens_by_bytes(texts[index], spans[index], _ids(encoding))
         if sum(results[index] is None for index in quick) > len(quick) // 2:
-            self._bytes = None  # the wrong tokenizer or template for it, and to encode twice takes twice as long
+            self._bytes = None  # it fails with this tokenizer or template, and encoding twice takes twice as long
         todo = {
             index: _Text(text, given if given is not None else (), literal, [_Piece(0, len(text))])
             for index, (text, given, literal) in enumerate(zip(texts, spans, literals, strict=True))
@@ -139,7 +140,7 @@ class SpanEncoder:
         return None if place is None else _marked(ids, spans, place)
 
     def _tokens(self, text: _Text, encodings: Sequence[Encoding]) -> Tokens | None:
-        """The tokens of a text. If a token lies across a border: None, and the text is cut into more pieces."""
+        """Return the tokens of a text. If a token lies across a border, cut the text into more pieces; return None."""
         ids = [_ids(encoding) for encoding in encodings]
         firsts = np.cumsum([0, *map(len, ids)])
         pieces: list[_Piece] = []
@@ -167,9 +168,9 @@ class SpanEncoder:
         return _marked(np.concatenate(ids) if len(ids) > 1 else ids[0], text.spans, place)
 
     def _apart(self, text: _Text, piece: _Piece, encoding: Encoding, ids: Int32Array) -> Iterator[_Piece]:
-        """The piece cut where a special token is plain text; nothing if it has none."""
+        """Yield the piece cut where a special token is plain text; nothing if there is no such token."""
         if piece.literal:
-            # The model's own vocabulary may have it, as Unigram's has </s>: then it is spelled.
+            # The model's own vocabulary may have the token, as Unigram's has </s>: then it is spelled.
             if piece.end - piece.start > 1 and np.isin(ids, self._added).any():
                 yield from (_Piece(at, at + 1, literal=True) for at in range(piece.start, piece.end))
             return
@@ -191,7 +192,7 @@ class SpanEncoder:
     def _token_after(
         self, border: int, text: str, piece: _Piece, encoding: Encoding, ids: Int32Array, *, is_end: bool
     ) -> int | None:
-        """Index of the first token after the border; None if a token lies across it."""
+        """Return the index of the first token after the border; None if a token lies across it."""
         for at in range(border - piece.start, piece.end - piece.start):
             token = encoding.char_to_token(at)
             if token is None:
@@ -207,7 +208,7 @@ class SpanEncoder:
         return len(ids)
 
     def _cut(self, piece: _Piece, border: int, encoding: Encoding, ids: Int32Array) -> Iterator[_Piece]:
-        """The piece cut in two; in three if the tokenizer puts a space in front again after the next added token."""
+        """Yield the piece cut in two; in three if the tokenizer puts a space in front again after an added token."""
         yield _Piece(piece.start, border, piece.inner)
         end = piece.end
         if self._inner is not self._whole and not piece.inner:
@@ -253,10 +254,10 @@ def _chunks(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 # Shared by the datasets of a run: with a large vocabulary each tokenizer takes some 100 MB.
 @lru_cache(maxsize=2)
 def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, ByteTokens | None, list[int], list[int]]:
-    """A tokenizer for whole texts, one for pieces after a cut, the bytes of its tokens unless it has to be asked where
-    they lie, and the special tokens that go around a text.
+    """Return tokenizers for whole texts and for pieces after a cut, the bytes of tokens, and a text's special tokens.
 
-    Copies: truncation and padding of the original change with its callers.
+    The bytes are None if only the tokenizer can say where its tokens lie. The special tokens go before and after a
+    text. The tokenizers are copies, because callers change truncation and padding of the original.
     """
     content = {**json.loads(description), "truncation": None, "padding": None}
     whole = Tokenizer.from_str(json.dumps(content))
@@ -264,7 +265,7 @@ def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, ByteT
     inside = [index for index, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
     prefix = encoding.ids[: inside[0]] if inside else encoding.ids
     suffix = encoding.ids[inside[-1] + 1 :] if inside else []
-    # The special tokens are added by hand. Besides, some post-processors leave spaces out of the offsets of tokens.
+    # The special tokens are added here. Besides, some post-processors leave spaces out of the offsets of tokens.
     whole.post_processor = None
     # SentencePiece-like tokenizers put a space in front of a text. A piece after a cut must not get one.
     spaceless = _without_prefix(content)
@@ -276,13 +277,13 @@ def _backends(description: str, probe: str) -> tuple[Tokenizer, Tokenizer, ByteT
 
 @lru_cache(maxsize=2)
 def _literal(description: str) -> Tokenizer:
-    """A tokenizer that knows no added tokens, for special tokens that are plain text."""
+    """Return a tokenizer that knows no added tokens, for special tokens that are plain text."""
     content = _without_prefix({**json.loads(description), "truncation": None, "padding": None})
     return Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "post_processor": None}))
 
 
 def _without_prefix(description: Any) -> Any:
-    """The description of the same tokenizer, but without the space it puts in front of a text."""
+    """Return the description of this tokenizer without the space that it puts in front of a text."""
     if isinstance(description, list):
         parts = [part for part in description if not (isinstance(part, dict) and part.get("type") == "Prepend")]
         return [_without_prefix(part) for part in parts]
@@ -302,15 +303,16 @@ def _without_prefix(description: Any) -> Any:
     return changed
 
 
-# Where the tokens of a byte-level tokenizer lie in a text, by their bytes.
+# Find where the tokens of a byte-level tokenizer lie in a text, by their bytes.
 #
-# The tokenizer says it, too, but then encodes 512 conversations in 390 ms instead of 300. A token of such a tokenizer
-# stands for some bytes: if those of all tokens, joined, are exactly the text's, it is known where each one lies. They
-# are not if the text was normalized, or a token has swallowed white space; then the tokenizer has to be asked.
+# The tokenizer can say it, too, but then encodes 512 conversations in 390 ms instead of 300. A token of such a
+# tokenizer stands for some bytes. If the bytes of all tokens, joined, are exactly the text's, they show where each
+# token lies. They are not if the text was normalized, or a token has swallowed white space; then the tokenizer must be
+# asked.
 
 
 class ByteTokens:
-    """The bytes of every token."""
+    """Finds the places of tokens in a text by the bytes of every token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -320,7 +322,7 @@ class ByteTokens:
 
     @cached_property
     def _table(self) -> tuple[list[bytes], np.ndarray[Any, np.dtype[np.int64]]]:
-        """By id, the bytes and how many; made when the first text needs it: 128,000 tokens take 0.1 s."""
+        """The bytes of each id and their number; made when the first text needs it: 128,000 tokens take 0.1 s."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         added = {index: token.content for index, token in self._tokenizer.get_added_tokens_decoder().items()}
         table = [b""] * (1 + max([*vocabulary.values(), *added], default=0))
@@ -331,7 +333,7 @@ class ByteTokens:
         return table, np.array([len(each) for each in table], dtype=np.int64)
 
     def places(self, text: str, ids: Int32Array, borders: Iterable[int]) -> dict[int, int] | None:
-        """By border, a number of characters: how many tokens come before it.
+        """Return how many tokens come before each border, a place in characters.
 
         None if the tokens are not exactly the text, or one of them lies across a border.
         """
@@ -339,7 +341,7 @@ class ByteTokens:
         if b"".join([table[index] for index in ids.tolist()]) != text.encode():
             return None
         if not sizes[ids].all():
-            return None  # a token of no bytes could lie on either side
+            return None  # a token without bytes could lie on either side of a border
         ends = np.cumsum(sizes[ids])
         wanted = sorted({*borders})
         before = _bytes_before(text, wanted)
@@ -349,7 +351,7 @@ class ByteTokens:
 
 
 def is_byte_level(description: Any) -> bool:
-    """Whether a tokenizer, by its description (tokenizer.json), turns bytes into characters before it looks them up."""
+    """Return whether a tokenizer (its tokenizer.json) turns bytes into characters before it looks them up."""
     parts = description.get("pre_tokenizer") or {}
     return any(part.get("type") == "ByteLevel" for part in (parts, *parts.get("pretokenizers", ())))
 
@@ -362,7 +364,7 @@ def _bytes_before(text: str, borders: Sequence[int]) -> Any:
 
 
 def _alphabet() -> dict[int, int]:
-    """GPT-2's characters for bytes, which all byte-level tokenizers use, as a table for `str.translate`."""
+    """Return GPT-2's characters for bytes, which all byte-level tokenizers use, as a table for `str.translate`."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {256 + number: byte for number, byte in enumerate(others)}
@@ -374,15 +376,15 @@ _CHARACTERS = _alphabet()
 def _spelled(token: str) -> bytes:
     try:
         return token.translate(_CHARACTERS).encode("latin-1")
-    except UnicodeEncodeError:  # no characters for bytes: plain text, or a token that never comes
+    except UnicodeEncodeError:  # not characters for bytes, but plain text, or a token that never comes
         return token.encode()
 
 
 # Special tokens written out in the contents of rows: `data.special_tokens_in_text`.
 #
-# To the tokenizer `<|im_end|>` in a user's question is the token that ends a turn. With `escape` a private-use
-# character is put behind the first character of each before the row becomes text. When it is text, the places of these
-# characters are known, they are taken out again, and what stood there is encoded as plain text.
+# To the tokenizer, `<|im_end|>` in a user's question is the token that ends a turn. With `escape`, a private-use
+# character is put behind the first character of each special token before the row becomes text. In the text these
+# characters show the places of such tokens. They are taken out again, and the tokens are encoded as plain text.
 
 Policy = Literal["keep", "escape", "error"]
 
@@ -390,7 +392,7 @@ BREAK = "\U0010fffd"
 
 
 class SpecialTokens:
-    """What is done with the special tokens of a tokenizer where a row's contents have them."""
+    """Handles special tokens of the tokenizer that a row's contents spell out."""
 
     def __init__(self, tokens: Sequence[str], policy: Policy) -> None:
         self._policy = policy
@@ -398,7 +400,7 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def guard(self, content: Any, where: str) -> Any:
-        """The content, with a break in each special token; the same object if there is none. Raises RowError."""
+        """Return the content with a break in each special token; the same object if there is none. Raises RowError."""
         if self._policy == "keep" or content is None:
             return content
         if isinstance(content, str):
@@ -412,7 +414,7 @@ class SpecialTokens:
         return content if made == content else made
 
     def without_breaks(self, text: str, spans: list[Span] | None) -> tuple[str, list[Span] | None, list[Span]]:
-        """The text and its spans without the breaks, and where the special tokens are that are plain text."""
+        """Return the text and its spans without the breaks, and the spans of special tokens that are plain text."""
         if self._policy == "keep" or BREAK not in text:
             return text, spans, []
         breaks = [match.start() for match in re.finditer(BREAK, text)]

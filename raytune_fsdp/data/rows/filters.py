@@ -1,4 +1,4 @@
-"""Jinja's filters and tests, charging for what they do (see `work`)."""
+"""Jinja's filters and tests, which charge for what they do (see `work`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ITERATED = frozenset(
 )
 # These may take time with the square of a text's length: `striptags` copies the whole text for each comment in it.
 _SQUARED = frozenset(("striptags", "sum", "urlize", "wordwrap", "xmlattr"))
-# How many characters become of one (`&quot;`, `\u0000`, `%F0%9F%98%80`), or how much longer than copying it takes.
+# How many characters one becomes (`&quot;`, `\u0000`, `%F0%9F%98%80`), or how much longer than copying it takes.
 _FACTORS = {
     "dictsort": 8, "e": 6, "escape": 6, "forceescape": 6, "groupby": 8, "max": 2, "min": 2, "pprint": 50, "sort": 8,
     "title": 8, "tojson": 6, "unique": 4, "urlencode": 12, "wordcount": 16, "xmlattr": 12,
@@ -31,7 +31,7 @@ _FREE_TESTS = {
 
 
 def charged_filter(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """The filter, charging what it costs before it starts, and for its result."""
+    """Return the filter, charging its costs before it starts, and for its result."""
     if name in _FREE:
         return function
     passed = _passed(function)
@@ -53,7 +53,7 @@ def charged_filter(name: str, function: Callable[..., Any], work: Work) -> Calla
 
 
 def charged_test(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """The test, charging for what it compares."""
+    """Return the test, charging for what it compares."""
     if name in _FREE_TESTS:
         return function
     passed = _passed(function)
@@ -90,12 +90,12 @@ def _charge(work: Work, name: str, factor: int, value: Any, args: Sequence[Any],
         work.charge(lines * (texts + numbers + 4))
     elif name == "replace" and isinstance(value, str) and len(given) > 1:
         work.charge(value.count(str(given[0])) * (len(str(given[1])) + 1))
-    elif name == "tojson" and (texts or numbers):  # an indent: at most so wide in front of every entry
+    elif name == "tojson" and (texts or numbers):  # an indent: at most this wide in front of every entry
         work.weigh(value, (depth + 1) * (texts + numbers))
 
 
 def _passed(function: Callable[..., Any]) -> Callable[[Context], tuple[Any, ...]]:
-    """What Jinja passes to a function in front of its arguments."""
+    """Return a function of the context that gives what Jinja passes in front of a function's arguments."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
     if wanted == "context":
         return lambda context: (context,)

@@ -1,4 +1,4 @@
-"""Rows become documents: token ids, and labels that say which of them are trained on."""
+"""Turn rows into documents: token ids, and labels that say which of them are trained on."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOCUMENT_VERSION = 2
-"""Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: with the shipped
-templates, the rules for masks, Alpaca's text, the names of roles, the date given to templates."""
+"""Part of the identity of windows. Raise it whenever the tokens or the mask of any row change: by a change to the
+shipped templates, the rules for masks, Alpaca's text, the names of roles, or the date given to templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class Document:
 
     @property
     def target_tokens(self) -> int:
-        """Number of tokens that can be trained on; the first token cannot, because nothing predicts it."""
+        """The number of tokens that can be trained on; the first token cannot, because nothing predicts it."""
         return int((self.labels[1:] != IGNORE).sum())
 
     def cut(self, length: int) -> Document:
-        """The first `length` tokens."""
+        """Return a document of the first `length` tokens."""
         return Document(self.input_ids[:length], self.labels[:length])
 
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A row as text."""
+    """A row that has become text, before it is tokenized."""
 
     text: str
     spans: list[Span] | None
@@ -77,7 +77,7 @@ class Formatter:
     """Turns the rows of one dataset into documents. Can be pickled.
 
     `columnar`: the rows come from columns (Parquet, Arrow), where a key that one row has is null in all others.
-    Raises DataError for problems of all rows: a missing template or special token, a slow tokenizer.
+    Raises DataError for problems that concern all rows: a missing template or special token, a slow tokenizer.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Formatter:
     ) -> None:
         """`code`, `modules`: see `RowFunction`. `order`: the version by whose rules rows are read.
 
-        `copied`: made from another one, which has said already what there is to warn of.
+        `copied`: made from another formatter, which has given the warnings already.
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
-        """The user's, if the format has one."""
+        """The user's function, if the format has one."""
         self._given = (format, tokenizer, vocab_size, template, columnar, special_tokens, order)
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
@@ -131,15 +131,17 @@ class Formatter:
         self._given, self._order = (*self._given[:-1], order), order
 
     def __reduce__(self) -> Any:
-        # Without the encoder made from the tokenizer: each process makes it once (see encoding._backends).
+        # Without the encoder, which each process makes once from the tokenizer (see encoding._backends).
         function = self.function
         return _formatter, (*self._given, *((None, None) if function is None else (function.code, function.modules)))
 
     def documents(
         self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str], *, made: bool = False
     ) -> list[Document | RowError]:
-        """The document of each row, or what is wrong with the row. `wheres`: how errors name the rows. `made`: the
-        user's function has made these rows already."""
+        """Return the document of each row, or what is wrong with the row.
+
+        `wheres`: how errors name the rows. `made`: the user's function has made these rows already.
+        """
         read = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
         # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, _Text)]
@@ -161,7 +163,7 @@ class Formatter:
         wheres: Sequence[str],
         elsewhere: Sequence[dict[str, Any] | RowError] | None,
     ) -> None:
-        """Refuse a function of the user's that makes two documents of one row. Raises DataError.
+        """Refuse a user's function that makes two different documents of one row. Raises DataError.
 
         `elsewhere`: what it has made of the rows in another process, if it was called in one.
         """
@@ -243,7 +245,7 @@ class Formatter:
         ids, trained = tokens.ids, tokens.trained
         if text.plain:
             prefix, suffix = self._encoder.prefix, self._encoder.suffix
-            # The end token is there once, also if the tokenizer adds it or the text ends with it.
+            # The end token comes once, also if the tokenizer adds it or the text ends with it.
             ended = self._eos in (suffix[-1:] or ids[-1:])
             suffix = suffix if ended else [*suffix, self._eos]
             ids = np.concatenate([prefix, ids, suffix]).astype(np.int32)
@@ -289,7 +291,7 @@ def _formatter(
 
 def _content(document: Document | RowError) -> Any:
     if isinstance(document, RowError):
-        return None  # whatever its text is: an object's address in it is another one every time
+        return None  # its text does not count: an object's address in it differs every time
     return document.input_ids.tolist(), document.labels.tolist()
 
 
@@ -320,7 +322,7 @@ _ALPACA_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A question and its answer."""
+    """A question and its answer, each from columns of its own."""
 
     prompt: str
     input: str | None
@@ -329,17 +331,17 @@ class Instruction:
     column: str
 
     def alpaca(self) -> str:
-        """The text before the answer; a system message replaces Alpaca's introduction."""
+        """Return the text before the answer; a system message replaces Alpaca's introduction."""
         introduction = self.system or (_ALPACA if self.input is None else _ALPACA_INPUT)
         context = "" if self.input is None else f"### Input:\n{self.input}\n\n"
         return f"{introduction}\n\n### Instruction:\n{self.prompt}\n\n{context}### Response:\n"
 
     def plain(self) -> str:
-        """The text before the answer: system message, question and input, separated by empty lines."""
+        """Return the text before the answer: system message, question and input, separated by empty lines."""
         return "\n\n".join(text for text in (self.system, self.prompt, self.input) if text is not None)
 
     def conversation(self, where: str) -> Conversation:
-        """The same as a conversation of one turn."""
+        """Return question and answer as a conversation of one turn."""
         question = self.prompt if self.input is None else f"{self.prompt}\n\n{self.input}"
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": self.completion}]
         if self.system is not None:
@@ -348,7 +350,7 @@ class Instruction:
 
 
 def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str) -> Instruction:
-    """Question and answer of a row. Raises RowError."""
+    """Return question and answer of a row. Raises RowError."""
 
     def required(column: str, field: str) -> str:
         return check_text(read_column(row, column, field, where), f"{where}: {column}")
@@ -368,7 +370,7 @@ def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str)
 
 
 def read_template(row: dict[str, Any], format: TemplateFormat, where: str) -> Instruction:
-    """Question and answer made of a row's columns. Raises RowError."""
+    """Return question and answer, filled in from a row's columns. Raises RowError."""
     completion = check_text(_filled(format.completion, row, "completion", where), f"{where}: the completion")
     return Instruction(_filled(format.prompt, row, "prompt", where), None, completion, None, "prompt")
 
@@ -394,7 +396,7 @@ def _filled(template: str, row: dict[str, Any], field: str, where: str) -> str:
 
 
 def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[Int32Array, Int32Array]:
-    """Input ids and labels of a row. Raises RowError."""
+    """Return input ids and labels of a row. Raises RowError."""
     ids = _integers(read_column(row, format.input_ids, "input_ids", where), format.input_ids, where)
     column = format.labels if format.mask is None else format.mask
     if column is None:
@@ -437,7 +439,7 @@ def _integers(values: Any, column: str, where: str) -> Int32Array:
         raise RowError(
             f"{where}: {column}={shorten(values)} is not a list of integers; correct or remove the row", "wrong_type"
         )
-    # Not isinstance: True is an int to Python. And not numpy's own check: it would cut 1.5 off to 1.
+    # Not isinstance: True is an int to Python. Nor numpy's own check, which would cut 1.5 off to 1.
     if set(map(type, values)) != {int}:
         index = next(index for index, value in enumerate(values) if type(value) is not int)
         raise RowError(

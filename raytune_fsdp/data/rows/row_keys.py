@@ -1,11 +1,11 @@
-"""Keys of rows that tell which of them are equal, without rendering a conversation or making a token of any.
+"""Keys that tell which rows are equal, without rendering a conversation or tokenizing a row.
 
-Rows are equal if they become the same tokens with the same mask. Rows with one *exact* key are: it is a hash of all
-that a document is made of. Rows with different *loose* keys are not: it is a hash of what is said in the row, without
-all that templates and tokenizers may leave out or make the same: white space, case, reasoning. For the few between,
-whose loose keys are equal and exact ones are not, the tokens decide (`duplicates`).
+Rows are equal if they become the same tokens with the same mask. Rows with the same *exact* key are equal: it is a hash
+of all that a document is made of. Rows with different *loose* keys are not equal: it is a hash of what is said in the
+row, without everything that templates and tokenizers may leave out or make the same: white space, case, reasoning. For
+the few rows whose loose keys are equal but whose exact keys differ, the tokens decide (`duplicates`).
 
-Texts, conversations and rows of tokens are compared each among themselves.
+Texts, conversations and rows of tokens are each compared among themselves only.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _NO_KEY = (0, bytes(16))
 
 Keys = tuple[int, bytes]
-"""The loose key in 64 bits, and the exact one in 128."""
+"""The loose key in 64 bits, and the exact key in 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Said(_Text):
-    """A conversation, and what is said in it."""
+    """A conversation, not rendered, and what is said in it."""
 
     said: str
 
 
 class RowKeys(Formatter):
-    """Reads the rows of one dataset as its formatter does, for their keys."""
+    """Reads the rows of one dataset as its formatter does, but only for their keys."""
 
     def __init__(self, format: Format, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
         super().__init__(format, tokenizer=tokenizer, **options)
         self._made_of = (format, tokenizer, options)
         self._eos_text = tokenizer.eos_token or ""
         self._normalizes = tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None
-        """Whether the tokenizer may make the same of characters that are alike."""
+        """Whether the tokenizer may treat similar characters as the same."""
         self._unknown = _unknown(tokenizer) if tokenizer.is_fast else ""
 
     def __reduce__(self) -> Any:
@@ -71,7 +71,7 @@ class RowKeys(Formatter):
         }
 
     def keys(self, rows: Sequence[dict[str, Any] | RowError]) -> list[Keys]:
-        """The keys of each row; zeros of one that becomes no document."""
+        """Return the keys of each row; zeros for a row that becomes no document."""
         return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
 
     def _key(self, item: _Text | Document | RowError) -> Keys:
@@ -100,7 +100,7 @@ class RowKeys(Formatter):
     def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
         said = []
         for message in conversation.messages:
-            # A template may put a system message of its own where there is none, and write a tool's result anew.
+            # A template may add a system message of its own where there is none, and rewrite a tool's result.
             content = message.get("content") if message.get("role") in ("user", "assistant") else None
             for text in content if isinstance(content, list) else [content]:
                 text = text.get("text") if isinstance(text, dict) else text
@@ -112,7 +112,7 @@ class RowKeys(Formatter):
 
 
 def _unknown(tokenizer: PreTrainedTokenizerBase) -> Literal["", "words", "characters"]:
-    """What may become one token whatever it is, because the tokenizer does not know it."""
+    """Return what becomes the same token whatever it is, if the tokenizer does not know it."""
     model, before = tokenizer.backend_tokenizer.model, str(tokenizer.backend_tokenizer.pre_tokenizer)
     if getattr(model, "byte_fallback", False) or "ByteLevel" in before:
         return ""
@@ -120,7 +120,7 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> Literal["", "words", "charac
 
 
 def token_key(document: Document) -> bytes:
-    """A hash of what rows that are equal have in common."""
+    """Return a hash of a document's tokens and mask, which equal rows have in common."""
     return xxhash.xxh3_128_digest(
         np.ascontiguousarray(document.input_ids).tobytes() + np.ascontiguousarray(document.labels).tobytes()
     )

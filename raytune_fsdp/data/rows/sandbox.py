@@ -1,8 +1,8 @@
-"""Where chat templates run: what transformers offers them, in a sandbox that also counts their work (see `work`).
+"""Run chat templates: with all that transformers offers them, in a sandbox that also counts their work (see `work`).
 
-The same filters, globals, tags and errors as in transformers, but a template is compiled once and called directly. Code
-is generated as Jinja does it, except that blocks charge for what they run, and that operations whose result or whose
-work may be large ask first.
+Filters, globals, tags and errors are those of transformers, but a template is compiled once and called directly. Its
+code is what Jinja generates, except that Jinja blocks charge for what they run, and that operations whose result or
+work may be large charge first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from raytune_fsdp.data.rows.work import Work, size_of, whole
 Span = tuple[int, int]
 """A range of characters of a text: start and end, as in a slice."""
 
-# What templates ask for all the time. Jinja looks for an attribute first, which takes ten times as long for a dict.
+# Names that templates ask for all the time. Jinja looks for an attribute first, which takes ten times as long for a
+# dict.
 _SAFE_OF_DICTS = frozenset(("copy", "get", "items", "keys", "values"))
 _SAFE_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 
@@ -40,7 +41,7 @@ _WITHOUT_CODE = frozenset((bool, dict, int, list, str))
 
 
 class CompiledTemplate:
-    """A template's code. Rendering it takes its lock: what it has written and done so far is in its environment."""
+    """A template's code. Rendering takes its lock: its environment holds what was written and done so far."""
 
     def __init__(self, source: str) -> None:
         self._environment = environment = _Environment()
@@ -52,7 +53,7 @@ class CompiledTemplate:
         self._lock = Lock()
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The text, and the spans in `{% generation %}`. Raises whatever the template does, and WorkExceeded."""
+        """Return the text, and the spans in `{% generation %}`. Raises whatever the template does, and WorkExceeded."""
         environment = self._environment
         with self._lock:
             environment.work.begin(lambda: size_of(list(variables.values())))
@@ -66,12 +67,12 @@ class CompiledTemplate:
 
 @lru_cache(maxsize=16)
 def compiled(source: str) -> CompiledTemplate:
-    """A template, compiled once: several datasets use the same, and `generate` renders a prompt at a time."""
+    """Compile a template, once: several datasets use the same one, and `generate` renders a prompt at a time."""
     return CompiledTemplate(source)
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: notes where the text between them is."""
+    """The tag `{% generation %}` … `{% endgeneration %}`, which notes where the text between them is."""
 
     tags = {"generation"}
 
@@ -107,19 +108,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         test: Any
         for name, test in self.tests.items():
             self.tests[name] = charged_test(name, test, self.work)
-        # These write other text every time they are asked, and the same data would be different tomorrow.
+        # These write different text every time they are called, so the same data would be different tomorrow.
         del self.filters["random"], self.globals["lipsum"]
         self.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
         )
 
     def begin(self) -> tuple[list[str], list[Span]]:
-        """The lists that will hold the text, and the spans in it, of the rendering that begins."""
+        """Begin a rendering; return the lists that will hold its text and the spans in it."""
         self._written, self._spans = [], []
         return self._written, self._spans
 
     def note(self, length: int) -> None:
-        """The next so many characters that are written are in `{% generation %}`."""
+        """Note that the next `length` characters that are written are in `{% generation %}`."""
         start = sum(map(len, self._written))
         self._spans.append((start, start + length))
 
@@ -147,7 +148,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call what a template calls."""
+        """Call what a template calls, charging for it."""
         work, owner = self.work, getattr(obj, "__self__", None)
         if isinstance(owner, str | bytes):
             kwargs.pop("_loop_vars", None)  # Jinja adds these for functions that take the context
@@ -175,7 +176,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.work.result(super().call_binop(context, operator, left, right))
 
     def added(self, context: Context, terms: tuple[Any, ...]) -> Any:
-        """The sum of these."""
+        """Return the sum of these terms."""
         length = _length_of_texts(terms)
         if length is not None:
             self.charge(length)
@@ -186,7 +187,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return total
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's own, with formatters that charge."""
+        """Do what Jinja's own method does, with formatters that charge."""
         if super().wrap_str_format(value) is None:
             return None
         text, many = value.__self__, value.__name__ == "format_map"
@@ -207,7 +208,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return True
 
     def compared(self, value: Any) -> Any:
-        """A value that is compared with something, or the key of a dict."""
+        """Charge for a value that is compared with something or is the key of a dict, and return it."""
         if isinstance(value, str):
             if len(value) > 1000:
                 self.charge(len(value) >> 4)
@@ -216,11 +217,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         return value
 
     def searched(self, value: Any) -> Any:
-        """What something is looked for in."""
+        """Charge for a value in which something is looked for, and return it."""
         return value if isinstance(value, dict) else self.compared(value)
 
     def joined(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What is joined by `~`."""
+        """Charge for parts that `~` joins, and return them."""
         length = _length_of_texts(parts)
         if length is not None:
             self.charge(length)
@@ -245,7 +246,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _length_of_texts(parts: tuple[Any, ...]) -> int | None:
-    """Of all of them together; None if one is something else than plain text."""
+    """Return the length of all parts together; None if one is something other than plain text."""
     length = 0
     for part in parts:
         if type(part) is not str:
@@ -279,7 +280,7 @@ class _EscapingFormatter(_Charging, SandboxedEscapeFormatter):
 
 
 class _Dict:
-    """`dict` for templates, which gives them nothing of Python's class."""
+    """The `dict` of templates, which gives them nothing of Python's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -289,7 +290,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace`, which keeps nothing under names that are Python's own."""
+    """The `namespace` of templates, which stores nothing under names with a leading underscore, Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)

@@ -1,4 +1,4 @@
-"""Chat templates: which one is used, which ones are refused before any row is read, and the text they render."""
+"""Chat templates: which one is used, which are refused before any row is read, and the text they render."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
-# Some templates (Llama 3.2) print today's date unless given one; the data must not depend on the day it is read.
+# Some templates (Llama 3.2) print today's date unless they get one; the data must not depend on the day it is read.
 DATE = "26 Jul 2024"
 
 # What a template's code can raise when it was not written for a row like this one.
@@ -34,12 +34,12 @@ _MOST_CHARACTERS = 200_000
 
 
 def is_shipped(name_or_path: str) -> bool:
-    """Whether this is the name of a template that comes with this package."""
+    """Return whether this is the name of a template that comes with this package."""
     return name_or_path in _SHIPPED
 
 
 def load_template(name_or_path: str) -> str:
-    """The text of a template: one shipped with this package (by name), or a file."""
+    """Return the text of a template: one shipped with this package (by name), or a file."""
     path = _SHIPPED.get(name_or_path, Path(name_or_path))
     try:
         return path.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ class TooMuchWork(DataError):
 
 
 class ChatTemplate:
-    """A template with the tokenizer's special tokens. `tags`: whether it marks generated text by `{% generation %}`."""
+    """A template with the tokenizer's special tokens. `tags`: whether `{% generation %}` marks generated text in it."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.tags, self.words = _analyze(source)
@@ -71,9 +71,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The text, and the spans in `{% generation %}`. `prompt`: append the header of the assistant's next turn.
+        """Return the text, and the spans in `{% generation %}`.
 
-        Messages and tools are plain data, the messages' reasoning under all its names: see `as_templates_see`.
+        Messages and tools are plain data, with the messages' reasoning under all its names: see `as_templates_see`.
+        `prompt`: append the header of the assistant's next turn.
         """
         try:
             return self._compiled.render(
@@ -82,14 +83,14 @@ class ChatTemplate:
         except _REFUSALS as error:
             raise Refused(shorten(" ".join(str(error).split()), limit=500) or type(error).__name__) from error
         except (WorkExceeded, RecursionError) as error:
-            # How deep Python can go depends on where it starts, so neither may this decide which rows exist.
+            # How deep Python can go depends on where it starts, so this may not decide which rows exist either.
             why = error if isinstance(error, WorkExceeded) else "it goes too deep"
             raise TooMuchWork(
                 f"the chat template does too much work: {why}; correct it, or name another one in data.chat_template"
             ) from None
 
     def trains_an_end(self) -> bool:
-        """Whether anything after the assistant's words is trained on; if not, a model does not learn to stop."""
+        """Return whether anything after the assistant's words is trained on; if not, a model does not learn to stop."""
         try:
             text, spans = self.render(
                 [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}], None
@@ -100,7 +101,7 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None, *, tools: bool = False) -> ChatTemplate:
-    """The template that renders conversations: the given one, otherwise the tokenizer's own."""
+    """Return the template that renders conversations: the given one, otherwise the tokenizer's own."""
     try:
         source = tokenizer.get_chat_template(tools=[] if tools else None) if text is None else text
     except ValueError:
@@ -117,12 +118,12 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None, *, tools
 
 
 def as_templates_see(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of plain data, each with its reasoning under the names that templates read."""
+    """Return messages of plain data, each with its reasoning under the names that templates read."""
     return [_with_reasoning(plain(message)) for message in messages]
 
 
 def plain(value: Any) -> Any:
-    """Data that JSON has. Everything else a file may hold is only named, as `<datetime>`: as transformers does it."""
+    """Return data that JSON has. Anything else a file may hold is only named, as `<datetime>`, as in transformers."""
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value
@@ -145,7 +146,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _analyze(source: str) -> tuple[bool, frozenset[str]]:
-    """Whether the template has generation tags, and every name and string literal in its code."""
+    """Return whether the template has generation tags, and every name and string literal in its code."""
     way_out = "correct it, or name another one in data.chat_template"
     if len(source) > _MOST_CHARACTERS:
         raise DataError(
@@ -162,8 +163,8 @@ def _analyze(source: str) -> tuple[bool, frozenset[str]]:
         raise DataError(f"the chat template cannot be compiled: {in_one_line(error)}; {way_out}") from None
     for outer in tree.find_all((nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)):
         if any(_is_generation(inner) for inner in outer.find_all(nodes.CallBlock)):
-            # transformers takes a span's place from the characters printed so far, and such a block is printed only at
-            # its end.
+            # transformers takes a span's place from the characters printed so far, and such a Jinja block is printed
+            # only at its end.
             raise DataError(
                 f"the chat template has {{% generation %}} inside another block (line {outer.lineno}: a macro, call, "
                 "filter, set or generation), where its place in the text is not known; move it out of that block in a "

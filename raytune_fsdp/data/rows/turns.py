@@ -1,9 +1,9 @@
-"""Which characters of a rendered conversation are trained on: the assistant's turns, each with whatever ends it.
+"""Find the characters of a rendered conversation that are trained on: the assistant's turns, with whatever ends them.
 
-A template with `{% generation %}` says so itself. For other templates, and to find the message a span belongs to, the
-conversation is rendered again with a mark (a private-use character) at both ends of every text of every message. The
-result must be the same text but for the marks, or the row is an error; so the marks show exactly where each message is,
-and whether it is there at all.
+A template with `{% generation %}` marks them itself. For other templates, and to find the message a span belongs to,
+the conversation is rendered again with a mark (a private-use character) at both ends of every text of every message.
+The result must be the same text but for the marks, or the row is an error. So the marks show exactly where each message
+is, and whether it is there at all.
 
     start of a turn   render the conversation before it, with the generation prompt: the turn starts after the text that
                       follows the last mark there
@@ -43,7 +43,7 @@ def trained_spans(
     loss: Literal["assistant", "last_turn", "all"],
     special: Sequence[str],
 ) -> tuple[str, list[Span] | None]:
-    """The text of the conversation, and the spans that are trained on (None: all of it). Raises RowError.
+    """Return the text of the conversation, and the spans that are trained on (None: all of it). Raises RowError.
 
     `special`: the tokenizer's special tokens.
     """
@@ -73,7 +73,7 @@ class Rendering:
         self.text, self.tagged = self._render(self._messages)
 
     def without(self, messages: Sequence[int]) -> list[Span]:
-        """All of the text except these messages: whole turns of the assistant, only the words of other roles."""
+        """Return all of the text except these messages: whole turns of the assistant, only the words of other roles."""
         spans, start = [], 0
         for index in messages:
             if self._conversation.messages[index]["role"] == "assistant":
@@ -87,14 +87,15 @@ class Rendering:
         return _joined([*spans, (start, len(self.text))])
 
     def turn(self, index: int) -> list[Span]:
-        """The spans that the assistant produces in message `index`."""
+        """Return the spans that the assistant produces in message `index`."""
         if self._template.tags:
             return self._tagged_by_message.get(index, [])
         places = [mark.at for mark in self._marks if mark.message == index]
         if not places:
             return []
         first, last = min(places), max(places)
-        # A template may gather parts of several messages (all calls at the end, say): then no single span is the turn.
+        # A template may gather parts of several messages (such as all calls at the end): then no single span is the
+        # turn.
         if any((mark.at > first and mark.message < index) or (mark.at < last and mark.message > index)
                for mark in self._marks):  # fmt: skip
             raise self._unclear(index, "between parts of other messages")
@@ -120,9 +121,9 @@ class Rendering:
             )
 
     def _unread(self) -> str:
-        """Another way out, where something stands beside the conversation."""
-        beside = {"system": self._conversation.first > 0, "tools": self._conversation.tools is not None}
-        return "".join(f", or set the dataset's format.{name} to null" for name, there in beside.items() if there)
+        """Return another way out if the row has a system message or tools in columns of their own."""
+        columns = {"system": self._conversation.first > 0, "tools": self._conversation.tools is not None}
+        return "".join(f", or set the dataset's format.{name} to null" for name, there in columns.items() if there)
 
     @cached_property
     def _marked_text(self) -> str:
@@ -155,8 +156,8 @@ class Rendering:
         found: dict[int, list[Span]] = {}
         last: tuple[int, int] | None = None
         for (start, end), span in zip(spans, self.tagged, strict=True):
-            # A span without a mark belongs to the message of the span before it, if it touches that: a turn's end token
-            # in a block of its own.
+            # A span without a mark belongs to the message of the span before it, if the two touch: it is a turn's end
+            # token in a `{% generation %}` of its own.
             inside = messages_between(marked, start, end)
             if not inside and last is not None and last[1] == span[0]:
                 inside = {last[0]}
@@ -179,15 +180,15 @@ class Rendering:
             raise self._unclear(index, "differently with and without the messages after it")
         if self.text.startswith(asked, anchor):
             return anchor + len(asked)
-        # The generation prompt goes on after the header of this turn: DeepSeek's and Qwen3.5's also open the reasoning,
-        # which earlier turns no longer have.
+        # The generation prompt may go on after the header of this turn: DeepSeek's and Qwen3.5's also open the
+        # reasoning, which earlier turns no longer have.
         for header in (self.text[anchor:first], self._header_of_words(index)):
             if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
                 return anchor + len(header)
         raise self._unclear(index, "after something other than the generation prompt")
 
     def _header_of_words(self, index: int) -> str:
-        """The text before message `index` if it had only words, no call and no reasoning."""
+        """Return the text before message `index` as it would be if that had only words, no call and no reasoning."""
         words = with_marks({"role": "assistant", "content": "Yes."}, index)
         try:
             text, _ = self._rendered([*self._marked[:index], words, *self._marked[index + 1 :]], self._tools)
@@ -198,7 +199,7 @@ class Rendering:
         return text[max((mark.at for mark in marks if mark.message < index), default=0) : first]
 
     def _end(self, index: int, last: int) -> int:
-        """After the text that closes the turn, both when the conversation ends there and when it goes on."""
+        """Return the place after the text that closes the turn, whether the conversation ends there or goes on."""
         if index + 1 < len(self._conversation.messages):
             closing, mark = after_last_mark(self._render(self._marked[: index + 1])[0])
             onward: str | None = self.text[last:]
@@ -208,8 +209,8 @@ class Rendering:
         if mark is None or mark[0] != index:
             raise self._unclear(index, "differently with and without the messages after it")
         if onward is not None and not onward.startswith(closing):
-            # Phi-3 ends a conversation with a token of its own, after the one that ends a turn: only the special tokens
-            # common to both are the turn's end.
+            # Phi-3 ends a conversation with a token of its own, after the one that ends a turn. Only the special tokens
+            # that both endings have are the turn's end.
             witness, _ = after_last_mark(self._render(self._marked[: index + 1], prompt=True)[0])
             same = re.match(self._specials, os.path.commonprefix([closing, onward, witness]))
             if witness == closing or same is None:
@@ -268,7 +269,7 @@ class Rendering:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The spans in order, without empty ones; touching or overlapping spans become one."""
+    """Return the spans in order, without empty ones; touching or overlapping spans become one."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -278,9 +279,9 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-# Private-use characters put around the texts of messages: they show where a template puts each message.
+# Marks: private-use characters around the texts of messages, which show where a template puts each message.
 #
-# One character for each message and kind of text, from U+F0000 to U+FFFFD: enough for 21,844 messages.
+# There is one character for each message and kind of text, from U+F0000 to U+FFFFD: enough for 21,844 messages.
 
 _FIRST = 0xF0000
 _MARK = re.compile("[\U000f0000-\U000ffffd]")
@@ -296,12 +297,12 @@ class Mark(NamedTuple):
 
 
 def has_marks(text: str) -> bool:
-    """Whether the text has such characters already."""
+    """Return whether the text has such characters already."""
     return _MARK.search(text) is not None
 
 
 def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The message with marks around its content, its reasoning and the names of the functions it calls."""
+    """Return the message with marks around its content, its reasoning and the names of the functions it calls."""
     content, calls, reasoning = (chr(_FIRST + index * len(_KINDS) + kind) for kind in range(len(_KINDS)))
     marked = {**message, "content": _between(message["content"], content)}
     for key in REASONING_KEYS:
@@ -316,7 +317,7 @@ def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def take_marks(marked: str) -> tuple[str, list[Mark]]:
-    """The text without marks, and the marks in order."""
+    """Return the text without marks, and the marks in order."""
     pieces = _MARK.split(marked)
     marks, at = [], 0
     for count, piece in enumerate(pieces[:-1]):
@@ -326,8 +327,8 @@ def take_marks(marked: str) -> tuple[str, list[Mark]]:
 
 
 def after_last_mark(marked: str) -> tuple[str, tuple[int, str] | None]:
-    """The text after the last mark, and that mark's message and kind: None if there are no marks."""
-    # From the end: this text is short, and there is a rendering for each turn of the assistant.
+    """Return the text after the last mark, and that mark's message and kind: None if there are no marks."""
+    # Searched from the end: this text is short, and there is a rendering for each turn of the assistant.
     for at in range(len(marked) - 1, -1, -1):
         if "\U000f0000" <= marked[at] <= "\U000ffffd":
             return marked[at + 1 :], _meaning(marked[at])
@@ -335,7 +336,7 @@ def after_last_mark(marked: str) -> tuple[str, tuple[int, str] | None]:
 
 
 def messages_between(marked: str, start: int, end: int) -> set[int]:
-    """The messages that have a mark in this part of the text."""
+    """Return the messages that have a mark in this part of the text."""
     return {(ord(mark) - _FIRST) // len(_KINDS) for mark in _MARK.findall(marked, start, end)}
 
 
@@ -347,19 +348,19 @@ def _meaning(mark: str) -> tuple[int, str]:
 def _between(text: str, mark: str) -> str:
     """Mark the text inside its surrounding white space, which templates may strip."""
     inner = text.strip()
-    # Not at the ends of the text: a template that strips it would find no white space there, and render another text.
+    # Not at the ends of the text: a template that strips it would find no white space there, and render other text.
     return text.replace(inner, f"{mark}{inner}{mark}", 1) if inner else text
 
 
-# Content of a row that is missing from its rendered text: without this check it would be lost silently.
+# Find content of a row that is missing from its rendered text: without this check it would be lost silently.
 
 # Templates that cut the reasoning out of a message's content look for tags like <think>, and some write other tags in
-# their place: so only the parts between tags can be expected in the text.
+# their place. So only the parts between tags can be expected in the text.
 _TAG = re.compile(r"<[^<>\s]+>")
 
 
 def has_all_contents_in_order(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """A quick check that passes most rows: no calls, no reasoning, every content found after the one before it."""
+    """Check quickly, which passes most rows: no calls, no reasoning, every content found after the one before it."""
     # 3 us, against 80 to 150 us for rendering the row a second time with marks. A short content may be in the text by
     # chance, so none is trusted in the roles that some templates leave out (system, developer, tool).
     place = 0
@@ -373,7 +374,7 @@ def has_all_contents_in_order(messages: Sequence[Mapping[str, Any]], text: str) 
 
 
 def lost_content(conversation: Conversation, marked: str, words: Collection[str]) -> str | None:
-    """The first part of the messages that is missing from their text, if any.
+    """Return the name of the first part of the messages that is missing from their text; None if none is.
 
     `marked`: the text rendered with marks. `words`: the names and literals in the template's code.
     """
@@ -389,7 +390,7 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
         if "tool_calls" in message and seen[index, "tool_calls"] < 2 * len(message["tool_calls"]):
             return f"tool_calls of {name}"
         for key in REASONING_KEYS:
-            # A template that knows reasoning may drop it from earlier turns: it does the same at generation.
+            # A template that knows reasoning may drop it from earlier turns: it does so in generation, too.
             may_drop = knows_reasoning and index != last
             if key in message and not may_drop and seen[index, "reasoning_content"] < 2:
                 return f"the {key} of {name}"
@@ -404,7 +405,7 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Index of the assistant's message that ends the conversation; None if a user's message does."""
+    """Return the index of the assistant's message that ends the conversation; None if a user's message does."""
     for index in reversed(range(len(messages))):
         if messages[index]["role"] in ("assistant", "user"):
             return index if messages[index]["role"] == "assistant" else None
@@ -412,9 +413,9 @@ def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _missing_part(content: str, text: str) -> str | None:
-    """The first part of the content, between tags, that is not in the text. White space is ignored.
+    """Return the first part of the content, between tags, that is not in the text. White space is ignored.
 
-    Marks cannot show this: a template may cut something out between them, or move the reasoning to the front.
+    Marks cannot show this: a template may cut something out between two marks, or move the reasoning to the front.
     """
     place, text = 0, "".join(text.split())
     for part in _TAG.split(content):

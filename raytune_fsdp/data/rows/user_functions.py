@@ -1,4 +1,4 @@
-"""Functions of the user's own that turn rows into other rows: `format: {type: python}`."""
+"""Functions of the user that turn rows into other rows: `format: {type: python}`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from raytune_fsdp.data.sources.source import shorten
 
 
 class RowFunction:
-    """`module:function`, imported. `code`, `modules`: the hashes that these had when the run started."""
+    """The user's function `module:function`, imported.
+
+    `code`, `modules`: the hashes that its file and its modules had when the run started.
+    """
 
     def __init__(self, name: str, code: str | None = None, modules: Mapping[str, str] | None = None) -> None:
         self.name = name
         module, _, function = name.partition(":")
         try:
             imported = _import(module)
-        except Exception as error:  # it is the user's code that runs here
+        except Exception as error:  # the user's code runs here
             raise DataError(
                 f"format.function={name}: {module} cannot be imported on {os.uname().nodename} ({in_one_line(error)}); "
                 f"it was looked for in {', '.join(path or os.getcwd() for path in sys.path)}; put the file into one of "
@@ -41,7 +44,7 @@ class RowFunction:
         self.code = _hash(place)
         """The hash of the whole file: a change anywhere in it may change what the function returns."""
         self.modules: Mapping[str, str] = modules or {}
-        """The hashes of the files of the modules that it imports, by name: those of the user's own."""
+        """The hashes of the user's own modules that it imports, by name."""
         wanted = {**self.modules, **({} if code is None else {module: code})}
         for each, content in wanted.items():
             file = place if each == module else _file_of(each)
@@ -52,14 +55,14 @@ class RowFunction:
                 )
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """What the function makes of a row. Raises RowError."""
+        """Return what the function makes of a row. Raises RowError."""
         made, error = attempt(self._function, row)
         if error is not None:
             raise self._raised(type(error).__name__, str(error), where) from error
         return self._checked(made, where)
 
     def read(self, result: tuple[str, Any], where: str) -> dict[str, Any] | RowError:
-        """What the function has made of a row elsewhere."""
+        """Return what the function has made of a row in another process."""
         kind, value = result
         try:
             if kind == "raised":
@@ -86,16 +89,16 @@ class RowFunction:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """What a function does in a process of its own."""
+    """The results of a function in a process of its own."""
 
     results: Sequence[tuple[str, Any]]
-    """Of each row; `RowFunction.read` reads it."""
+    """One for each row; `RowFunction.read` reads it."""
     modules: Mapping[str, str]
-    """The modules of the user's own that it needs, and the hashes of their files as they are now."""
+    """The user's own modules that it needs, and the present hashes of their files."""
 
 
 def call_elsewhere(name: str, rows: Sequence[Mapping[str, Any]]) -> Elsewhere:
-    """Call a function with rows in a process with another PYTHONHASHSEED, so that sets have another order there."""
+    """Call a function on rows in a process with another PYTHONHASHSEED, so that sets have another order there."""
     module, _, function = name.partition(":")
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     request = {"path": sys.path, "module": module, "function": function, "rows": rows}
@@ -120,10 +123,10 @@ def call_elsewhere(name: str, rows: Sequence[Mapping[str, Any]]) -> Elsewhere:
 
 
 def _file_of(module: str) -> str | None:
-    """The file of a module, which the function may import only when it is called."""
+    """Return the file of a module, which the function may import only when it is called."""
     try:
         importlib.import_module(module)
-    except Exception:  # it is the user's code that runs here, and another one than it was
+    except Exception:  # the user's code runs here, and it may have changed
         return None
     return elsewhere.file_of(module)
 
@@ -133,7 +136,7 @@ def _hash(file: str) -> str:
 
 
 def _import(module: str) -> Any:
-    # The directory that the command runs in, as `python -m` does it; a console script does not.
+    # Add the directory that the command runs in, as `python -m` does; a console script does not.
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

@@ -1,12 +1,12 @@
-"""How much work a chat template may do: counted, never timed, so that no machine decides which rows exist.
+"""Limit the work of a chat template: counted, never timed, so that no machine decides which rows exist.
 
 A template is a stranger's program. `"x" * 10**9`, two nested loops over `range(100000)` or a list put twice into itself
-forty times would take all memory or all day. So whatever a template does is charged, before it is done where it may be
+forty times would take all memory or all day. So everything that a template does is charged, in advance where it may be
 large: 12 units for every node of its code that is run, 1 for every character written to a text of any kind, 16 for
 every entry of a list. 100 million units are a second or two of a processor, and at most 400 MB of text.
 
-A long row may take more: every character of it brings 128 units, which covers templates that gather the text or the
-messages of a conversation in a variable, copying all of it once a message.
+A long row may take more: each of its characters brings 128 units. That covers templates that gather the text or the
+messages of a conversation in a variable and copy all of it with every message.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ UNITS = 100_000_000
 UNITS_PER_CHARACTER = 128
 PER_NODE, PER_ENTRY = 12, 16
 
-# Macros in macros. Each takes six of Python's thousand frames, and how many of those a caller has left differs.
+# The depth of macros in macros. Each takes six of Python's thousand frames, and how many a caller has left differs.
 MAX_CALLS = 64
 MAX_DEPTH = 200
-"""Lists in lists."""
+"""The depth of lists in lists."""
 MAX_BITS = 4096
-"""Of a whole number: with more, a single division may take an hour."""
+"""The size of a whole number: with more bits, a single division may take an hour."""
 
 _WIDTHS = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
 _SEPARATES_LINES = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 class WorkExceeded(Exception):
-    """The template does more than a template may; the message says of what."""
+    """The template does more than a template may; the message says what."""
 
 
 class Work:
-    """What a template may still do in the rendering that goes on. `begin` starts one."""
+    """What a template may still do in the current rendering. `begin` starts a rendering."""
 
     def __init__(self) -> None:
         self._left = UNITS
@@ -47,7 +47,7 @@ class Work:
         self._size: Callable[[], int] | None = None
 
     def begin(self, size: Callable[[], int]) -> None:
-        """`size`: the number of characters of the row, asked for only if the row needs more than any row may do."""
+        """Begin a rendering. `size`: gives the row's number of characters; called only if it needs more than UNITS."""
         self._left, self._calls, self._size = UNITS, 0, size
 
     def charge(self, units: int) -> None:
@@ -58,14 +58,14 @@ class Work:
                 self._left += UNITS_PER_CHARACTER * self._size()
                 self._size = None
             if self._left < 0:
-                self._left = -1  # it stays used up, whatever catches this
+                self._left = -1  # it stays used up, even if a template catches this
                 raise WorkExceeded(
                     f"it does more than {UNITS // 10**6} million steps, written characters among them, and "
                     f"{UNITS_PER_CHARACTER} for each character of the row"
                 )
 
     def enter(self) -> None:
-        """A macro or the like begins; `leave` ends it."""
+        """Note that a macro or the like begins; `leave` ends it."""
         self._calls += 1
         if self._calls > MAX_CALLS:
             raise WorkExceeded(f"its macros call each other more than {MAX_CALLS} deep")
@@ -74,8 +74,8 @@ class Work:
         self._calls -= 1
 
     def weigh(self, value: Any, factor: int = 1) -> int:
-        """Charge for all that is in a value, as often as it is in it: text made of it would be as long. Its depth."""
-        if type(value) is str:  # as most are
+        """Charge for all that a value contains, as often as a text made of it would; return the value's depth."""
+        if type(value) is str:  # most are
             self.charge(factor * len(value))
             return 0
         level = [value]
@@ -101,7 +101,7 @@ class Work:
             raise WorkExceeded(f"it makes whole numbers of more than {MAX_BITS} bits")
 
     def result(self, value: T) -> T:
-        """What something returned, charged for. Here ends what was not foreseen: it cannot grow a second time."""
+        """Charge for what something returned, and return it. So what was not foreseen cannot grow a second time."""
         kind = type(value)
         if isinstance(value, str | bytes):
             self.charge(len(value))
@@ -141,7 +141,7 @@ class Work:
             given = values if isinstance(values, tuple) else (values,)
             self.charge(sum(abs(value) for value in given if isinstance(value, int)))
         self.charge(len(text) + sum(whole(width) for width in widths if width != "*"))
-        # Escapes of %r and %a are up to 10 characters; a dict may be written as often as there are % in the text.
+        # Escapes of %r and %a have up to 10 characters; a dict may be written once for every % in the text.
         self.weigh(values, 10 * (pattern.count("%") if isinstance(values, dict) else 1))
 
     def before_method(self, name: str, text: str | bytes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -189,7 +189,7 @@ _GROWING = {
 
 
 def size_of(value: Any) -> int:
-    """The size of a row's content: its characters, and 64 for each value."""
+    """Return the size of a row's content: its characters, and 64 for each value."""
     total, stack = 0, [value]
     while stack:
         item = stack.pop()
@@ -203,7 +203,7 @@ def size_of(value: Any) -> int:
 
 def _inside(value: Any) -> Sequence[Any]:
     kind = type(value)
-    if value is None or kind is float:  # nothing is in these; asking whether they are views of a dict takes a while
+    if value is None or kind is float:  # these contain nothing; asking whether they are views of a dict takes a while
         return ()
     if kind is list or kind is tuple:
         return value  # type: ignore[no-any-return]
@@ -226,5 +226,5 @@ def _written(value: str | bytes | list[Any] | tuple[Any, ...]) -> int:
 
 
 def whole(digits: str) -> int:
-    """The number that a width in a format is; a huge one where Python would refuse to read it."""
+    """Return a width in a format as a number; a huge one where Python would refuse to read it."""
     return int(digits) if len(digits) < 10 else UNITS * 10**6

@@ -1,20 +1,20 @@
-"""Where rows come from: opens whatever a dataset of the config can name, as rows found by number.
+"""Where rows come from: open whatever a dataset of the config can name, as rows found by number.
 
 In the order of the data:
 
 opening     opens a dataset; calls all the others
 places      the files behind a path, pattern, directory or URL, in a stable order
 splits      which files of a directory belong to the split that is read
-remote      files in object stores and whatever else fsspec opens
-fetched     files of stores that name no version of them
-keys        which keys rows have, of those that only newer versions of the order read
+remote      files in object stores, and whatever else fsspec opens
+fetched     files in stores that name no version of them
+keys        which keys rows have, of the keys that only newer versions of the order read
 hub         datasets of the Hugging Face hub, written once as Arrow
 texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position
 scan        one pass over a text file: where each row is, and the hash of the content
 parquet     rows of Parquet files: by row group in place, or written once as Arrow
 arrow       rows of Arrow files, mapped into memory
 prepared    directories of the cache: made once, renamed into place, used by all nodes
-handles     what a process holds open, within bounds; and the hashes of the parts of a file
+handles     what a process holds open, within bounds; and the hashes of the chunks of a file
 source      what a source is, what a file's name says, and how the rows of several files are joined
 selection   some of a source's rows: the first, the last, a choice; what is held out for evaluation
 

@@ -1,7 +1,7 @@
-"""Rows of Arrow files (IPC): the user's files, and files that other data was written to, which are mapped into memory.
+"""Rows of Arrow files (IPC): the user's files, and files in the cache, which are mapped into memory.
 
 Both IPC formats are a sequence of messages, each of which can be read alone; the file format adds a mark in front and a
-footer at the end. So random access needs only a table of where the messages are, even if they are compressed.
+footer at the end. So random access needs only a table of the messages' places, even if they are compressed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from raytune_fsdp.data.sources.source import (
 BATCH_ROWS = 1024
 _BATCH = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("rows", "<u8")])
 LARGEST_BATCH = 256 << 20
-"""Bytes of a record batch that is read where it is. One of the datasets library has 1000 rows."""
+"""The most bytes of a record batch that is read in place. A batch of the datasets library has 1000 rows."""
 _COPY_BYTES = 8 << 20
 _FILE_MARK = b"ARROW1\0\0"
 # From this many rows on, one take is cheaper than one slice a row: 55 us for 8 chats either way, 110 against 227 for
@@ -68,9 +68,9 @@ class ArrowRows:
     """File in the cache that lists where the record batches are."""
     columns: Columns
     groups: str | None = None
-    """File in the cache with the sizes of blocks, if blocks are not record batches."""
+    """File in the cache with the sizes of stretches (`Source.blocks`), if they are not record batches."""
     most: int | None = None
-    """Bytes that a row may have."""
+    """The most bytes that a row may have."""
 
     def blocks(self) -> Iterable[int]:
         if self.groups is not None:
@@ -104,7 +104,7 @@ class ArrowRows:
             return batch if columns is None else batch.select(columns)
 
         def size(batch: Any) -> int:
-            # The columns that are not selected stay in memory with the others, unless they are mapped.
+            # Columns that are not selected stay in memory with the others, unless they are mapped.
             return int(batch.nbytes if self.stored.blocks is None else self._table()[0][number]["bytes"])
 
         if self.stored.blocks is not None:
@@ -131,7 +131,7 @@ class ArrowRows:
 def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress | None, every: int = 1) -> ArrowRows:
     """Find the record batches of a file, unless an earlier run did. `every`: see `Blocks.hold`.
 
-    It is copied only if it is compressed, in a store, or has to be rewritten to be read in any order.
+    The file is copied only if it is compressed, is in a store, or must be rewritten to be read in any order.
     """
     foreign = file.remote or compression_of(file.url) is not None
 
@@ -152,7 +152,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
         check_columns(schema, shown=file.shown)
         plain = plain_schema(schema)
         if plain != schema or not foreign:
-            if plain == schema:  # too large batches stay the blocks that data.shuffle=blocks knows
+            if plain == schema:  # batches that are too large stay the stretches that data.shuffle=blocks shuffles
                 write_groups(directory / "groups", [batch.num_rows for batch in _batches(path, file.shown)])
             written = directory / "plain.arrow"
             write_batches(written, plain, _batches(path, file.shown), shown=file.shown)
@@ -178,9 +178,9 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
 
 
 def _index_in_place(stored: Stored, directory: Path) -> int | None:
-    """The number of rows, if they can be read where they are; None if they have to be written in another way.
+    """Return the number of rows if they can be read in place; None if they must be rewritten.
 
-    Dictionaries are messages of their own, without which the batches after them cannot be read; and a batch must fit
+    Dictionaries are messages of their own, without which the batches after them cannot be read. And a batch must fit
     into memory, because the user's file is not mapped: pages of it that somebody cuts off would kill the process.
     """
     with reading(stored.shown):
@@ -195,7 +195,7 @@ def _index_in_place(stored: Stored, directory: Path) -> int | None:
 
 
 def prepared_rows(made: PreparedRows, *, shown: str, columns: Columns) -> ArrowRows:
-    """The rows of `rows.arrow` in a directory of the cache."""
+    """Return the rows of `rows.arrow` in a directory of the cache."""
     return ArrowRows(
         shown=shown,
         fingerprint=made.meta["content"],
@@ -209,7 +209,7 @@ def prepared_rows(made: PreparedRows, *, shown: str, columns: Columns) -> ArrowR
 
 def write_batches(path: Path, schema: Any, batches: Iterable[Any], *, shown: str) -> None:
     """Write rows as an Arrow file, in batches small enough to be decoded for a single row."""
-    # Metadata is no part of the rows, so it must not change the content hash.
+    # Metadata is not part of the rows, so it must not change the content hash.
     schema = schema.remove_metadata()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for batch in batches:
@@ -221,7 +221,7 @@ def write_batches(path: Path, schema: Any, batches: Iterable[Any], *, shown: str
 
 
 def index_batches(source: Any, directory: Path, *, shown: str) -> int:
-    """Write a table of where the record batches of an open file are. Returns the number of rows."""
+    """Write a table of the places of an open file's record batches. Return the number of rows."""
     found = []
     with reading(shown):
         reader = _after_mark(source)
@@ -235,7 +235,7 @@ def index_batches(source: Any, directory: Path, *, shown: str) -> int:
             if message.type != "record batch":
                 raise ValueError(f"unexpected message: {message.type}")
             batch = pa.ipc.read_record_batch(message, schema)
-            batch.validate()  # reading does not check lengths and offsets, and using wrong ones would crash the process
+            batch.validate()  # reading does not check lengths and offsets; using wrong ones would crash the process
             found.append((start, reader.tell() - start, batch.num_rows))
     (directory / "batches").write_bytes(np.array(found, dtype=_BATCH).tobytes())
     return sum(rows for _, _, rows in found)
@@ -244,7 +244,7 @@ def index_batches(source: Any, directory: Path, *, shown: str) -> int:
 def rows_of_groups(
     indices: Sequence[int], *, ends: Any, group: Any, where: Any, most: int | None = None
 ) -> list[Row | RowError]:
-    """Rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
+    """Return rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
     numbers = np.asarray(indices, dtype=np.int64)
     places = np.searchsorted(ends, numbers, side="right")
     rows: list[Row | RowError] = [{}] * len(numbers)
@@ -262,11 +262,11 @@ def rows_of_groups(
 
 
 def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowError]:
-    if len(local) >= _TAKE_ROWS and table.num_columns:  # pyarrow takes no rows of no columns
+    if len(local) >= _TAKE_ROWS and table.num_columns:  # pyarrow cannot take rows without columns
         try:
             yield from table.take(pa.array(local)).to_pylist()
             return
-        # One row with broken text or a date that Python does not have fails them all.
+        # One row with broken text, or a date that Python does not have, makes all of them fail.
         except (ValueError, OverflowError, pa.ArrowNotImplementedError):
             pass
     for index in local.tolist():
@@ -281,7 +281,7 @@ def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowE
 
 
 def read_groups(path: str) -> list[int]:
-    """The sizes of groups of rows that `write_groups` wrote."""
+    """Return the sizes of groups of rows that `write_groups` wrote."""
     with reading(path, CACHE_GONE):
         return [int(rows) for rows in np.fromfile(path, dtype="<u8")]
 
@@ -292,7 +292,7 @@ def write_groups(path: Path, groups: Sequence[int]) -> None:
 
 
 def hash_file(path: Path, *, file: File, progress: Progress | None) -> str:
-    """Hash of the file's content."""
+    """Return the hash of the file's content."""
     with reading(file.shown), open(path, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         report = None if progress is None else lambda done: progress(file.shown, done, size)
@@ -307,7 +307,7 @@ def check_columns(schema: Any, *, shown: str) -> None:
 
 
 def plain_schema(schema: Any) -> Any:
-    """The schema with dictionary types replaced by the types of their values."""
+    """Return the schema with dictionary types replaced by the types of their values."""
     return pa.schema([field.with_type(_plain(field.type)) for field in schema], metadata=schema.metadata)
 
 
@@ -324,7 +324,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _batches(path: Path, shown: str) -> Iterator[Any]:
-    """The batches of a file that is ours."""
+    """Yield the record batches of a file in the cache."""
     with reading(shown):
         source = pa.memory_map(str(path))
         if _map(path).slice(0, len(_FILE_MARK)).to_pybytes() == _FILE_MARK:
@@ -339,12 +339,12 @@ def _map(path: Path) -> Any:
 
 
 def mapped(path: Path) -> Any:
-    """One of our files, as pyarrow reads it."""
+    """Open a file in the cache for pyarrow, mapped into memory."""
     return pa.BufferReader(_map(path))
 
 
 def in_place(stored: Stored, most: int | None = None) -> Any:
-    """One of the user's files, as pyarrow reads it."""
+    """Open one of the user's files for pyarrow."""
     return pa.PythonFile(Reader(stored, most), mode="r")
 
 
@@ -362,5 +362,5 @@ def copy_stored(stored: Stored, path: Path) -> None:
 
 
 def report_of(file: File, progress: Progress | None) -> Callable[[int], None] | None:
-    """Progress in reading a file, by how much has been read."""
+    """Return a function that reports progress in reading a file, by the bytes that have been read."""
     return None if progress is None else lambda done: progress(file.shown, done, file.size)

@@ -1,7 +1,8 @@
-"""Files in stores that name no version of them, as an HTTP server without ETag, Content-MD5 and Last-Modified.
+"""Files in stores that name no version of them, such as an HTTP server without ETag, Content-MD5 and Last-Modified.
 
-Whether one has changed shows only in its content. So the process that opens the data reads it once a command, into the
-cache, and what is prepared of it goes by the hash of that. All others get the opened data, and ask no store.
+Only the content shows whether such a file has changed. So the process that opens the data reads the file into the cache
+once per command, and what is prepared from it is identified by the content's hash. All other processes get the opened
+data and ask no store.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from raytune_fsdp.data.sources.source import File
 
 @contextmanager
 def with_content(file: File, *, cache: Path, progress: Progress | None) -> Iterator[File]:
-    """The file with its version, which is that of its content if the store names none; then it is fetched, too."""
+    """Yield the file with its version. If the store names none, fetch the file: its content's hash is the version."""
     file = with_version(file)
     if file.version != UNKNOWN:
         yield file
         return
-    # Named as a directory of the cache that is being made, so that a clean-up finds what a killed process leaves.
+    # Named like a directory of the cache that is being made, so that a clean-up finds what a killed process leaves.
     directory = cache / "files" / f"{key_of(file.identity)}.{uuid.uuid4().hex[:12]}.tmp"
     try:
         try:
@@ -46,7 +47,7 @@ def with_content(file: File, *, cache: Path, progress: Progress | None) -> Itera
 
 
 def write_content(file: File, path: Path, *, progress: Progress | None) -> None:
-    """Write the decompressed content of a file to `path`, unless it was fetched: then it is given this name, too."""
+    """Write the decompressed content of a file to `path`. If it was fetched, only link it there."""
     if not file.fetched:
         copy(file, path, progress=progress)
         return

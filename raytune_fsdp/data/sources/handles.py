@@ -1,4 +1,4 @@
-"""What a process holds open: files, maps, decoded tables. Bounded, shared by all sources, never pickled."""
+"""What a process holds open: files, maps, decoded tables. They are bounded, shared by all sources, never pickled."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading, unreadab
 _HASH_BYTES = 8 << 20
 
 
-# A process usually may open 1024 files, and the rest of it needs some.
+# A process may usually open 1024 files, and other code needs some of them.
 OPEN = Bounded(256)
 DECODED = Bounded(256 << 20)
 
 
-# Hashes that this process has computed, by path, time and size, however often a file is opened.
+# Hashes that this process has computed, by path, time and size, so that each is computed once.
 _HASHES: dict[tuple[str, int, int], str] = {}
 
 
@@ -39,12 +39,12 @@ class Stored:
     size: int
     content: str
     blocks: Blocks | None = None
-    """What its content must be. None for files in the cache, which are never rewritten."""
+    """The hashes of what its content must be. None for files in the cache, which are never rewritten."""
 
     def open(self) -> OpenFile:
-        """The file, held open by this process; another one, if there is another file in its place now."""
+        """Return the file, which this process holds open. It is opened again if another file has taken its place."""
         key = ("file", self)
-        made: list[OpenFile] = []  # now, and so looked at now
+        made: list[OpenFile] = []  # if it is opened now, its place need not be checked
 
         def make() -> OpenFile:
             made.append(OpenFile(self))
@@ -57,7 +57,7 @@ class Stored:
         return opened
 
     def map(self) -> pa.Buffer:
-        """A file of the cache, mapped into memory. Never one of the user's: reading what was cut off would kill us."""
+        """Map a file of the cache into memory. Never a user's file: reading what was cut off would kill the process."""
         assert self.blocks is None, self.path
         return OPEN.get(("map", self), self._map)
 
@@ -68,7 +68,7 @@ class Stored:
 
 
 def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | None = None) -> str:
-    """Keep the hashes of a local file's blocks in a directory of the cache. Returns the hash of the whole."""
+    """Keep the hashes of a local file's chunks in a directory of the cache. Return the hash of the whole file."""
     if file.remote:
         return ""
     with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
@@ -86,7 +86,7 @@ def check_unchanged(file: File) -> None:
 
 
 class OpenFile:
-    """A file read by position (pread), because threads and forked processes share a handle's offset."""
+    """A file that is read by position (pread), because threads and forked processes share a handle's offset."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
@@ -99,27 +99,27 @@ class OpenFile:
         self._check_size(self._facts.st_size)
 
     def replaced(self) -> bool:
-        """Whether there is another file in its place now, which has to be looked at. Raises if it has another size.
+        """Return whether another file has taken its place, which must be opened. Raises if the size has changed.
 
-        Not by its time: that may change without the content, and the content is compared anyway.
+        The time is not compared: it may change without the content, and the content is compared anyway.
         """
         try:
             now = os.stat(self._stored.path)
         except OSError:
-            return False  # gone: what is open is still what it was
+            return False  # gone: the open file is still what it was
         self._check_size(now.st_size)
         return (now.st_dev, now.st_ino) != (self._facts.st_dev, self._facts.st_ino)
 
     def read(self, offset: int, length: int) -> bytes:
-        blocks = self._stored.blocks
-        if blocks is None:
+        hashes = self._stored.blocks
+        if hashes is None:
             return self._read(offset, length)
         first = offset // BLOCK_BYTES
         start = first * BLOCK_BYTES
         end = min(-(-(offset + length) // BLOCK_BYTES) * BLOCK_BYTES, self._stored.size)
         raw = self._read(start, end - start)
-        if not blocks.same(first, memoryview(raw)):
-            blocks.forget()
+        if not hashes.same(first, memoryview(raw)):
+            hashes.forget()
             raise DataError(
                 f"{self._shown}: has other content than when it was opened; a dataset must not change during a run: "
                 "start again with the final file"
@@ -153,12 +153,12 @@ class OpenFile:
 
 
 class Reader:
-    """A file as pyarrow reads one that Python has opened, where every byte is compared with what it was."""
+    """A Python file object for pyarrow, of which every byte that is read is compared with what it was."""
 
     closed = False
 
     def __init__(self, stored: Stored, most: int | None = None) -> None:
-        """A single read of more than `most` bytes is a TooLarge."""
+        """`most`: a single read of more bytes raises TooLarge."""
         self._stored = stored
         self._most = most
         self._offset = 0
@@ -194,11 +194,11 @@ class Reader:
 
 
 class TooLarge(MemoryError):
-    """What would have to be read at once does not fit into the memory that we want to take."""
+    """A single read would take more memory than is allowed for it."""
 
 
 def hash_once(fd: int, path: str, progress: Callable[[int], None] | None = None) -> str:
-    """`content_hash` of the file that is, or will be, at `path`. Each process computes it once."""
+    """Return `content_hash` of the file that is, or will be, at `path`. Each process computes it once."""
     facts = os.fstat(fd)
     key = (path, facts.st_mtime_ns, facts.st_size)
     if key not in _HASHES:
@@ -207,7 +207,7 @@ def hash_once(fd: int, path: str, progress: Callable[[int], None] | None = None)
 
 
 def content_hash(fd: int, progress: Callable[[int], None] | None = None) -> str:
-    """xxh3_128 of a file's bytes, in hex."""
+    """Return xxh3_128 of a file's bytes, in hex."""
     # 3.3 GB/s on one core: faster than most storage, so every file is hashed whole and not sampled.
     digest = xxhash.xxh3_128()
     offset = 0
@@ -219,32 +219,33 @@ def content_hash(fd: int, progress: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-# Hashes of the blocks of a file, by which everything that is read of it later is compared with what it was.
+# Hashes of the chunks of a file, with which everything that is read from it later is compared.
 #
-# A file of the user's may be rewritten, truncated or replaced while a run reads it, and nothing but its content can
-# tell: a copy on another node has another inode and time, and a tool that restores times hides a change. So the blocks
-# that a row lies in are hashed whenever it is read, and wrong ones are never used.
+# A user's file may be rewritten, truncated or replaced while a run reads it, and only its content can show that: a copy
+# on another node has another inode and time, and a tool that restores times hides a change. So the chunks that a row
+# lies in are hashed whenever the row is read, and wrong ones are never used.
 
 BLOCK_BYTES = 1 << 14
-"""Half a row of 16 KiB is read in vain on average, and 8 bytes a block are 0.05 % of the data."""
+"""The size of a chunk. For a row of 16 KiB, half of what is read is read in vain on average; the hashes, 8 bytes a
+chunk, are 0.05 % of the data."""
 
 NAME = "blocks"
 """The file of hashes in a directory of the cache."""
 
-_AT_ONCE = 512  # blocks: 8 MiB, which one read of a network file system brings
+_AT_ONCE = 512  # chunks: 8 MiB, which one read of a network file system brings
 _HASH = np.dtype("<u8")
 TABLES = Bounded(64)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where the hashes of a file's blocks are: from number `first` on in a file in the cache."""
+    """The hashes of a file's chunks: from number `first` on in a file in the cache."""
 
     path: str
     first: int = 0
 
     def hashes(self) -> Any:
-        """All hashes in that file."""
+        """Return all hashes in that file."""
 
         def make() -> Any:
             with reading(self.path, CACHE_GONE):
@@ -253,13 +254,13 @@ class Blocks:
         return TABLES.get(self.path, make)
 
     def same(self, number: int, data: memoryview) -> bool:
-        """Whether this is what was there, from block `number` on."""
+        """Return whether `data` is what the file had from chunk `number` on."""
         known = self.hashes()[self.first + number :]
         starts = range(0, len(data), BLOCK_BYTES)
         return all(xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) == known[i] for i, at in enumerate(starts))
 
     def hold(self, file: File, every: int) -> bool:
-        """Whether the file still has this content, by every `every`-th block and the last."""
+        """Return whether the file still has this content, judged by each `every`-th chunk and the last."""
         last = (file.size - 1) // BLOCK_BYTES
         with reading(file.shown):
             fd = os.open(file.url, os.O_RDONLY)
@@ -273,13 +274,13 @@ class Blocks:
                 os.close(fd)
 
     def forget(self) -> None:
-        """Have the file prepared anew by the next command that opens it: what was prepared is of other content."""
+        """Make the next command that opens the file prepare it again: what was prepared has other content."""
         with suppress(OSError):
             Path(self.path).with_name("meta.json").unlink()
 
 
 class BlockHashing:
-    """Hashes a file as it is read: the whole, and its blocks."""
+    """Hashes a file as it is read: the whole, and its chunks."""
 
     def __init__(self) -> None:
         self._whole = xxhash.xxh3_128()
@@ -303,7 +304,7 @@ class BlockHashing:
         return self._whole.hexdigest()
 
     def blocks(self) -> bytes:
-        """The hashes of the blocks, once all has been read."""
+        """Return the hashes of the chunks, once all has been read."""
         if self._in_block:
             self._end_block()
         return np.array(self._blocks, dtype=_HASH).tobytes()
@@ -315,7 +316,7 @@ class BlockHashing:
 
 
 def hash_blocks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> BlockHashing:
-    """Read a file from its start to its end."""
+    """Hash a file, reading it from its start to its end."""
     hashing, done = BlockHashing(), 0
     while piece := read(_AT_ONCE * BLOCK_BYTES):
         hashing.update(piece)

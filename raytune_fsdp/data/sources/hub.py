@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, written once as Arrow into the cache, so that only one node downloads them."""
+"""Write datasets of the Hugging Face hub into the cache as Arrow, once, so that only one node downloads them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ASK_SECONDS = 10.0
 
 
 def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
-    """The rows of a dataset of the hub, at the commit that its revision names now.
+    """Open the rows of a dataset of the hub, at the commit that its revision names now.
 
-    If the hub cannot be reached, its last answer counts: noted in this cache, or in the cache of the datasets library.
+    If the hub cannot be reached, its last answer counts: in this cache, or in the cache of the datasets library.
     """
     name, dataset = str(dataset.hub), dataset.model_copy(update={"split": dataset.split or dataset.usual_split})
     wanted = {"hub": name, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
@@ -58,7 +58,7 @@ def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: 
 
 
 def _ask(dataset: SourceConfig) -> str | None:
-    """The commit that the revision names on the hub; None if the hub cannot be reached."""
+    """Return the commit that the revision names on the hub; None if the hub cannot be reached."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -96,8 +96,8 @@ def _load(dataset: SourceConfig, commit: str | None) -> Any:
         )
     except (RaytuneError, MemoryError):
         raise
-    # Any Exception: it raises whatever dozens of libraries and file systems raise. The text names existing subsets and
-    # splits.
+    # Any Exception: it raises whatever dozens of libraries and file systems raise. The text of the error names existing
+    # subsets and splits.
     except Exception as error:
         raise _refused(dataset, error, _way_out(error)) from error
     if commit is None and dataset.revision is not None:

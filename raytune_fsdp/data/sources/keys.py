@@ -1,8 +1,8 @@
-"""Which keys the rows of a file have, of those that newer versions of the order read and older ones did not.
+"""Find which keys the rows of a file have, of the keys that newer versions of the order read and older ones did not.
 
-Found by a search of the bytes while a file of JSON is scanned, or in the schema of columns. A key that no row uses as
-one may be named, too: then a run has a newer version than it needs, and the same rows. One that is not found (spelled
-with escapes, say) is not read: rows are read by the version that the run then has.
+They are found by a search of the bytes while a JSON file is scanned, or in the schema of columns. The search may also
+name a key that no row uses as one: then a run has a newer version than it needs, and the same rows. A key that it does
+not find (spelled with escapes, for example) is not read: rows are read by the version that the run then has.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from raytune_fsdp.data.sources.source import Keys
 NAMES = ("weight", "training", SYSTEM, FUNCTIONS)
 ANY = "*"
 
-# A key ends with a quotation mark and a colon. Few quotation marks have one after them, and few of these keys end as
-# the names above do, so numpy leaves little to look at.
+# A key ends with a quotation mark and a colon. Few quotation marks have a colon after them, and few of these keys end
+# like the names above, so numpy leaves little to look at.
 _QUOTE, _COLON, _SPACE, _BRACKET, _BACKSLASH = b'": [\\'
 _ENDS = {name: name[-2:].encode() for name in NAMES}
 _COLON_AFTER = re.compile(rb'"\s*:')
 _OBJECTS_AFTER = re.compile(rb'"\s*:\s*"(?:\s|\\[nrt])*\[(?:\s|\\[nrt])*\{')
 _OVERLAP = 128
-"""Bytes that are searched again with those after them: a key may lie across two pieces."""
+"""How many bytes are searched again with the next ones: a key may lie across two reads."""
 _MOST_TEXTS = 16
 _NOTE = "keys.json"
 
 
 def lowest_order(format: Format, found: Iterable[Keys]) -> int:
-    """The lowest version of the order that reads the rows of these files as the newest does."""
-    if isinstance(format, PythonFormat):  # who knows what it returns
+    """Return the lowest version of the order that reads the rows of these files as the newest does."""
+    if isinstance(format, PythonFormat):  # nobody knows what its function returns
         return FOURTH_ORDER if isinstance(format.then, ChatFormat) else OLDEST_ORDER
     if not isinstance(format, ChatFormat):
         return OLDEST_ORDER
@@ -54,7 +54,7 @@ def lowest_order(format: Format, found: Iterable[Keys]) -> int:
 
 
 class KeySearch:
-    """Searches a file of JSON, piece by piece."""
+    """Searches a JSON file for keys, one read after another."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -76,7 +76,7 @@ class KeySearch:
                     self._names.add(name)
                     break
         next_to = [content[keys + many] for many in range(1, 5)]
-        # Space in front of the bracket may be written as it is, or as `\\n`.
+        # White space in front of the bracket may be written as it is, or as `\\n`.
         begins = [(each == _BRACKET) | (each <= _SPACE) | (each == _BACKSLASH) for each in next_to]
         close = (next_to[1] == _QUOTE) & begins[2]
         apart = (next_to[1] <= _SPACE) & ((next_to[2] == _QUOTE) & begins[3] | (next_to[2] <= _SPACE))
@@ -89,18 +89,18 @@ class KeySearch:
 
 
 def _key(data: bytes, end: int) -> str:
-    """The text that ends here."""
+    """Return the quoted text that ends here."""
     return data[data.rfind(b'"', 0, end) + 1 : end].decode(errors="replace")
 
 
 def keys_of_columns(names: Iterable[str]) -> Keys:
-    """Of rows whose values are all text."""
+    """Return the keys of rows whose values are all text."""
     names = frozenset(names)
     return Keys(names & frozenset(NAMES), names)
 
 
 def keys_of_schema(schema: Any) -> Keys:
-    """Of rows from columns."""
+    """Return the keys of rows that come from columns."""
     return Keys(
         frozenset(name for field in schema for name in _inside(field)) & frozenset(NAMES),
         frozenset(field.name for field in schema if _is_text(field.type)),
@@ -120,7 +120,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def noted(made: PreparedRows, search: Callable[[], Sequence[Keys]]) -> list[Keys]:
-    """What `search` finds, once: for files that were prepared when nobody asked, or by an older version."""
+    """Return what `search` finds, and keep it: for files prepared without this search, or by an older version."""
     note = made.path / _NOTE
     with suppress(OSError, ValueError, KeyError, TypeError):
         values = json.loads(note.read_text(encoding="utf-8"))

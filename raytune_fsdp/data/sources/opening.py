@@ -1,4 +1,4 @@
-"""Opens whatever a dataset of the config can name, as rows found by number."""
+"""Open whatever a dataset of the config can name, as rows found by number."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from raytune_fsdp.data.sources.selection import some_rows
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source, shorten
 from raytune_fsdp.data.sources.texts import TextRows, open_small_texts, open_text, small_groups
 
-# Files opened at once: stores and disks answer slowly, but many requests at a time. Only two while rows are decoded to
-# be written as Arrow, which takes memory.
+# How many files are opened at once: stores and disks answer slowly, but many requests at a time. Only two while rows
+# are decoded to be written as Arrow, which takes memory.
 _AT_ONCE = 8
 _DECODED_AT_ONCE = 2
 _DELIMITERS = (";", "\t", "|", ",")
-# Of a dataset that was prepared before, so much is compared with what it was when it is opened: all of it, if it is no
-# larger, else blocks spread over it. 0.35 s at 3 GB/s. What rows are read from is compared again then, all of it.
+# How much of a dataset that was prepared before is compared with what it was, when it is opened: all of it if it is no
+# larger, else chunks spread over it. 0.35 s at 3 GB/s. Whenever a row is read, all that it is read from is compared
+# again.
 _COMPARED_BYTES = 1 << 30
 
 
@@ -56,8 +57,8 @@ def open_source(
     """Open a dataset. What is prepared for it is kept in `cache`, for all nodes.
 
     With `in_place`, Parquet files are read by row group where they are: for data that is too large to copy, in an order
-    that keeps blocks together. Otherwise they are written once as Arrow, which can be read in any order. `order`: the
-    version by whose rules rows are read. `columns`: those to read; None: those that the dataset's format names.
+    that keeps row groups together. Otherwise they are written once as Arrow, which can be read in any order. `order`:
+    the version by whose rules rows are read. `columns`: the columns to read; None: those that the format names.
     """
     if columns is None:
         assert isinstance(dataset, DatasetConfig), "only a dataset has a format"
@@ -89,7 +90,7 @@ def open_source(
 def open_sources(
     datasets: Sequence[DatasetConfig], data: DataConfig, cache: Path, progress: Progress | None, order: int
 ) -> list[Source]:
-    """The rows of each dataset, in the order that the data is read in."""
+    """Open each dataset, for the order that the data is read in."""
     return [
         open_source(
             dataset, cache=cache, in_place=data.shuffle != "rows", progress=progress, order=order,
@@ -100,7 +101,7 @@ def open_sources(
 
 
 def columns_of(format: Format, order: int) -> Columns:
-    """The columns that a format names, and those that it reads under version `order`."""
+    """Return the columns that a format needs, and those that it also reads if they exist, under version `order`."""
     if isinstance(format, PythonFormat):
         return Columns((), (), every=True)
     if isinstance(format, TemplateFormat):
@@ -132,7 +133,7 @@ def _open_files(
 
     def report(what: str, done: int, total: int) -> None:
         assert progress is not None
-        with lock:  # progress is written for one thread
+        with lock:  # `progress` expects calls from one thread at a time
             progress(what, done, total)
 
     def open_file(file: File) -> Part:
@@ -158,7 +159,7 @@ def _open_files(
         alone = {file.url: threads.submit(open_file, file) for file in files if file.url not in small}
         parts: dict[str, Part] = {}
         try:
-            # In this thread: the work on thousands of small files is Python's, and threads would only take turns.
+            # In this thread: the work on thousands of small files is Python's own, and threads would only take turns.
             for group in groups:
                 found = open_small_texts(
                     group, kind, cache=cache, progress=None if progress is None else report, every=every, keys=keys

@@ -1,4 +1,4 @@
-"""Rows of Parquet files: by row group where the files are, or written once as Arrow for random access."""
+"""Rows of Parquet files: read in place by row group, or written once as Arrow for random access."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Keys, Row, compression_of, reading
 
 _BUFFER_BYTES = 1 << 20
-# Decoded rows in memory at once, while a file is written as Arrow.
+# How much of a file is in memory as decoded rows while it is written as Arrow.
 _BATCH_BYTES = 4 << 20
 
 
@@ -56,9 +56,9 @@ class ParquetRows:
     groups: str
     columns: Columns
     most: int | None = None
-    """Bytes that a row may have."""
+    """The most bytes that a row may have."""
     keys: Keys = Keys()
-    """Those that its rows may have, if anybody has asked for them."""
+    """The keys that its rows may have, if they were asked for."""
 
     def blocks(self) -> Iterable[int]:
         return read_groups(self.groups)
@@ -112,10 +112,10 @@ def open_parquet(
     every: int = 1,
     keys: bool = False,
 ) -> ArrowRows | ParquetRows:
-    """Open a file in place, or its Arrow copy in the cache. Compressed files are always copied, and those that a store
-    names no version of: nobody could tell whether what is read later is still the same.
+    """Open a file in place, or its Arrow copy in the cache.
 
-    `every`: see `Blocks.hold`. `keys`: also find what keys the rows have.
+    Compressed files are always copied. So are files for which a store names no version: nobody could tell whether what
+    is read later is still the same. `every`: see `Blocks.hold`. `keys`: also find which keys the rows have.
     """
     if in_place and compression_of(file.url) is None and not file.fetched:
         return _open_in_place(file, cache=cache, columns=columns, progress=progress, every=every, keys=keys)
@@ -152,7 +152,7 @@ def _open_in_place(
     file: File, *, cache: Path, columns: Columns, progress: Progress | None, every: int, keys: bool
 ) -> ParquetRows:
     def make(directory: Path) -> Mapping[str, Any]:
-        # A file in a store is identified by its ETag: reading all of it is what `in_place` is there to avoid.
+        # A file in a store is identified by its ETag: `in_place` is there to avoid reading all of it.
         content = file.fingerprint if file.remote else keep_hashes(file, directory, report_of(file, progress))
         stored = Stored(file.shown, file.url, file.size, content, Blocks(str(directory / BLOCKS)))
         with reading(file.shown):
@@ -206,7 +206,7 @@ def _batches(opened: Any, *, file: File, progress: Progress | None) -> Iterator[
         for group in range(opened.num_row_groups):
             facts = opened.metadata.row_group(group)
             size = _BATCH_BYTES * facts.num_rows // max(facts.total_byte_size, 1)
-            # Group by group: no batch spans two groups, so the blocks are the same as in place.
+            # Group by group: no batch spans two groups, so `blocks` are the same as in place.
             for batch in opened.iter_batches(min(max(size, 16), BATCH_ROWS), row_groups=[group]):
                 yield batch
                 done += batch.num_rows

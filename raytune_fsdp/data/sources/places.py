@@ -1,4 +1,4 @@
-"""The files behind a path, a pattern, a directory or a URL, in a stable order."""
+"""Find the files behind a path, a pattern, a directory or a URL, in a stable order."""
 
 from __future__ import annotations
 
@@ -45,14 +45,11 @@ class Found:
 
     files: list[File]
     order_version: int
-    """The lowest that finds these files: see `order`."""
+    """The lowest version of the order that finds these files: see `mixture`."""
 
 
 def find_files(dataset: SourceConfig, *, order: int = ORDER_VERSION) -> Found:
-    """All files of the dataset. Raises DataError if there are none.
-
-    Those that version `order` finds, for a run that was begun with it.
-    """
+    """Find all files of the dataset, as version `order` finds them. Raises DataError if there are none."""
     assert dataset.path is not None, dataset
     path = dataset.path.removeprefix("file://")
     if not path or "\0" in path:
@@ -75,7 +72,7 @@ def find_files(dataset: SourceConfig, *, order: int = ORDER_VERSION) -> Found:
 
 
 def one_kind(files: list[File], dataset: SourceConfig) -> str:
-    """The kind of all files, from the config or their endings."""
+    """Return the kind of all files, from the config or their endings."""
     if dataset.file_type != "auto":
         return dataset.file_type
     kinds: dict[str, str] = {}
@@ -97,14 +94,14 @@ def one_kind(files: list[File], dataset: SourceConfig) -> str:
 
 
 def copy(file: File, path: Path, *, progress: Progress | None) -> None:
-    """Write the decompressed content of a file to `path`, piece by piece."""
+    """Write the decompressed content of a file to `path`, chunk by chunk."""
     with open(path, "wb") as target:
         for chunk in _chunks(file, progress):
             target.write(chunk)
 
 
 def _chunks(file: File, progress: Progress | None) -> Iterator[bytes]:
-    # A generator, so that `reading` covers errors of the file, but not those of writing the copy between two pieces.
+    # A generator, so that `reading` covers errors of the file, but not those of writing the copy between two chunks.
     codec = compression_of(file.url)
     with reading(file.shown), _stream(file) as raw:
         stream = pa.CompressedInputStream(raw, codec) if codec else raw
@@ -164,8 +161,10 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
 
 
 def _matching(pattern: str) -> tuple[list[str], bool]:
-    """What a pattern with `**` matches, and whether `glob` would give some of it again: it follows links wherever they
-    lead, and names a file once for each way to divide its path between two `**`."""
+    """Return what a pattern with `**` matches, and whether `glob` would give some files twice.
+
+    `glob` follows links wherever they lead, and names a file once for each way to divide its path between two `**`.
+    """
     parts = pattern.split("/")
     first = parts.index("**")
     head = "/".join(parts[:first])
@@ -179,11 +178,12 @@ def _matching(pattern: str) -> tuple[list[str], bool]:
 def _walk(
     top: str, folders: Sequence[str], *, skip: Callable[[str], bool], unreadable: bool = True
 ) -> tuple[list[str], bool]:
-    """The files below these folders, by names relative to `top`, and whether a link led to a directory again.
+    """Return the files below these folders, by names relative to `top`, and whether a link led to a directory again.
 
-    Links to directories are followed, but each directory is read once: a link may lead to its own parent, or two to one
-    directory. It has the name without a link if there is one, else the first: so the names do not depend on the order
-    in which the file system lists them. Without `unreadable`, directories that may not be read are passed over.
+    Links to directories are followed, but each directory is read once: a link may lead to its own parent, or two links
+    to one directory. A directory has the name without a link if there is one, else the first name. So the names do not
+    depend on the order in which the file system lists them. Without `unreadable`, directories that may not be read are
+    skipped.
     """
     names: list[str] = []
     links = [folder for folder in folders if os.path.islink(os.path.join(top, folder).rstrip("/"))]
@@ -197,7 +197,7 @@ def _walk(
         real = os.path.realpath(os.path.join(top, folder))
         holder = os.path.realpath(os.path.join(top, os.path.dirname(folder.rstrip("/"))))
         if real in seen or (is_link and os.path.commonpath([real, holder]) == real):
-            again = True  # the second: a link to a directory that holds it, perhaps above the first of `folders`
+            again = True  # second case: a link to a directory that holds the link, perhaps above the first of `folders`
             continue
         seen.add(real)
         try:
@@ -226,7 +226,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _walk_as_before(top: str, *, shown: str) -> list[str]:
-    """As version 2 of the order did it: of two names of a directory the one that the file system lists first."""
+    """Walk as version 2 of the order did: of two names of a directory, take the one the file system lists first."""
 
     def stop(error: OSError) -> None:
         raise error

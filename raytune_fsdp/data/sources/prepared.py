@@ -1,6 +1,6 @@
 """Directories of the cache: made once, renamed into place when they are complete, used by all nodes.
 
-<cache>/files/<key>/            key: hash of what was prepared, from which file (path, size, time or ETag), and how
+<cache>/files/<key>/            key: hash of what was prepared, how, and from which file (path, size, time or ETag)
     meta.json                   what was prepared; size and hash of every file. Its mtime is the time of the last use
     ...
 <cache>/files/<key>.<x>.tmp/    being made, or left by a process that was killed
@@ -46,16 +46,16 @@ class PreparedRows:
     meta: Mapping[str, Any]
 
     def stored(self, name: str, *, shown: str) -> Stored:
-        """One of its files."""
+        """Return one of its files."""
         return Stored(shown, str(self.path / name), self.meta["files"][name], self.meta["content"])
 
     def in_place(self, file: File) -> Stored:
-        """The file itself that was prepared, which must have the content that it had then."""
+        """Return the file itself that was prepared, which must still have the content that it had then."""
         return Stored(file.shown, file.url, file.size, self.meta["content"], Blocks(str(self.path / BLOCKS)))
 
     def holds(self, file: File, every: int) -> bool:
-        """Whether the local file still has the content that was prepared, by every `every`-th block of it."""
-        # Copies of files that were made before blocks were hashed have none: size and time must do for them.
+        """Return whether the local file still has the content that was prepared, judged by each `every`-th chunk."""
+        # Copies that were made before chunks were hashed have no hashes: size and time must do for them.
         return BLOCKS not in self.meta["files"] or Blocks(str(self.path / BLOCKS)).hold(file, every)
 
 
@@ -68,9 +68,10 @@ def prepare(
     progress: Progress | None = None,
     holds: Callable[[PreparedRows], bool] | None = None,
 ) -> PreparedRows:
-    """The directory prepared earlier, if it `holds`; otherwise a new one, which `make` fills and whose meta it returns.
+    """Return the directory prepared earlier if it `holds`; otherwise a new one.
 
-    Each process hashes every file once: a directory that storage has damaged is made again.
+    `make` fills a new directory and returns its meta. Each process hashes every file once: a directory that storage has
+    damaged is made again.
     """
     final = cache / "files" / key_of(identity)
     report = None if progress is None else partial(progress, f"checking {shown}")
@@ -88,21 +89,21 @@ def prepare(
         except OSError as error:
             raise unwritable(cache, shown, error) from error
         finally:
-            # Still there if another process was first, or something failed.
+            # The directory still exists if another process was first, or something failed.
             shutil.rmtree(temporary, ignore_errors=True)
         found = _find(final, report)
     return found
 
 
 def key_of(identity: Mapping[str, object]) -> str:
-    """Name of the directory for what `identity` describes."""
+    """Return the name of the directory for what `identity` describes."""
     return _digest([_VERSION, identity])
 
 
 def touch(path: str) -> None:
-    """Note that this file's directory is in use: a clean-up removes what was not used for long.
+    """Note that this file's directory is in use: a clean-up removes what has long been unused.
 
-    Can be called often; a process writes it down once an hour.
+    It can be called often; a process writes it down once an hour.
     """
     now = time.monotonic()
     if now - _TOUCHED.get(path, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
@@ -139,7 +140,7 @@ def _find(final: Path, report: _Report | None) -> PreparedRows | None:
 
 
 def _hashes(directory: Path, files: Mapping[str, int], final: Path, report: _Report | None) -> dict[str, str]:
-    """The hash of each file, kept under its path in `final`, so that it is not read again after the rename."""
+    """Return the hash of each file, kept under its path in `final`, so that it is not read again after the rename."""
     found: dict[str, str] = {}
     before, total = 0, sum(files.values())
     for name, size in files.items():
@@ -171,7 +172,7 @@ def _rename(temporary: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # Another process was faster, and made the same.
+        # Another process was faster and made the same directory.
     else:
         sync_directory(final.parent)
 
@@ -193,7 +194,7 @@ def _discard(final: Path) -> None:
 
 
 def unwritable(cache: Path, shown: str, error: OSError) -> DataError:
-    """The DataError for what the cache cannot take."""
+    """Return the DataError for what the cache cannot take."""
     reason = error.strerror or str(error)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     way_out = "free space there, or change" if full else "make it writable, or change"

@@ -1,4 +1,4 @@
-"""Files in object stores and whatever else fsspec opens."""
+"""Files in object stores, and in whatever else fsspec opens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _VERSIONS = (
 _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 
 UNKNOWN = "unknown"
-"""The version of a file of which its store says nothing that changes with the content."""
+"""The version of a file whose store tells nothing about it that changes with the content."""
 
 BESIDE_DATA_BYTES = 64 << 20
-"""The largest README.md, or file of `Dataset.save_to_disk` that is no data, that is read."""
+"""The most bytes of a README.md, or of a file by `Dataset.save_to_disk` that holds no rows."""
 
 
 def with_version(file: File) -> File:
-    """The file with its version, for which the store is asked."""
+    """Ask the store for the version of a file; return the file with it."""
     if file.version:
         return file
     with reading(file.shown):
@@ -53,7 +53,7 @@ def _version(url: str) -> str:
 
 
 def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
-    """The file at a URL, the files matching a pattern, or those that `choose` picks in a directory."""
+    """Return the file at a URL, the files matching a pattern, or those that `choose` picks in a directory."""
     shown = without_secrets(url)
     with reading(shown, "check the URL and its credentials, and install the package that this kind of URL needs"):
         if has_wildcard(split_query(url)[0]):
@@ -84,7 +84,7 @@ def _matching(url: str) -> list[File]:
     try:
         found = sorted(_list(system, "/".join(parts[:fixed]), recursive=fixed < len(parts) - 1))
     except FileNotFoundError:
-        # fsspec also says this of a store that did not answer. Asked about the folder itself, it says why.
+        # fsspec also raises this for a store that did not answer. Asked about the folder itself, it says why.
         system.get_file_info("/".join(parts[:fixed]))
         return []
     return [_file(url, system, path, size) for path, size in found if matches(path) and is_wanted(path, pattern)]

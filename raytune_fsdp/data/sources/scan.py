@@ -1,8 +1,8 @@
-"""One pass over a text file: where each row is, and the hash of the content.
+"""Scan a text file in one pass: where each row is, and the hash of the content.
 
 A row's span is its place in bytes. Its content is parsed only when the row is read; broken rows are found then. Hash
-included, one core scans 1.5 GB/s of lines, but 0.2 GB/s of a JSON array and 0.1 GB/s of CSV: their rows end where a
-parser says so.
+included, one core scans 1.5 GB/s of lines, but 0.2 GB/s of a JSON array and 0.1 GB/s of CSV: only a parser knows where
+their rows end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PIECE_BYTES = 1 << 20
 # may be longer.
 MAX_RECORD_BYTES = 1 << 28
 _START_BYTES = 1 << 16
-# Up to here Python finds line breaks sooner than the 20 calls of numpy, 0.1 ms, that find any number of them.
+# Up to this size Python finds line breaks faster than 20 calls of numpy (0.1 ms), which find any number of them.
 _FEW_BYTES = 1 << 12
 _PROGRESS_BYTES = 64 << 20
 _LINE_BREAK = ord("\n")
@@ -39,12 +39,12 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Scanned:
-    """A file read once from its start, and hashed on the way."""
+    """A file that is read once from its start, and hashed on the way."""
 
     def __init__(
         self, file: BinaryIO, *, shown: str, size: int, progress: Progress | None, search: KeySearch | None = None
     ) -> None:
-        """`search` sees all that is read."""
+        """`search`: gets all that is read."""
         self.shown = shown
         self.offset = 0
         self.line = 1
@@ -101,9 +101,9 @@ class Spans:
             self.flush()
 
     def extend(self, spans: Any) -> None:
-        """Add many at once: an array with one row for each span."""
+        """Add many spans at once: an array with one row for each."""
         self.flush()
-        # Not ndarray.tofile: its error does not say why it failed (disk full, for one).
+        # Not ndarray.tofile: its error does not say why it failed (such as a full disk).
         self._file.write(spans.astype("<u8").tobytes())
         self.count += len(spans)
 
@@ -113,7 +113,7 @@ class Spans:
 
 
 def scan(file: Scanned, spans: Spans, *, syntax: str, delimiter: str) -> list[str]:
-    """Find all rows. Returns the columns in a CSV file's header; an empty list for other files."""
+    """Find all rows. Return the columns in a CSV file's header; an empty list for other files."""
     if syntax == "csv":
         return _scan_csv(file, spans, delimiter)
     if syntax == "json":
@@ -124,7 +124,7 @@ def scan(file: Scanned, spans: Spans, *, syntax: str, delimiter: str) -> list[st
 
 
 def json_syntax(file: BinaryIO, *, shown: str) -> str:
-    """The syntax of a .json file: an array, or one object a line. Leaves the file at its start."""
+    """Return the syntax of a .json file: an array, or one object a line. Leaves the file at its start."""
     with reading(shown):
         start = file.read(_START_BYTES).removeprefix(_BOM).lstrip()
         file.seek(0)
@@ -200,15 +200,15 @@ def _columns(fields: list[str], *, where: str) -> list[str]:
 
 
 def csv_reader(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
-    """The records in lines. Strict: a quote that is never closed is an error, not the rest of the file."""
+    """Yield the records in lines. Strict: a quote that is never closed is an error, not the rest of the file."""
     # Python's own limit, 128 KiB a field, is less than a long document. It can only be set for the whole process.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))
     return csv.reader(lines, delimiter=delimiter, strict=True)
 
 
 def _lines(file: Scanned) -> Iterator[str]:
-    # Latin-1 makes any byte one character, so offsets stay byte offsets; quotes, delimiters and line breaks are ASCII
-    # in UTF-8, and so in the same places.
+    # Latin-1 makes any byte one character, so offsets stay byte offsets. Quotes, delimiters and line breaks are ASCII
+    # in UTF-8, so they are in the same places.
     while line := file.readline(MAX_RECORD_BYTES):
         if len(line) == MAX_RECORD_BYTES:
             raise DataError(
@@ -240,7 +240,7 @@ def _scan_json(file: Scanned, spans: Spans) -> None:
 
 
 class _Text:
-    """The piece of a JSON file being scanned, as Latin-1: one character a byte."""
+    """The part of a JSON file that is being scanned, as Latin-1: one character a byte."""
 
     def __init__(self, file: Scanned, spans: Spans) -> None:
         self.text = ""
@@ -248,8 +248,8 @@ class _Text:
         self.at = 0
         self._file = file
         self._spans = spans
-        # Values are only skipped here. Numbers stay text: int() refuses more than 4300 digits, an error for whoever
-        # reads the row, not for the whole file.
+        # Values are only skipped here. Numbers stay text: int() refuses more than 4300 digits, which is an error when
+        # the row is read, not for the whole file.
         self._decoder = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
 
     def more(self) -> bool:
@@ -262,7 +262,7 @@ class _Text:
         return bool(piece)
 
     def peek(self) -> str:
-        """The next character that is not white space; empty at the end of the file."""
+        """Return the next character that is not white space; empty at the end of the file."""
         while True:
             found = _SPACE.match(self.text, self.at)
             assert found is not None
@@ -273,20 +273,20 @@ class _Text:
                 return ""
 
     def value_end(self) -> int:
-        """The offset in the file at which the value that starts here ends."""
+        """Return the offset in the file at which the value that starts here ends."""
         while True:
             try:
                 _, end = self._decoder.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
-                # A value that is cut off by the end of the piece fails near that end (the longest thing that must not
-                # be cut is a surrogate pair, \ud83d\ude00, of 12 characters), or as a string without an end.
+                # A value that is cut off where the text ends fails near that end (the longest thing that must not be
+                # cut is a surrogate pair, \ud83d\ude00, of 12 characters), or as a string without an end.
                 cut_off = error.pos > len(self.text) - 16 or error.msg.startswith("Unterminated string")
                 if not cut_off or not self.more():
                     raise self.broken(error.msg) from None
             except RecursionError:
                 raise self.broken("it is nested too deeply") from None
             else:
-                # A number may go on after the end of the piece.
+                # A number may go on after the end of the text read so far.
                 place = self.base + end
                 if end < len(self.text) or not self.more():
                     return place

@@ -1,7 +1,7 @@
-"""Some of the rows of a source: what a dataset's `rows` leaves, and what is held out of it for evaluation.
+"""Some of the rows of a source: those that a dataset's `rows` selects, and those held out of it for evaluation.
 
-Rows are chosen by a key of their file's content and their number in it. So the choice is the same in every process and
-at every world size, whatever the files are called and in which order they come, and needs no list to be kept.
+Rows are chosen by a key made from their file's content and their number in it. So the choice is the same in every
+process and at every world size, whatever the files are called and in which order they come, and no list is kept.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Selected:
 
     base: Source
     numbers: Int64Array | range
-    """Ascending."""
+    """Numbers of rows in `base`, ascending."""
     selection: Mapping[str, str]
-    """What was chosen, as it is part of the identity of a run."""
+    """A description of what was chosen, for the identity of a run."""
     others: bool = False
     lowest_order: int = OLDEST_ORDER
     """The lowest version of the order that makes this choice."""
@@ -82,7 +82,7 @@ class Selected:
 
     @cached_property
     def _left_before(self) -> Int64Array:
-        """How many rows are left before each that is not. Kept: a million would take 2 ms for every row asked for."""
+        """How many rows remain before each removed row. Cached: for a million it would take 2 ms for every row."""
         return np.asarray(self.numbers) - np.arange(len(self.numbers))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,13 +99,13 @@ class Selected:
         return [int(number) for number in found]
 
     def _before(self, ends: Int64Array) -> Int64Array:
-        """How many of the numbers are below each of these."""
+        """Return how many of the numbers are below each of these."""
         if isinstance(self.numbers, range):
             return np.clip(ends, self.numbers.start, self.numbers.stop) - self.numbers.start
         return np.searchsorted(self.numbers, ends).astype(np.int64)
 
     def _between(self, first: int, last: int) -> Int64Array:
-        """Which of the numbers first <= number < last there are."""
+        """Return those of the numbers with first <= number < last."""
         if isinstance(self.numbers, range):
             return np.arange(max(first, self.numbers.start), max(first, min(last, self.numbers.stop)), dtype=np.int64)
         start, stop = np.searchsorted(self.numbers, [first, last])
@@ -113,7 +113,7 @@ class Selected:
 
 
 def some_rows(source: Source, rows: RowsConfig | None) -> Source:
-    """The rows that a dataset's config asks for. All of them are the source itself: the same data, the same run."""
+    """Return the rows that a dataset's config asks for. If these are all, the source itself: same data, same run."""
     total = len(source)
     if rows is None or total <= (rows.first or rows.last or rows.limit or 0):
         return source
@@ -128,10 +128,10 @@ def some_rows(source: Source, rows: RowsConfig | None) -> Source:
 def hold_out(
     sources: Sequence[Source], many: int, groups: Sequence[Int64Array] | None = None
 ) -> list[tuple[Selected, Selected]]:
-    """Of each source the rows to train on, and those that are held out: `many` of all sources together.
+    """Return, for each source, the rows to train on and those held out: `many` of all sources together.
 
-    `groups`: the number of each row's group of equal rows (-1: it has none), which are held out together or not at all.
-    None: they are not.
+    `groups`: the group of equal rows of each row (-1: none). The rows of a group are held out together or not at all.
+    Without `groups`, equal rows are not kept together.
     """
     chosen, what, order = lowest(sources, many, "held out"), f"{many} rows", OLDEST_ORDER
     if groups is not None and _divides(groups, chosen):
@@ -147,7 +147,7 @@ def hold_out(
 
 
 def digest_of(numbers: Sequence[Int64Array]) -> str:
-    """Which rows these are, of several sources, for the identity of a run."""
+    """Return a digest of these rows of several sources, for the identity of a run."""
     state = xxhash.xxh3_128()
     for each in numbers:
         state.update(np.asarray([len(each), *each], dtype=np.int64).tobytes())
@@ -155,7 +155,7 @@ def digest_of(numbers: Sequence[Int64Array]) -> str:
 
 
 def _divides(groups: Sequence[Int64Array], chosen: Sequence[Int64Array]) -> bool:
-    """Whether a row is chosen and an equal one is not."""
+    """Return whether a row is chosen and an equal one is not."""
     taken = [own[numbers] for own, numbers in zip(groups, chosen, strict=True)]
     left = [np.delete(own, numbers) for own, numbers in zip(groups, chosen, strict=True)]
     both = np.intersect1d(np.concatenate(taken), np.concatenate(left))
@@ -163,10 +163,11 @@ def _divides(groups: Sequence[Int64Array], chosen: Sequence[Int64Array]) -> bool
 
 
 def _whole_groups(sources: Sequence[Source], many: int, groups: Sequence[Int64Array]) -> list[Int64Array]:
-    """Of each source the rows of the groups with the lowest keys: `many` of all sources, where groups add up to that.
+    """Return, for each source, the rows of the groups with the lowest keys: `many` in all, if groups add up to that.
 
-    A row without an equal one is a group, with the row's key. That of others follows from the lowest of their rows',
-    but is not it: else large groups would nearly always be chosen. It does not depend on the order of the files.
+    A row without an equal one is a group of its own, with the row's key. The key of a larger group is derived from the
+    lowest key of its rows, but differs from it: otherwise large groups would nearly always be chosen. It does not
+    depend on the order of the files.
     """
     of_rows = np.concatenate(list(groups))
     keys = np.concatenate([part for source in sources for part in source.keys("held out")])
@@ -190,9 +191,10 @@ def _whole_groups(sources: Sequence[Source], many: int, groups: Sequence[Int64Ar
 
 
 def lowest(sources: Sequence[Source], many: int, what: str) -> list[Int64Array]:
-    """Of each source the numbers of the rows with the `many` lowest keys of all.
+    """Return, for each source, the numbers of the rows with the `many` lowest keys of all sources.
 
-    More than `many`, if a file is there twice: its rows have the same keys, and the same choice is made in both.
+    There are more than `many` if a file occurs twice: its rows have the same keys, and the same rows are chosen in
+    both.
     """
     low = np.empty(0, dtype=np.uint64)
     for source in sources:

@@ -32,12 +32,12 @@ _WHOLE = "check that it exists, is complete and may be read"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What the rows of a file may have."""
+    """The keys that the rows of a file may have."""
 
     names: frozenset[str] = frozenset()
-    """Those of keys.py:NAMES that are a key of something: of a row, a message, a tool."""
+    """Which of keys.py:NAMES are a key of something: of a row, a message, a tool."""
     texts: frozenset[str] = frozenset()
-    """Keys whose value is a list of objects as JSON text; ANY: there are too many to tell."""
+    """Keys whose value is a list of objects as JSON text; ANY: there are too many to list."""
 
     def to_json(self) -> dict[str, list[str]]:
         return {"names": sorted(self.names), "texts": sorted(self.texts)}
@@ -57,9 +57,9 @@ class File:
     """Absolute path or URL: the same from every working directory."""
     size: int
     version: str
-    """Changes with the content: mtime of a local file, ETag of an object. Empty before the store is asked for it."""
+    """Changes with the content: mtime of a local file, ETag of an object. Empty until the store is asked for it."""
     fetched: str = ""
-    """Where its decompressed content is now, if it had to be read to know its version."""
+    """The path of its decompressed content, if it had to be read to know its version."""
 
     @property
     def remote(self) -> bool:
@@ -67,7 +67,7 @@ class File:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Distinguishes this file from others, and from itself before a change."""
+        """What distinguishes this file from others, and from itself before a change."""
         # The URL may contain a password, which must not be written to the cache.
         url = {
             "url": without_secrets(self.url),
@@ -77,7 +77,7 @@ class File:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything known about the file without reading it."""
+        """A hash of everything known about the file without reading it."""
         return xxhash.xxh3_128_hexdigest(json.dumps([without_secrets(self.url), self.size, self.version]).encode())
 
 
@@ -90,7 +90,7 @@ class Columns(NamedTuple):
     """Whether all columns are read, because nobody knows which are needed."""
 
     def of(self, names: Sequence[str]) -> list[str] | None:
-        """Which of a file's columns to read. None: all, so that the error for a missing one can list them."""
+        """Return which of a file's columns to read. None: all, so that the error for a missing one can list them."""
         if self.every or not set(self.needed) <= set(names):
             return None
         return [name for name in names if name in self.needed or name in self.optional]
@@ -117,28 +117,31 @@ class Source(Protocol):
 
     @property
     def selection(self) -> Mapping[str, str]:
-        """Which rows of the files these are, as it is part of the identity of a run; empty if they are all."""
+        """Which rows of the files these are, for the identity of a run; empty if they are all."""
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Sizes of the groups of consecutive rows that are best read together; they add up to all rows."""
+        """The sizes of stretches of consecutive rows that are best read together; they add up to all rows."""
 
     def __len__(self) -> int: ...
 
     def where(self, index: int) -> str:
-        """`file:line` of a row, or `file, row 17`; both count from 1."""
+        """Return `file:line` of a row, or `file, row 17`; both count from 1."""
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
-        """The rows in the order asked for. In place of a broken row there is a RowError."""
+        """Return the rows in the order asked for. In place of a broken row there is a RowError."""
 
     def keys(self, what: str) -> Iterator[Any]:
-        """A 64-bit key of every row for one purpose, in order, some at a time: by its file's content and its number."""
+        """Yield a 64-bit key of every row for one purpose, in order, some at a time.
+
+        A row's key follows from its file's content and its number in the file.
+        """
 
     def touch(self) -> None:
-        """Note in the cache that its files are in use. Can be called often."""
+        """Note in the cache that its files are in use. It can be called often."""
 
     def with_columns(self, columns: Columns) -> Source:
-        """The same rows with other columns, where files allow reading only some."""
+        """Return these rows with other columns, where files allow reading only some."""
 
 
 class Part(Protocol):
@@ -167,7 +170,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """The rows of several files, one after the other."""
+    """The rows of several files, one file after the other."""
 
     label: str
     parts: tuple[Part, ...]
@@ -188,7 +191,7 @@ class Files:
 
     @cached_property
     def blocks(self) -> Sequence[int]:
-        # An array: 8 bytes a block, where a list of ints takes 36.
+        # An array takes 8 bytes for each, a list of ints 36.
         return array("Q", (rows for part in self.parts for rows in part.blocks() if rows))
 
     def __len__(self) -> int:
@@ -231,16 +234,16 @@ class Files:
         return self.parts[place], int(self._ends[place - 1]) if place else 0
 
     def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool, int]]:
-        # Without the cached properties, which follow from the parts.
+        # Leaves out the cached properties, which follow from the parts.
         return Files, (self.label, self.parts, self.columnar, self.order_version)
 
 
-# Keys made together: 8 MB.
+# How many keys are made at once: 8 MB.
 _KEYS = 1 << 20
 
 
 def spread_keys(key: int, count: int) -> Iterator[Any]:
-    """`count` keys of 64 bits, some at a time: the numbers that splitmix64 draws from the seed `key`."""
+    """Yield `count` keys of 64 bits, some at a time: the numbers that splitmix64 draws from the seed `key`."""
     for first in range(0, count, _KEYS):
         # Arrays of uint64 wrap around; numbers would warn.
         value = np.arange(first + 1, min(first + _KEYS, count) + 1, dtype=np.uint64)
@@ -252,7 +255,10 @@ def spread_keys(key: int, count: int) -> Iterator[Any]:
 
 
 def too_large(where: str, size: int, most: int) -> DataError:
-    """The DataError for a row that would take too much memory. Never a RowError: `data.bad_rows` decides the order."""
+    """Return the DataError for a row that would take too much memory.
+
+    Never a RowError: what `data.bad_rows` leaves out changes the order.
+    """
     return DataError(
         f"{where}: the row has {size:,} bytes, more than data.max_row_bytes={most}; shorten or remove it, or set "
         f"data.max_row_bytes={size} where about {size * 140 / 1e9:.1f} GB of memory are free"
@@ -272,13 +278,13 @@ def reading(shown: str, way_out: str = _WHOLE) -> Iterator[None]:
 
 
 def unreadable(shown: str, error: Exception, way_out: str = _WHOLE) -> DataError:
-    """The DataError for an error of a file system or decoder."""
+    """Return the DataError for an error of a file system or decoder."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
     reason = _URL.sub(lambda url: without_secrets(url[0]), reason)
     return DataError(f"{shown}: cannot be read ({shorten(' '.join(reason.split()), limit=300)}); {way_out}")
 
 
-# What a file's name says: its kind, its compression, the name of a dataset. And `shorten`, for error messages.
+# What a file's name tells: its kind, its compression, the name of a dataset. And `shorten`, for error messages.
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -300,18 +306,18 @@ _NOT_DATA = re.compile(
 
 
 def shorten(value: object, *, limit: int = 80) -> str:
-    """`value` as text that is short enough for an error message."""
+    """Return `value` as text that is short enough for an error message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
 
 def compression_of(path: str) -> str | None:
-    """The codec a file is compressed with, by its ending; None if it is not compressed."""
+    """Return the codec a file is compressed with, by its ending; None if it is not compressed."""
     return COMPRESSIONS.get(_suffix(_name(path)).lower())
 
 
 def ending_of(path: str) -> str:
-    """The ending that says what is in a file, without the ending of its compression."""
+    """Return the ending that says what is in a file, without the ending of its compression."""
     name = _name(path)
     suffix = _suffix(name)
     return (_suffix(name.removesuffix(suffix)) if suffix.lower() in COMPRESSIONS else suffix).lower()
@@ -322,45 +328,45 @@ def _name(path: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    # PurePosixPath has it too, but takes 20 us, and 10,000 files are asked five times each.
+    # PurePosixPath has this, too, but takes 20 us, and it is called five times for each of perhaps 10,000 files.
     dot = name.rfind(".")
     return name[dot:] if 0 < dot < len(name) - 1 else ""
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of a file by its ending; None if the ending says nothing."""
+    """Return the kind of a file by its ending; None if the ending says nothing."""
     return KINDS.get(ending_of(path))
 
 
 def has_wildcard(path: str) -> bool:
-    """Whether the path is a pattern."""
+    """Return whether the path is a pattern."""
     return _WILDCARD.search(path) is not None
 
 
 def data_files(names: list[str], file_type: str) -> list[str]:
-    """The names of the files that hold rows, sorted. `names` are relative to a directory."""
+    """Return the names of the files that hold rows, sorted. `names` are relative to a directory."""
     seen = sorted(name for name in names if not is_hidden(name) and not _NOT_DATA.fullmatch(PurePosixPath(name).name))
     known = [name for name in seen if (kind_of(name) == file_type if file_type != "auto" else kind_of(name))]
     if known or file_type == "auto":
         return known
-    # The user has said what they are, so files without an ending will do: Spark writes such files.
+    # The user has said of which type they are, so files without an ending will do: Spark writes such files.
     return [name for name in seen if not ending_of(name)]
 
 
 def is_hidden(name: str) -> bool:
-    """Whether tools left it next to the data: `.git/x`, `_SUCCESS`, `_temporary/part-0`."""
+    """Return whether tools left this file next to the data: `.git/x`, `_SUCCESS`, `_temporary/part-0`."""
     return any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
 
 
 def is_wanted(path: str, pattern: str) -> bool:
-    """Whether a matching path is wanted: `*` does not include _SUCCESS or .part-0.crc, unless the pattern says so."""
+    """Return whether a matching path is wanted: not _SUCCESS or .part-0.crc, unless the pattern itself says so."""
     parts = pattern.split("/")
     fixed = next((index for index, part in enumerate(parts) if has_wildcard(part)), len(parts) - 1)
     return parts[-1].startswith((".", "_")) or not is_hidden("/".join(path.split("/")[fixed:]))
 
 
 def dataset_name(dataset: SourceConfig) -> str:
-    """The name in metrics and messages: the given one, otherwise that of the file, directory or hub dataset."""
+    """Return the name in metrics and messages: the given one, otherwise that of the file, directory or hub dataset."""
     if dataset.name is not None:
         return dataset.name
     if dataset.hub is not None:
@@ -388,7 +394,7 @@ def _safe(name: str) -> str:
 
 
 def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
-    """The names of several datasets. Raises DataError if two are the same."""
+    """Return the names of several datasets. Raises DataError if two are the same."""
     if not datasets:
         raise DataError("data.train has no dataset; it needs at least one")
     names = tuple(dataset_name(dataset) for dataset in datasets)
@@ -402,7 +408,7 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> tuple[str, ...]:
 
 
 def expand_stars(pattern: str) -> str:
-    """`**.parquet`, which the hub's documentation uses, means `**/*.parquet`. ValueError for what means nothing."""
+    """Expand `**.parquet`, which the hub's documentation uses for `**/*.parquet`. ValueError if `**` has no meaning."""
     parts: list[str] = []
     for part in pattern.split("/"):
         parts += ["**", part[1:]] if part.startswith("**") and part != "**" else [part]

@@ -1,7 +1,7 @@
-"""Which files of a directory are read: those of one split, which its README.md names, or else the files' own names.
+"""Choose the files of a directory: those of one split, which its README.md or else the files' own names tell.
 
-Both as the `datasets` library has it, but that it drops a file that belongs to no split, and here it never is in
-silence.
+The rules are those of the `datasets` library, except that it silently drops a file that belongs to no split. Here no
+file is dropped silently.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BETWEEN = "[-._ 0-9]"
 _NAMED = {split: f"(?:.*{_BETWEEN})?(?:{'|'.join(words)})" for split, words in _WORDS.items()}
 _IN_FOLDER = {split: re.compile(f"{named}(?:{_BETWEEN}.*)?", re.DOTALL) for split, named in _NAMED.items()}
 _IN_FILE = {split: re.compile(f"{named}{_BETWEEN}.*", re.DOTALL) for split, named in _NAMED.items()}
-# As the hub writes them.
+# Names of files as the hub writes them.
 _SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _README = "README.md"
 _HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
-# Of a header that may be megabytes long, as it describes the columns of all configurations.
+# Only the part `configs` of a header, which may be megabytes long, as it describes the columns of all configurations.
 _CONFIGS = re.compile(r"^configs:.*\n?(?:(?:[ \t#-].*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
 _WAYS_OUT = "name the files with a pattern, or set split: all for every file"
 _SHOWN = 8
@@ -45,11 +45,11 @@ _MOST_COMPARED = 10_000_000
 """Names with patterns, at two microseconds each."""
 
 Splits = Mapping[str, Sequence[str]]
-"""The names of each split's files."""
+"""The names of the files of each split."""
 
 
 class SplitFiles:
-    """Chooses the files of a directory, by their names relative to it, once it has been called with them."""
+    """Chooses the files of a directory that are read, when called with their names relative to it."""
 
     def __init__(self, dataset: SourceConfig, shown: str, order: int) -> None:
         self._dataset = dataset
@@ -57,7 +57,7 @@ class SplitFiles:
         self._as_before = order < FOURTH_ORDER
         self._asked = False
         self.order_version = OLDEST_ORDER
-        """The lowest that chooses these files."""
+        """The lowest version of the order that chooses these files; known after the call."""
 
     def __call__(self, names: list[str], read: Callable[[str], bytes]) -> list[str]:
         self._asked = True
@@ -96,7 +96,7 @@ class SplitFiles:
         return found
 
     def check(self) -> None:
-        """Refuse a split of what is no directory: a file or a pattern names its own files."""
+        """Refuse `split` for anything but a directory: a file or a pattern names its own files."""
         split = self._dataset.split
         if not (self._asked or self._as_before or split in (None, self._dataset.usual_split)):
             raise DataError(
@@ -105,7 +105,7 @@ class SplitFiles:
             )
 
     def _of_saved(self, read: Callable[[str], bytes]) -> list[str]:
-        """Of a folder with several datasets that Dataset.save_to_disk wrote."""
+        """Choose the files of a folder with several datasets that Dataset.save_to_disk wrote."""
         splits = self._saved("dataset_dict.json", "splits", read)
         before = [self._dataset.split or self._dataset.usual_split]
         chosen = before if self._as_before else self._chosen(splits, ())
@@ -122,7 +122,7 @@ class SplitFiles:
             raise DataError(f"{self._shown}: is one dataset, without split={split!r}; leave split out")
 
     def _chosen(self, splits: Sequence[str] | Splits, others: Sequence[str]) -> list[str]:
-        """The splits to read. `others`: files that belong to none."""
+        """Return the splits to read. `others`: files that belong to none."""
         split, usual = self._dataset.split, self._dataset.usual_split
         if split == EVERY_SPLIT:
             return list(splits)
@@ -169,7 +169,7 @@ class SplitFiles:
         return [folder + entry["filename"] for entry in self._saved(f"{folder}state.json", "_data_files", read)]
 
     def _saved(self, name: str, key: str, read: Callable[[str], bytes]) -> Any:
-        """A value of a file that Dataset.save_to_disk wrote. It writes only the selected rows, in their order."""
+        """Return a value from a file of Dataset.save_to_disk, which writes only selected rows, in their order."""
         way_out = "write the folder again with Dataset.save_to_disk of a newer version of the datasets library"
         with reading(f"{self._shown.rstrip('/')}/{name}", way_out):
             content = json.loads(read(name))
@@ -182,14 +182,15 @@ class SplitFiles:
 
 
 def splits_of(files: Sequence[str], names: Sequence[str], read: Callable[[str], bytes], *, shown: str) -> Splits:
-    """The splits of a directory, of whose files (`names`) these have rows; none if nothing tells splits apart."""
+    """Return the splits of a directory; none if nothing tells splits apart. `files`: those of `names` with rows."""
     configs = _configs(read, shown=shown) if _README in names else []
     config = _default(configs, shown=shown) if configs else {}
     folder = posixpath.normpath(str(config.get("data_dir") or ".")) + "/"
     below = {name: name.removeprefix(folder) for name in files if folder == "./" or name.startswith(folder)}
     if (patterns := config.get("data_files")) is not None:
         found = {split: _matching(some, below, shown=shown) for split, some in _by_split(patterns).items()}
-        # Of a directory that was downloaded in part, some are not there; if none is, its README.md is about another.
+        # In a directory that was downloaded in part, some files are missing. If all are missing, its README.md is about
+        # another directory.
         if any(found.values()):
             return {split: some for split, some in found.items() if some}
     return _by_names(below) or ({"train": list(below)} if below and folder != "./" else {})
@@ -214,14 +215,14 @@ def _by_names(below: Mapping[str, str]) -> Splits:
 
 
 def _configs(read: Callable[[str], bytes], *, shown: str) -> list[dict[str, Any]]:
-    """What the header of the README.md says of the directory's configurations."""
+    """Return what the header of the README.md says about the directory's configurations."""
     place = f"{shown.rstrip('/')}/{_README}"
     with reading(place, _WAYS_OUT):
         text = read(_README).decode("utf-8", "replace").replace("\r\n", "\n").removeprefix("\ufeff")
         header = _HEADER.match(text)
         part = _CONFIGS.search(text, header.start(1), header.end(1)) if header else None
         try:
-            # At its place, for the number of the line in an error.
+            # Kept at its place, for the line number in an error.
             configs = (
                 [] if part is None else spelled(parse("\n" * text[: part.start()].count("\n") + part[0])[0])["configs"]
             )
@@ -248,7 +249,7 @@ def _default(configs: Sequence[dict[str, Any]], *, shown: str) -> dict[str, Any]
 
 
 def _by_split(patterns: Any) -> dict[str, list[str]]:
-    """`data_files` of a configuration: patterns of the one split, or those of each."""
+    """Return the patterns of each split from a configuration's `data_files`, which may name one split or several."""
     if isinstance(patterns, dict):
         return {str(split): _texts(some) for split, some in patterns.items()}
     if isinstance(patterns, list) and any(isinstance(each, dict) for each in patterns):

@@ -45,10 +45,10 @@ from raytune_fsdp.data.sources.source import (
     too_large,
 )
 
-# Rows that follow each other are read together up to so much.
+# Rows that follow each other are read together, up to this many bytes.
 _TOGETHER_BYTES = 1 << 20
 _GAP_BYTES = 64  # a comma and white space between the elements of a JSON array
-# Rows in a block of a text file, for data.shuffle=blocks.
+# Rows in a stretch of a text file (`Source.blocks`), for data.shuffle=blocks.
 _BLOCK_ROWS = 1024
 _WITHOUT_KEYS = ("csv", "text")
 _RULES = {
@@ -72,11 +72,11 @@ class TextRows:
     columns: tuple[str, ...]
     delimiter: str
     first: int = 0
-    """Place of its first row in the file `spans`, which may be that of many files."""
+    """Place of its first row in the file `spans`, which may hold the rows of many files."""
     most: int | None = None
-    """Bytes that a row may have."""
+    """The most bytes that a row may have."""
     keys: Keys = Keys()
-    """Those that its rows may have, if anybody has asked for them."""
+    """The keys that its rows may have, if they were asked for."""
 
     def blocks(self) -> Iterable[int]:
         for first in range(0, self.count, _BLOCK_ROWS):
@@ -97,8 +97,8 @@ class TextRows:
             raise too_large(self.where(indices[largest]), int(spans["bytes"][largest]), self.most)
         file = self.stored.open()
         rows: list[Row | RowError] = [{}] * len(spans)
-        # In the order of the file, as storage reads forward fastest, and neighbours together: each read compares whole
-        # blocks with their hashes.
+        # In the order of the file, because storage reads forward fastest, and neighbours together, because each read
+        # compares whole chunks with their hashes.
         order = np.argsort(spans["offset"], kind="stable").tolist()
         starts = spans["offset"][order].tolist()
         ends = (spans["offset"] + spans["bytes"])[order].tolist()
@@ -118,7 +118,7 @@ class TextRows:
     def _parse(self, raw: bytes, index: int) -> Row | RowError:
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
         try:
-            # -sig: files that were joined into one may have a byte order mark in front of any line, which JSON refuses.
+            # -sig: files joined into one may have a byte order mark in front of any line, which JSON refuses.
             text = raw.decode("utf-8-sig" if self.syntax == "jsonl" else "utf-8")
         except UnicodeDecodeError as error:
             piece = "line" if self.syntax in ("jsonl", "text") else "row"
@@ -200,7 +200,7 @@ def open_text(
 
 
 def text_rows(file: File, meta: Mapping[str, Any], *, stored: Stored, spans: str, first: int = 0) -> TextRows:
-    """The rows of a file, by what `find_rows` has found."""
+    """Return the rows of a file, from what `find_rows` has found."""
     delimiter = delimiter_of(file)
     # The same bytes are different rows if they are read in a different way.
     read_as = [meta["content"], meta["syntax"], delimiter if meta["syntax"] == "csv" else None]
@@ -218,12 +218,12 @@ def text_rows(file: File, meta: Mapping[str, Any], *, stored: Stored, spans: str
 
 
 def delimiter_of(file: File) -> str:
-    """What stands between the fields of a CSV file."""
+    """Return the delimiter between the fields of a CSV file."""
     return "\t" if ending_of(file.url) == ".tsv" else ","
 
 
 def with_keys(texts: Sequence[TextRows], metas: Sequence[Mapping[str, Any]], made: PreparedRows) -> list[TextRows]:
-    """The same with the keys of their rows: those that `find_rows` found, or what a search finds if it did not look."""
+    """Return these with the keys of their rows, from `find_rows`, or from a search now if it did not look for them."""
 
     def search() -> list[Keys]:
         return [_keys_of(text, meta) for text, meta in zip(texts, metas, strict=True)]
@@ -246,7 +246,7 @@ def _keys_of(text: TextRows, meta: Mapping[str, Any]) -> Keys:
 def find_rows(
     source: BinaryIO, size: int, out: BinaryIO, *, file: File, kind: str, progress: Progress | None, keys: bool
 ) -> tuple[Mapping[str, Any], BlockHashing]:
-    """Write where the rows of an open file are. Returns what is known of it, and the hashes of its content."""
+    """Write where the rows of an open file are. Return what is known of the file, and the hashes of its content."""
     syntax = json_syntax(source, shown=file.shown) if kind == "json" else kind
     spans, search = Spans(out), KeySearch() if keys and syntax not in _WITHOUT_KEYS else None
     scanned = Scanned(source, shown=file.shown, size=size, progress=progress, search=search)
@@ -269,20 +269,20 @@ def _opened(path: Path, *, shown: str) -> BinaryIO:
         return open(path, "rb")
 
 
-# Many small text files, prepared together: one directory of the cache for thousands of them instead of one for each.
+# Many small text files are prepared together: one directory of the cache for thousands of them instead of one for each.
 #
 # A directory of its own costs a file 8 ms when it is made (four waits for storage) and 2 ms whenever it is opened.
 
-# From this many on: with few files, one that changes should not have the others read again.
+# From this many files on: with few, one that changes should not make the others be read again.
 _MANY = 32
 _SMALL_BYTES = 1 << 20
-# Files in a directory. If one of them changes, all are read again: 4 GB at most.
+# Files in one directory. If one of them changes, all are read again: 4 GB at most.
 _TOGETHER = 4096
 _TEXTS = "texts.json"
 
 
 def small_groups(files: Sequence[File]) -> list[list[File]]:
-    """The small files that are read where they are, in groups to be prepared together; none if they are few."""
+    """Return the small files that are read in place, in groups to be prepared together; none if they are few."""
     small = [file for file in files if not file.remote and file.size <= _SMALL_BYTES and not compression_of(file.url)]
     if len(small) < _MANY:
         return []
@@ -292,17 +292,17 @@ def small_groups(files: Sequence[File]) -> list[list[File]]:
 def open_small_texts(
     files: Sequence[File], kind: str, *, cache: Path, progress: Progress | None, every: int = 1, keys: bool = False
 ) -> list[TextRows]:
-    """Find the rows of these files, unless an earlier run did; see `open_text`."""
+    """Find the rows of these small files, unless an earlier run did; see `open_text`."""
     shown = f"{files[0].shown} and {len(files) - 1} more"
 
     def make(directory: Path) -> Mapping[str, Any]:
         texts = []
-        with open(directory / "spans", "wb") as spans, open(directory / BLOCKS, "wb") as blocks:
+        with open(directory / "spans", "wb") as spans, open(directory / BLOCKS, "wb") as hashes:
             for number, file in enumerate(files):
                 with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
                     source = io.BytesIO(opened.read(_SMALL_BYTES))
                 meta, hashing = find_rows(source, file.size, spans, file=file, kind=kind, progress=None, keys=keys)
-                blocks.write(hashing.blocks())
+                hashes.write(hashing.blocks())
                 check_unchanged(file)
                 texts.append(meta)
                 if progress is not None:
@@ -310,7 +310,7 @@ def open_small_texts(
         (directory / _TEXTS).write_text(json.dumps(texts), encoding="utf-8")
         return {"rows": sum(meta["rows"] for meta in texts)}
 
-    def first_blocks(made: PreparedRows) -> Iterator[Blocks]:
+    def hashes_of_files(made: PreparedRows) -> Iterator[Blocks]:
         path, first = str(made.path / BLOCKS), 0
         for file in files:
             yield Blocks(path, first)
@@ -320,14 +320,14 @@ def open_small_texts(
         found: list[TextRows] = []
         row, spans = 0, str(made.path / "spans")
         texts = json.loads((made.path / _TEXTS).read_text(encoding="utf-8"))
-        for file, meta, blocks in zip(files, texts, first_blocks(made), strict=True):
-            stored = Stored(file.shown, file.url, file.size, meta["content"], blocks)
+        for file, meta, hashes in zip(files, texts, hashes_of_files(made), strict=True):
+            stored = Stored(file.shown, file.url, file.size, meta["content"], hashes)
             found.append(text_rows(file, meta, stored=stored, spans=spans, first=row))
             row += meta["rows"]
         return with_keys(found, texts, made) if keys else found
 
     def holds(made: PreparedRows) -> bool:
-        return all(blocks.hold(file, every) for file, blocks in zip(files, first_blocks(made), strict=True))
+        return all(hashes.hold(file, every) for file, hashes in zip(files, hashes_of_files(made), strict=True))
 
     facts = json.dumps([(file.url, file.size, file.version) for file in files])
     identity = {
