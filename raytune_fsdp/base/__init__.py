@@ -1,16 +1,16 @@
-"""What all rooms stand on. Knows nothing of runs, models or data.
+"""What all rooms stand on. It knows nothing of runs, models or data.
 
 errors.py         what can go wrong, for people
 durable.py        writes that a crash cannot undo, or that nobody sees half done
 untrusted.py      reads files that a stranger may have written
 urls.py           paths and URLs as text; file_systems.py: the file systems that URLs name
 redaction.py      removes secrets from what others read
-mark.py           a user's mark on a list, under a key that nobody else has
+mark.py           a user's mark on a list, made with a key that nobody else has
 bounded.py        a cache with a bound
 random.py         randomness that is looked up, never drawn
 answers_alike.py  whether two answers are the same
 batch.py          the values that travel between stages
-predicted.py      what was predicted of a run's ranks
+predicted.py      what was predicted for a run's ranks
 collectives.py    work on one rank or on all, with one outcome for all
 threads.py        threads for calls that nothing can interrupt
 beat.py           a sign of life of a process

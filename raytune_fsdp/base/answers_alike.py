@@ -1,4 +1,4 @@
-"""The final answer in a text that a model, or a person, has written; and whether two of them are the same."""
+"""Find the final answer in a text that a model or a person has written, and compare two such answers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from decimal import Decimal, InvalidOperation
 import regex
 
 _MOST_CHARACTERS = 20_000
-"""Of an answer's end that are looked at: some 5,000 tokens."""
+"""How many characters of an answer's end are looked at: some 5,000 tokens."""
 
 _SECONDS = 1.0
-"""For one expression and one answer: on this length a sound expression takes microseconds."""
+"""The time for one expression and one answer: on this length a sound expression takes microseconds."""
 
-# A minus only where it is no operator, as in 5-3.
+# A minus belongs to the number only where it is not an operator, as in 5-3.
 _NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _SPACES = re.compile(r"\s+|\\[,;:! ]|~|\$|\\left(?![a-z])|\\right(?![a-z])")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
@@ -25,7 +25,7 @@ class TooSlowError(Exception):
 
 
 def find(text: str, what: str, expression: str | None = None) -> str | None:
-    """The final answer in a text: `number`, `boxed` or `regex`, as `eval.tasks.*.find` has it. None: there is none."""
+    """Return the final answer in a text, or None. `what`: `number`, `boxed` or `regex`, as in `eval.tasks.*.find`."""
     text = text[-_MOST_CHARACTERS:]
     if what == "boxed":
         return _boxed(text)
@@ -42,7 +42,7 @@ def find(text: str, what: str, expression: str | None = None) -> str | None:
 
 
 def same(left: str, right: str) -> bool:
-    """Whether two final answers are the same: as numbers, or as texts without what only changes their look."""
+    """Return whether two final answers are the same: as numbers, or as texts without what only changes their look."""
     left, right = _plain(left), _plain(right)
     if left == right:
         return True

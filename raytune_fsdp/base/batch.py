@@ -1,4 +1,4 @@
-"""The values that travel between stages. Plain frozen data; no behaviour beyond what the fields imply."""
+"""The values that travel between stages: plain frozen data, without behaviour beyond what the fields imply."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PackedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Borders:
-    """Where documents begin in a block laid out as one row, its samples one after another. Padding is a document."""
+    """Where documents begin in a micro-batch, its samples laid out one after another. Padding is a document."""
 
     starts: torch.Tensor
     """int32: the first token of each document, and at the end the number of all tokens."""
@@ -64,39 +64,39 @@ class Borders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The tokens of a block that are trained on, found on the host: only their predictions are ever computed."""
+    """The tokens of a micro-batch that are trained on, found on the host: only their predictions are ever computed."""
 
     places: torch.Tensor
-    """int64: for each, the place of the token that predicts it, the samples laid out one after another."""
+    """int64: for each, the place of the token that predicts it, with the samples laid out one after another."""
     ids: torch.Tensor
     """int64: what is to be predicted."""
     datasets: torch.Tensor
     """int64: the dataset of each, as in `source_ids`."""
     by_dataset: tuple[int, ...]
-    """How many there are of each dataset, up to the last one that has any."""
+    """How many targets each dataset has, up to the last dataset that has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPart:
-    """Which tokens of a block a member of its group has, the samples laid out as one row."""
+    """Which tokens of a micro-batch a member of its group has, with the samples laid out one after another."""
 
     member: int
     members: int
-    """All parts are equally long."""
+    """The number of parts, which are equally long."""
     lengths: torch.Tensor
-    """int64: of each token, how many its sample has, padding left out."""
+    """int64: for each token, the length of its sample without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """A block: `micro_batch` packed samples (fewer only at the very end of a run), or a filler.
+    """The samples of one forward on one rank: `micro_batch` packed samples (fewer only at a run's end), or a filler.
 
-    A filler has the shape of a full block but no target tokens. The counts leave out padding, and are taken on the
-    host. Of a `part` everything is the part's, places of targets included, but the borders and ids of samples.
+    A filler has the shape of a full micro-batch but no target tokens. The counts leave out padding, and are taken on
+    the host. With a `part`, everything is the part's own, places of targets included, except borders and sample ids.
     """
 
     index: int
-    """Index of the block in its step, from 0."""
+    """Index of the micro-batch in its step, from 0."""
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
@@ -110,11 +110,11 @@ class MicroBatch:
     attended_pairs: int
     """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
     after: Cursor
-    """The sample after the last one of the block."""
+    """The place of the sample after the last one of the micro-batch."""
     part: BlockPart | None = None
-    """None: this is the whole block."""
+    """Which part of a micro-batch this is; None: the whole."""
     counts: bool = True
-    """Whether its losses count on this rank: of those that compute the same tokens together, the first one's do."""
+    """Whether its losses count on this rank: only on the first of the ranks that compute the same tokens together."""
 
     @property
     def is_filler(self) -> bool:
@@ -123,20 +123,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The blocks of one rank in one optimizer step. All ranks get the same number, fillers included."""
+    """The micro-batches of one rank in one optimizer step. All ranks get the same number, fillers included."""
 
     step: int
     """1 for the first optimizer step of a run."""
     blocks: tuple[MicroBatch, ...]
     counts: torch.Tensor
-    """int64: this rank's share of the `StepCounts`, packed."""
+    """int64: this rank's share of `StepCounts`, packed."""
     windows_built: int = 0
     """Windows that begin in this step and had to be tokenized for this rank, because they were not in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step as it is recorded: the trajectory, and measurements that depend on the machine."""
+    """One optimizer step as it is recorded: its trajectory, and measurements that depend on the machine."""
 
     step: int
     epoch: float
@@ -156,44 +156,44 @@ class StepMetrics:
     accuracy: float | None = None
     """Share of the target tokens that were the model's first choice."""
     datasets: tuple[tuple[str, float, float, int], ...] = ()
-    """Of each dataset in the step, where there are several: its name, loss, accuracy and target tokens."""
+    """Name, loss, accuracy and target tokens of each dataset in the step, if there are several."""
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
     expert_load: tuple[float, ...] = ()
-    """Of each layer of a mixture of experts: tokens of its busiest expert, over the mean of its experts."""
+    """For each layer with a mixture of experts: tokens of its busiest expert, over the mean of its experts."""
     experts_idle: int | None = None
-    """Experts of all layers that no token went to."""
+    """The number of experts, over all layers, that no token went to."""
     rank_seconds: tuple[float, ...] = ()
-    """The step's seconds as the fastest rank, the median and the slowest saw them, where there are several."""
+    """The step's seconds on the fastest rank, the median and the slowest, if there are several ranks."""
     rank_data_seconds: tuple[float, ...] = ()
-    """The same of the seconds that ranks waited for data."""
+    """The seconds that ranks waited for data: fastest, median, slowest."""
     rank_compute_seconds: tuple[float, ...] = ()
-    """The same of the seconds that the units of the network took, without what ranks waited for each other."""
+    """The seconds that the network's units took, without waiting for other ranks: fastest, median, slowest."""
     rank_memory_bytes: tuple[int, ...] = ()
-    """`memory_bytes` of the rank with the least, the median, and the rank with the most, where there are several."""
+    """`memory_bytes` of the rank with the least, the median, and the rank with the most, if there are several."""
     reserved_bytes: int | None = None
-    """What torch's allocator has taken of the GPU that it has taken most of; None on CPUs."""
+    """What torch's allocator has reserved, on the GPU where this is most; None on CPUs."""
     host_memory_bytes: int | None = None
     """Memory in use on the node that uses most."""
     gpu_utilization: float | None = None
-    """Percent, of the GPU that is used least; None without NVIDIA's library for it (nvidia-ml-py)."""
+    """Utilization in percent of the GPU that is used least; None without NVIDIA's library for it (nvidia-ml-py)."""
     nodes: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = ()
-    """A line for each node, in one step of ten seconds at most (`run/measure/nodes.py`)."""
+    """One entry for each node, in at most one step every ten seconds (`run/measure/nodes.py`)."""
     predicted: tuple[float | None, ...] = ()
-    """By how much too much was predicted of what a rank keeps, of its peak, and of the seconds of a step, of what was
-    measured: in one step of an attempt (`run/measure/against_prediction.py`)."""
+    """Relative prediction errors (positive: too much was predicted) of what a rank keeps, of its peak, and of a step's
+    seconds, in one step of an attempt (`run/measure/against_prediction.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """How many numbers a network has; shared ones count once."""
+    """How many numbers a network has; shared numbers count once."""
 
     total: int
     trainable: int
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The counts as a phrase for people."""
         if self.trainable == self.total:
             return f"{self.total:,} parameters, all of them trained"
         return f"{self.total:,} parameters, {self.trainable:,} of them trained ({self.trainable / self.total:.2%})"
@@ -211,12 +211,12 @@ class StopReason(IntEnum):
 
     @property
     def ends_run(self) -> bool:
-        """Whether the command ends, too. Otherwise another attempt goes on from here."""
+        """Whether the command ends, too. If not, another attempt goes on from here."""
         return self is StopReason.SIGNAL
 
     @property
     def words(self) -> str:
-        """For a message that begins with `stopped`."""
+        """The reason as the rest of a message that begins with `stopped`."""
         return {
             StopReason.RESIZE: "to go on with more ranks",
             StopReason.DRAIN: "because a node is about to be taken away",
@@ -225,7 +225,7 @@ class StopReason(IntEnum):
 
 
 Stop = Callable[[], StopReason | None]
-"""Called once per step on every rank: why the run must stop, None if it goes on. Costs nothing to call."""
+"""Called once per step on every rank: returns why the run must stop, None if it goes on. Costs nothing to call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,4 +239,4 @@ class Saved:
     """Time from the copy of the state to the commit."""
     bytes: int
     lasting: bool = True
-    """False: a recovery point, which only a run that goes on sees."""
+    """False: a recovery point, which only a run that continues uses."""

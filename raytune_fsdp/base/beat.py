@@ -1,7 +1,7 @@
-"""A sign of life: how often this process has got on with its work, for a thread that reports it.
+"""A process's sign of life: it counts progress in the work, for a thread that reports it.
 
-A beat is an addition and never touches the device. Where work waits for something else, such as storage, it says for
-how long that is no reason to worry.
+A beat is an addition and never touches the device. Code that waits for something else, such as storage, says for how
+long this is no reason to worry.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ class Pulse:
     step: int = 0
     """The last step whose batch was taken."""
     patience_seconds: float = 0.0
-    """How long the next beat may take, besides what a beat takes usually."""
+    """How much longer than usual the next beat may take."""
     computing: int = 0
-    """Calls of others' code that run now, cannot beat, and get on as long as they use the processor."""
+    """Calls of others' code that are running: they cannot beat, and make progress as long as they use the processor."""
 
 
 _pulse = Pulse()
 
 
 def beat(step: int | None = None) -> None:
-    """One more block of a step, of an evaluation, or another answer is done."""
+    """Note progress: one more micro-batch of a step or an evaluation, or another answer, is done."""
     _pulse.beats += 1
     if step is not None:
         _pulse.step = step
 
 
 def pulse() -> Pulse:
-    """That of this process."""
+    """Return the pulse of this process."""
     return _pulse
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """The block is one long call that cannot beat, such as a compiler's."""
+    """Mark the body of a `with` as one long call that cannot beat, such as a compiler's."""
     _pulse.computing += 1
     try:
         yield
@@ -50,7 +50,7 @@ def computing() -> Iterator[None]:
 
 @contextmanager
 def waiting(seconds: float) -> Iterator[None]:
-    """The block may wait this long for something that is not ours."""
+    """Mark the body of a `with` as one that may wait this long for something that is not ours."""
     beat()
     _pulse.patience_seconds += seconds
     try:

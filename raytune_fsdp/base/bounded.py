@@ -1,4 +1,4 @@
-"""A cache with a bound, for what a process holds open: files, clients of object stores."""
+"""A cache with a bound, for what a process keeps open: files, clients of object stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Bounded:
-    """The values that were used last. Their sizes together stay under a limit, or there is only one."""
+    """Keeps the values that were used last: their sizes together stay within a limit, or there is only one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -23,13 +23,13 @@ class Bounded:
         self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
 
     def _fork(self) -> None:
-        # A fork copies no threads, and without its own a client of an object store can be neither used nor closed: the
-        # child keeps its parent's values alive, unused.
+        # A fork copies no threads, and without its threads a client of an object store can be neither used nor closed:
+        # the child keeps its parent's values alive, unused.
         self._parents = self._values
         self._start()
 
     def get(self, key: Hashable, make: Callable[[], Any], size: Callable[[Any], int] = lambda value: 1) -> Any:
-        """The value of `key`, made now unless it is held. A value that drops out is not closed: others may use it."""
+        """Return the value of `key`; make it if it is not held. A dropped value is not closed: others may use it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Work on one rank or on all ranks with one outcome for all: if it fails, it fails on every rank, and none waits."""
+"""Do work on one rank or on all with one outcome for all: if it fails, it fails on every rank, and none waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def on_rank0(work: Callable[[], T], *, what: str) -> T:
     """Call `work` on rank 0; return its result, or raise its error, on every rank. Collective.
 
-    `what` follows "rank 0 could not" where the system has refused.
+    `what` follows "rank 0 could not" in the error if the system refuses.
     """
     box: list[tuple[T | None, RaytuneError | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -27,7 +27,7 @@ def on_rank0(work: Callable[[], T], *, what: str) -> T:
         except RaytuneError as error:
             box[0] = (None, error)
         except OSError as error:
-            # Not the error itself: other libraries have kinds of it that cannot be unpickled on the other ranks.
+            # Not the error itself: other libraries have subclasses that cannot be unpickled on the other ranks.
             box[0] = (None, TransientError(f"rank 0 could not {what}: {error}"))
         # Anything else is a bug: it ends this rank, and the launcher ends the others.
     dist.broadcast_object_list(box, src=0)
@@ -62,16 +62,16 @@ def why_on_any_rank(why: Callable[[], str | None]) -> str | None:
 
 
 def make_device_mesh(kind: str, axes: Mapping[str, int]) -> DeviceMesh:
-    """All ranks, along these axes. Collective.
+    """Make a mesh of all ranks along these axes. Collective.
 
-    The groups of an axis wait as long as that of all ranks does, which `cluster.collective_minutes` says: torch gives
+    The groups of an axis wait as long as the group of all ranks does (`cluster.collective_minutes`); torch would give
     groups that it makes half an hour.
     """
     mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     everyone = dist.group.WORLD
     assert everyone is not None, "ranks have joined"
     host = everyone._get_backend(torch.device("cpu"))
-    if isinstance(host, dist.ProcessGroupGloo):  # and not a stand-in, which nobody waits for
+    if isinstance(host, dist.ProcessGroupGloo):  # not a stand-in, which nobody waits for
         for group in mesh.get_all_groups():
             _set_pg_timeout(host.options._timeout, group)
     return mesh

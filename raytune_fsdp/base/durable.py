@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from pyarrow import Buffer
 
 
-# A group may read and write, if the umask lets it: runs live on storage that people share.
+# The group may read and write, if the umask allows it: runs are on storage that people share.
 _PRIVATE = 0o660
 
 
 def open_private(name: str, flags: int) -> int:
-    """An opener for `open`: others than owner and group get nothing of a file that is new."""
+    """Open a file, as an opener for `open`: nobody but owner and group may use a new file."""
     return os.open(name, flags, _PRIVATE)
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory, unless it is there, into which only its owner and group can look."""
+    """Make a directory that only its owner and group can look into, unless it exists."""
     directory.mkdir(mode=0o770, parents=True, exist_ok=True)
 
 
 def take_from_others(path: Path) -> None:
-    """Take from others than owner and group what they may do with a file or directory, if it is there and ours."""
+    """Remove everybody's permissions but the owner's and group's from a file or directory, if it exists and is ours."""
     with suppress(OSError):  # another user's, or storage has no permissions
         mode = path.lstat().st_mode
         if mode & 0o007 and not stat.S_ISLNK(mode):
@@ -36,7 +36,7 @@ def take_from_others(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a small file, and wait until storage has its content. `private`: a new file is not for everybody."""
+    """Write a small file, and wait until storage has its content. `private`: a new file is owner's and group's only."""
     with open(path, "w", encoding="utf-8", opener=open_private if private else None) as file:
         file.write(text)
         file.flush()
@@ -46,7 +46,7 @@ def write_durably(path: Path, text: str, *, private: bool = False) -> None:
 def replace_durably(path: Path, text: str, *, private: bool = False) -> None:
     """Replace a small file: a crash leaves the old content or the new. `private`: only owner and group may read it."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # one that a crash left keeps its own permissions; a link leads elsewhere
+    temporary.unlink(missing_ok=True)  # a file left by a crash keeps its own permissions; a link leads elsewhere
     write_durably(temporary, text, private=private)
     temporary.replace(path)
     sync_directory(path.parent)  # without this the new content is safe, but perhaps not under its name
@@ -63,7 +63,7 @@ def keep_private(path: Path) -> None:
 
 
 def replace_at_once(path: Path, *parts: bytes | Buffer, private: bool = False) -> None:
-    """Replace a file, even if others do the same; readers see one whole version. Does not wait for storage.
+    """Replace a file, even if others do so at the same time; readers see one whole version. Does not wait for storage.
 
     `private`: only owner and group may read it."""
     # A name of its own: writers on several nodes may have the same process id.
@@ -79,7 +79,7 @@ def replace_at_once(path: Path, *parts: bytes | Buffer, private: bool = False) -
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until storage has the directory's entries: a rename is not durable before that."""
+    """Wait until storage has the directory's entries: a rename is not durable before."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

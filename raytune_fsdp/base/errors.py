@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 
 class RaytuneError(Exception):
-    """Base of everything this package raises on purpose. Each of its arguments is a problem, and one line."""
+    """Base of everything this package raises on purpose. Each of its arguments is one problem, on one line."""
 
     exit_code = 1
 
@@ -64,7 +64,7 @@ class ResumeError(UserError):
 
 
 class OtherRunError(ResumeError):
-    """What is there was trained with other settings, or on other data, than would go on with it."""
+    """The existing run was trained with other settings, or on other data, than those that would continue it."""
 
 
 class TrainingError(RaytuneError):
@@ -95,24 +95,24 @@ _EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "
 
 
 def pip_install(extra: str) -> str:
-    """The command that brings what an extra of this package brings."""
+    """Return the command that installs what an extra of this package brings."""
     try:
         distribution("raytune-fsdp")
-    except PackageNotFoundError:  # run from its source, as in a Ray job: there is no extra to ask for
+    except PackageNotFoundError:  # run from its source, as in a Ray job: there is no extra to name
         return f"pip install {_EXTRAS[extra]}"
     return f"pip install 'raytune-fsdp[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its kind if it has none: where the kind would add nothing."""
+    """Return the first line of an error's message, or its kind if it has none; for where the kind adds nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as one line, to be part of another message.
+    """Return an error as one line, to be part of another message.
 
-    The message alone where it says everything, as ours and the operating system's do; otherwise the kind and the first
-    line: `KeyError: 'weight_map'`, not `'weight_map'`.
+    Only the message where that says everything, as ours and the operating system's do; otherwise the kind and the
+    first line: `KeyError: 'weight_map'`, not `'weight_map'`.
     """
     if isinstance(error, RaytuneError):
         return " ".join(str(error).split())
@@ -121,5 +121,8 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust has panicked. That is no Exception, like signals and exits, which must pass."""
+    """Return whether a library in Rust has panicked.
+
+    A panic is not an Exception; nor are signals and exits, which must not be caught.
+    """
     return type(error).__name__ == "PanicException"

@@ -1,5 +1,7 @@
-"""Libraries that print while they are imported, which in a process of ours may be before any function of it is called:
-what a process gets to work on names their classes."""
+"""Hush libraries that print while they are imported.
+
+In one of our processes that may happen before any function is called, as the pickled input names their classes.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import os
 from collections.abc import Mapping
 
 HUSHED = "RAYTUNE_FSDP_HUSHED"
-"""Set for processes that have to be quiet from their beginning."""
+"""Environment variable of processes that must be quiet from their beginning."""
 
 VERBOSE = "RAYTUNE_FSDP_VERBOSE"
-"""Set for this process and those that it starts by `--verbose`."""
+"""Environment variable that `--verbose` sets, for this process and those that it starts."""
 
 _LOGGERS = ("torchao", "torch.utils._pytree")
-"""transformers imports torchao wherever it is installed. That says which of its kernels this machine cannot load, and
-has torch say what later versions of it will not accept."""
+"""transformers imports torchao wherever it is installed. torchao reports which of its kernels this machine cannot load,
+and makes torch warn of what later versions will not accept."""
 
 
 def is_verbose() -> bool:
@@ -23,7 +25,7 @@ def is_verbose() -> bool:
 
 
 def hush() -> Mapping[str, int]:
-    """Let them say only what went wrong. Returns their levels."""
+    """Let these libraries report errors only. Return their earlier levels."""
     before = {name: logging.getLogger(name).level for name in _LOGGERS}
     if not is_verbose():
         set_levels({name: max(level, logging.ERROR) for name, level in before.items()})
@@ -36,7 +38,7 @@ def set_levels(levels: Mapping[str, int]) -> None:
 
 
 def speak() -> None:
-    """Let them say everything again."""
+    """Let these libraries say everything again."""
     set_levels(dict.fromkeys(_LOGGERS, logging.NOTSET))
 
 

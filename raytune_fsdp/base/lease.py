@@ -1,7 +1,7 @@
-"""Whether a run is still this command's: another one takes it over where the first gives no sign of life.
+"""A lease proves that a run is still this command's: another takes it over if the first gives no sign of life.
 
-`lock` in the run's directory says whose the run is, and is never changed but by taking it over. So whoever writes for
-the run asks it first: a process that was stopped for a while may wake up in a run that has gone on without it.
+`lock` in the run's directory says whose the run is, and only taking the run over changes it. So every process that
+writes for the run checks it first: one that was stopped for a while may wake up in a run that has gone on without it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raytune_fsdp.base.untrusted import read_file
 MOST_BYTES = 1000
 _EVERY_SECONDS = 2.0
 _LOOKS, _LOOK_SECONDS = 11, 0.5
-"""How often a lock that is missing is looked for: in five seconds an automounter mounts what it has unmounted."""
+"""How often a missing lock is looked for: in five seconds an automounter mounts what it has unmounted."""
 
 _held: dict[Path, Lease] = {}
-"""Those of this process, by the lock's path."""
+"""The leases of this process, by the lock's path."""
 
 
 class TakenOverError(TrainingError):
@@ -30,17 +30,17 @@ class TakenOverError(TrainingError):
 
 @dataclass(slots=True)
 class Lease:
-    """Can be sent to other processes, which then write for the run, too."""
+    """The right of one command to write for a run. It can be sent to other processes, which then write, too."""
 
     path: Path
     token: str
-    """Tells this command's lock from any other one's."""
+    """Distinguishes this command's lock from any other's."""
     _checked: float = field(default=0.0, compare=False)
     _lost: str = field(default="", compare=False)
-    """Why the run is not this command's any more: once and for all."""
+    """Why the run is no longer this command's; never reset."""
 
     def check(self) -> None:
-        """Raise if the run is another command's. Storage that does not answer says nothing."""
+        """Raise if the run is another command's. Storage that does not answer proves nothing, and raises nothing."""
         self.check_known()
         if why := self._why_lost():
             self._lost = why
@@ -51,8 +51,9 @@ class Lease:
         try:
             found = json.loads(self._read())
         except FileNotFoundError:
-            # Not put back, though nobody else has it: a newcomer may have taken the run over while this process was
-            # away, and have ended meanwhile, which removes its lock, too. No clock tells how long we were away.
+            # The lock is not put back, though nobody holds it: another command may have taken the run over while this
+            # process was stopped, and have ended since, which removes its lock, too. No clock tells how long we were
+            # stopped.
             return (
                 f"{self.path} has gone, so nothing says any more that this command works on the run: it was removed, "
                 "or its directory was, or is not mounted; what is saved is saved, and this command writes nothing "
@@ -68,7 +69,7 @@ class Lease:
         )
 
     def _read(self) -> bytes:
-        """The lock's content. One that is missing is looked for again: a mount may come back."""
+        """Return the lock's content. A missing lock is looked for again: a mount may come back."""
         for _ in range(_LOOKS - 1):
             with suppress(FileNotFoundError):
                 return read_file(self.path, limit=MOST_BYTES)
@@ -76,18 +77,18 @@ class Lease:
         return read_file(self.path, limit=MOST_BYTES)
 
     def check_now_and_then(self) -> None:
-        """The same, once in two seconds at most."""
+        """Raise if the run is another command's; look at the lock at most once in two seconds."""
         self.check_known()
         if time.monotonic() - self._checked > _EVERY_SECONDS:
             self.check()
 
     def check_known(self) -> None:
-        """The same, from what earlier checks have found: for loops that must not wait for storage."""
+        """Raise if an earlier check has found the run to be another's: for loops that must not wait for storage."""
         if self._lost:
             raise TakenOverError(self._lost)
 
     def lost(self) -> bool:
-        """Whether the run is another command's: a check that does not raise."""
+        """Return whether the run is another command's: a check that does not raise."""
         try:
             self.check()
         except TakenOverError:
@@ -104,5 +105,5 @@ def release(path: Path) -> None:
 
 
 def lease_of(path: Path) -> Lease | None:
-    """The lease that this process has on the run with this lock; None if it has none."""
+    """Return the lease that this process has on the run with this lock; None if it has none."""
     return _held.get(path)

@@ -1,4 +1,4 @@
-"""What a process can know of its machine: which one it is, and the memory that the kernel lets it have."""
+"""What a process can know of its machine: which machine it is, and how much memory the kernel lets it have."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 import psutil
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Another one on every machine, and after every boot."""
+"""Its content differs on every machine, and after every boot."""
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
-_UNLIMITED = 1 << 60  # version 1 says "no limit" by a number of about this size
+_UNLIMITED = 1 << 60  # version 1 expresses "no limit" by a number of about this size
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """One with a limit of memory that a process is in."""
+    """A control group (cgroup) of a process that has a limit of memory."""
 
     limit: int
-    """Bytes."""
+    """The limit in bytes."""
     kills_file: Path
     taken_file: Path
     taken_keys: tuple[str, str]
 
     def kills(self) -> int:
-        """Processes of it that the kernel has ended because it was full."""
+        """Return how many of its processes the kernel has killed because the group was full."""
         with suppress(OSError, ValueError):
             for line in self.kills_file.read_text().splitlines():
                 name, _, count = line.partition(" ")
@@ -36,7 +36,7 @@ class ControlGroup:
         return 0
 
     def taken(self) -> int:
-        """Bytes that count against the limit and cannot be given back, unlike the cache of files; 0 if not known."""
+        """Return the bytes that count against the limit and, unlike the file cache, cannot be freed; 0 if unknown."""
         with suppress(OSError, ValueError, KeyError):
             lines = dict(line.split() for line in self.taken_file.read_text().splitlines())
             return sum(int(lines[key]) for key in self.taken_keys)
@@ -44,8 +44,11 @@ class ControlGroup:
 
 
 def this_node() -> tuple[str, str]:
-    """What processes that share memory share: the name alone may be that of several machines ("localhost", "ubuntu"),
-    and several containers of a machine, whose names differ, may each have a limit of their own."""
+    """Return host name and boot id, which are equal for processes that share memory.
+
+    The name alone may be that of several machines ("localhost", "ubuntu"). Containers of one machine have different
+    names, and each may have a limit of its own.
+    """
     try:
         boot = _BOOT.read_text().strip()
     except OSError:  # not Linux, or hidden from the container
@@ -54,18 +57,18 @@ def this_node() -> tuple[str, str]:
 
 
 def free_memory() -> int:
-    """Bytes that this process and its neighbours may still take: of the machine, or of their groups if less."""
+    """Return how many bytes this process and its neighbours may still take: the machine's, or its groups' if less."""
     free = int(psutil.virtual_memory().available)
     return max(0, min([free, *(group.limit - group.taken() for group in _groups_of(os.getpid()))]))
 
 
 def group_of(pid: int) -> ControlGroup | None:
-    """That of a process with the lowest limit; None if no limit is set, or none can be read."""
+    """Return the control group of a process with the lowest limit; None if no limit is set, or none can be read."""
     return min(_groups_of(pid), key=lambda group: group.limit, default=None)
 
 
 def _groups_of(pid: int) -> list[ControlGroup]:
-    """Those of a process that have a limit."""
+    """Return the control groups of a process that have a limit."""
     found: list[ControlGroup] = []
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -81,7 +84,7 @@ def _groups_of(pid: int) -> list[ControlGroup]:
 def _limits(root: Path, path: str, limit: str, kills: str, taken: tuple[str, str]) -> list[ControlGroup]:
     here = root / path.lstrip("/")
     found = []
-    # In a container the path is that of the host; its own group is then at the root.
+    # In a container the path is the host's; the container's own group is then at the root.
     for place in (here, *here.parents, root):
         if not place.is_relative_to(root):
             break

@@ -1,7 +1,7 @@
-"""A user's mark on a list: a hash of it under a key that nobody else has.
+"""A user's mark on a list: a hash of the list, made with a key that nobody else has.
 
-The key is in the user's config directory. Where there is none that can be written, as for some users in containers, it
-is in a directory of the user's own among temporary files: it lasts as long as the container does.
+The key is in the user's config directory. If that cannot be written, as for some users in containers, the key is in a
+directory of the user's own among the temporary files, and lasts as long as the container does.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _ABOUT = (
 
 
 def made_with(named: Iterable[str]) -> dict[str, Any] | None:
-    """This user's mark on a list; None where there is no key, and none can be made."""
+    """Return this user's mark on a list; None if there is no key and none can be made."""
     key = next(_keys(), None) or _new_key()
     places = sorted(named)
     return None if key is None else {"by": _name_of(key), "places": places, "mac": _mac(key, places)}
 
 
 def with_mark(content: bytes, mark: Mapping[str, Any]) -> str:
-    """What the file of a run's marks becomes with this one: it takes the place of its user's, and others' stay."""
+    """Return the new content of a run's file of marks: this mark replaces its user's earlier one, others' stay."""
     others = [each for each in _marks(content) if each.get("by") != mark["by"]]
     return json.dumps({"format": 1, "about": _ABOUT, "marks": [*others[-(_MOST_MARKS - 1) :], mark]}, indent=1)
 
 
 def chosen_in(content: bytes) -> set[str]:
-    """What is on the lists in a file of marks that have this user's."""
+    """Return what is on the lists that carry this user's mark, in the content of a file of marks."""
     chosen: set[str] = set()
     for key in _keys():
         for mark in _marks(content):
@@ -56,7 +56,7 @@ def chosen_in(content: bytes) -> set[str]:
 
 
 def chosen_by_this_user(file: Path) -> set[str]:
-    """The same of a file; nothing where it cannot be read."""
+    """Return what is on the lists that carry this user's mark in a file; nothing if it cannot be read."""
     with suppress(OSError, ValueError):
         return chosen_in(read_file(file, limit=MOST_BYTES))
     return set()
@@ -79,7 +79,7 @@ def _name_of(key: bytes) -> str:
 
 
 def _homes() -> Iterator[Path]:
-    """Where this user's key may be, the best place first."""
+    """Yield the places where this user's key may be, the best first."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     with suppress(RuntimeError):  # a user without a name and a home
         yield (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "raytune_fsdp"
@@ -104,7 +104,7 @@ def _new_key() -> bytes | None:
 
 
 def _made(file: Path) -> bytes:
-    """A new key, or the one that another process has made meanwhile."""
+    """Return a new key, or the one that another process has made meanwhile."""
     own = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     handle = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -122,7 +122,7 @@ def _made(file: Path) -> bytes:
         own.unlink(missing_ok=True)
     with suppress(ValueError):
         return _read(file)
-    file.unlink()  # what is there is no key, and never was one of ours
+    file.unlink()  # the file holds no key, and never was one of ours
     return _made(file)
 
 
@@ -136,8 +136,11 @@ def _read(file: Path) -> bytes:
 
 
 def _is_own(home: Path) -> bool:
-    """Whether nobody else can put a key there. In the user's own config directory that is the user's affair; among
-    temporary files anybody could have made a directory of this name."""
+    """Return whether nobody else can put a key there.
+
+    The user's own config directory is the user's affair. Among temporary files anybody could have made a directory of
+    this name.
+    """
     if home.parent != Path(tempfile.gettempdir()):
         return home.is_dir()
     facts = home.lstat()

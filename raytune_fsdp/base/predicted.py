@@ -1,4 +1,4 @@
-"""What was predicted of a run's ranks before they started: what they measure is held against it."""
+"""What was predicted for a run's ranks before they started, to be compared with what they measure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """Of a rank, by `predict/`, for one number of ranks."""
+    """The prediction of `predict/` for a rank, at one number of ranks."""
 
     kept: int
-    """Bytes of its device that tensors have from step to step: weights, buffers, the optimizer's state. Exact."""
+    """Bytes of its device that tensors hold from step to step: weights, buffers, the optimizer's state. Exact."""
     peak: int
-    """Bytes of tensors, when they are most in a step in which every token is trained on."""
+    """The most bytes of tensors during a step in which every token is trained on."""
     where: str
-    """What the rank does then."""
+    """What the rank does at that peak."""
     beside: int
-    """Bytes of the device that no tensor has: libraries, and gaps between tensors. Estimated."""
+    """Bytes of the device besides tensors: libraries, and gaps between tensors. Estimated."""
     checkpoint: int
-    """Bytes of one, of all ranks together."""
+    """Bytes of one checkpoint, of all ranks together."""
     seconds: float | None
-    """Of a step; None where nothing is known of the device's speed."""
+    """Seconds of a step; None if nothing is known of the device's speed."""
 
     @property
     def needed(self) -> int:

@@ -1,4 +1,4 @@
-"""Randomness that is looked up, never drawn: a key for a tuple of numbers and names, the same in every process.
+"""Randomness that is looked up, never drawn: a key for each tuple of numbers and names, the same in every process.
 
 The keys must never change unless ORDER_VERSION (data/mixture.py) is raised: the order of every run follows from them.
 """
@@ -19,7 +19,7 @@ def mix64(value: int) -> int:
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key for this tuple of integers and strings; no two different tuples share an encoding."""
+    """Return a 64-bit key for this tuple of integers and strings; no two different tuples share an encoding."""
     encoded = bytearray()
     for part in parts:
         kind, body = (b"s", part.encode()) if isinstance(part, str) else (b"i", str(int(part)).encode())

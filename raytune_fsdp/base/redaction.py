@@ -1,8 +1,8 @@
-"""Removes secrets from everything that is written where others read it: configs, params, events, errors.
+"""Remove secrets from everything that is written where others read it: configs, params, events, errors.
 
-By key (`password`, `api_key`, `HF_TOKEN`; not `tokenizer`, `eos_token`, `max_new_tokens`) and by the shape of the value
-(`hf_...`, `AKIA...`, a password in a URL). A doubtful key counts as a secret. This is a net, not a proof: secrets
-belong in the environment, not in a config.
+Secrets are found by key (`password`, `api_key`, `HF_TOKEN`; not `tokenizer`, `eos_token`, `max_new_tokens`) and by the
+shape of the value (`hf_...`, `AKIA...`, a password in a URL). A doubtful key counts as a secret. This is a net, not a
+proof: secrets belong in the environment, not in a config.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECRET_KEY_KINDS = _words("api access private secret encryption signing account
 _SECRET_TOKENS_KINDS = _words("api access auth refresh bearer hf hub")
 # `DB_PASS`, but not `forward_pass`.
 _BEFORE_SECRET_PASS = _words("db database mysql pg postgres redis smtp mail user admin root proxy http ldap ssh")
-# Tokens of a vocabulary and counts of tokens: `eos_token`, `per_token_loss`, `token_ids`.
+# Words around `token` that mean tokens of a vocabulary or counts of tokens: `eos_token`, `per_token_loss`, `token_ids`.
 _BEFORE_PLAIN_TOKEN = _words(
     "pad eos bos unk cls sep mask eot eom boi eoi image audio video start end stop special decoder forced per first "
     "last next prev previous new target input output max min num mean added extra"
@@ -62,15 +62,15 @@ _SHAPES = tuple(
         r"\b(?i:bearer|basic)\s+(?=[A-Za-z._~+/=-]*[0-9])[A-Za-z0-9._~+/=-]{12,}",
     )
 )
-# A lone `token@` is one only in http URLs, as the container of an abfss URL stands there, too.
+# A lone `token@` is a secret only in http URLs, because an abfss URL has its container there.
 _HTTP_USER = re.compile(r"(?<=http://)[^\s/'\"]+(?=@)|(?<=https://)[^\s/'\"]+(?=@)")
 _URL_SIGNATURE = re.compile(r"(?i)([?&](?:sig|signature|x-amz-signature|x-goog-signature|key)=)[^&\s'\"]+")
 _URL = re.compile(r"://[^\s'\"]+")
-# `user:password@`, whatever is in the password. After the colon of `host:5000/a@b` comes a port, and no password.
+# `user:password@`, whatever the password contains. In `host:5000/a@b` a port, not a password, follows the colon.
 _USER = re.compile(r"\A(?!\[)[^/@:?#]*:(?![0-9]{1,5}(?:[/?#]|$)).+(?=@)")
 _OPTION = re.compile(r"([?&#;])([\w.-]+)=([^&#;()<>\[\]{},]+)")
 _SECRET_OPTIONS = {"auth": 4, "jwt": 4, "code": 6, "assertion": 6}
-"""Options of URLs that carry secrets, besides those that are named like one; and how long such a secret is at least:
+"""Options of URLs that carry secrets though they are not named like one, and the least length of such a secret:
 `?code=404` is none."""
 _VALUE = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'&,;{}\[\]]+")
 # What comes before a value: `key=`, `"key": `, `--key `. Texts come from anywhere: the look-behinds, here and in the
@@ -80,12 +80,12 @@ _PLAIN = frozenset(("none", "null", "true", "false", "~", ""))
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a value under this (dotted) key is a secret."""
+    """Return whether a value under this (dotted) key is a secret."""
     return any(_names_secret(words) or _names_token(words) for words in _segments(key))
 
 
 def redact(value: object, key: str = "") -> Any:
-    """A copy of the value, which stands under `key`, without its secrets. Looks into mappings, lists and strings."""
+    """Return a copy of the value, which stands under `key`, without secrets. Looks into mappings, lists and strings."""
     if value is None or isinstance(value, bool):
         return value
     secret = [words for words in _segments(key) if _names_secret(words) or _names_token(words)]
@@ -102,12 +102,12 @@ def redact(value: object, key: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The text without values that look like secrets, or that are assigned to a secret's name."""
+    """Return the text without values that look like secrets or are assigned to a secret's name."""
     return _without_assigned(_without_shapes(text))
 
 
 def redact_shapes(value: object) -> Any:
-    """A copy of the value without what looks like a secret by itself: in a text, `token: 5` is no assignment."""
+    """Return a copy of the value without what looks like a secret by itself: in prose, `token: 5` is no assignment."""
     if isinstance(value, Mapping):
         return {name: redact_shapes(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -116,8 +116,10 @@ def redact_shapes(value: object) -> Any:
 
 
 def find_secrets(value: object, key: str = "") -> Iterator[str]:
-    """The dotted keys of all values that look like secrets, or that have the name of one; not of tokens, which may be
-    those of a vocabulary."""
+    """Yield the dotted keys of all values that look like secrets or have the name of one.
+
+    Keys that name a token are left out: it may be a token of a vocabulary.
+    """
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from find_secrets(item, f"{key}.{name}" if key else str(name))
@@ -133,7 +135,7 @@ def find_secrets(value: object, key: str = "") -> Iterator[str]:
 
 
 def redact_yaml(text: str) -> str:
-    """A YAML document without its secrets; the same text, comments included, if it has none."""
+    """Return a YAML document without its secrets; the same text, comments included, if it has none."""
     import yaml  # here, as `raytune-fsdp --help` answers where nothing is installed
 
     try:
@@ -154,7 +156,7 @@ def _without_shapes(text: str) -> str:
 
 
 def _without_url_secrets(url: re.Match[str]) -> str:
-    """A URL from its `://` on; there may be another one in it."""
+    """Return a URL (from its `://` on) without secrets; there may be another URL in it."""
     _, *parts = url[0].split("://")
     clean = (_OPTION.sub(_without_option, _USER.sub(REDACTED, part)) for part in parts)
     return "".join(f"://{part}" for part in clean)
@@ -168,7 +170,11 @@ def _without_option(found: re.Match[str]) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    """Continues right after a name that is not a secret's: its value may hold another name (`error: password=...`)."""
+    """Return the text without values that are assigned to a secret's name.
+
+    The search goes on right after a name that is not a secret's: its value may hold another name
+    (`error: password=...`).
+    """
     clean, position = [], 0
     while named := _NAMED.search(text, position):
         clean.append(text[position : named.end()])
@@ -185,7 +191,7 @@ def _without_assigned(text: str) -> str:
 
 
 def _is_harmless(value: str, key: str) -> bool:
-    """Whether it is nothing at all, or a number of tokens."""
+    """Return whether a value is nothing at all, or a number of tokens."""
     if value.lower() in _PLAIN:
         return True
     return value.replace(".", "").isdigit() and not any(map(_names_secret, _segments(key)))

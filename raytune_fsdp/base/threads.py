@@ -1,4 +1,4 @@
-"""Threads: for calls that nothing can interrupt, and for files that are read at the same time."""
+"""Threads, for calls that nothing can interrupt, and for files that are read at the same time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from threading import Thread
 from typing import TypeVar
 
 READERS = 4
-"""Files that are read at the same time when one process reads them all: neither reading nor hashing holds Python's
-lock."""
+"""How many files one process reads at the same time: neither reading nor hashing holds Python's lock."""
 
 T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin a call, and do not wait for it. In a daemon thread, not a pool: the process may end before the call."""
+    """Begin a call without waiting for it. In a daemon thread, not a pool: the process may end before the call."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Files that a stranger may have written: read within limits, without waiting for what is not a file.
+"""Read files that a stranger may have written: within limits, and without waiting for what is not a file.
 
-Checkpoints, models and run directories travel between people. What has the name of a file of ours may be a pipe that
-nobody writes to, a device, a link to another place, a terabyte, or JSON that is a hundred thousand lists deep. Readers
-of a file say what it may contain; this module says what any file may be.
+Checkpoints, models and run directories travel between people. What has the name of one of our files may be a pipe that
+nobody writes to, a device, a link to another place, a terabyte, or JSON that is a hundred thousand lists deep. The
+reader of a file decides what it may contain; this module decides what any file may be.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ from typing import Any, TypeGuard
 
 MIB = 1 << 20
 MAX_DEPTH = 64
-"""Levels of nesting. The configs and tokenizers of real models have up to 8; Python's functions give up at 1,000."""
+"""The most levels of nesting. Configs and tokenizers of models have up to 8; Python's functions give up at 1,000."""
 MAX_VALUES = 2_000_000
-"""Values in a file that is parsed here. Each may take 200 bytes of memory: empty lists, three bytes each, take twenty
-times the size of their file. The 128,000 added tokens of a speech model are 1,000,000 values."""
+"""The most values in a file that is parsed here. Each may take 200 bytes of memory: empty lists, three bytes each, take
+twenty times the size of their file. The 128,000 added tokens of a speech model are 1,000,000 values."""
 LINE_BYTES = 16 * MIB
-"""The longest line of a record. One with the answers to every prompt of an evaluation has some 100 KB."""
+"""The longest line of a record. A line with the answers to every prompt of an evaluation has some 100 KB."""
 
 
 NULS = MIB
-"""A record ends where it has had so many bytes that are zero: a crash of the machine leaves some of them, and files
-without content, which take no room on a disk, have terabytes. JSON has none."""
+"""A record ends after this many zero bytes: a crash of the machine leaves some of them, and files without content,
+which take no room on a disk, have terabytes. JSON has none."""
 _HOLLOW_BYTES, _HOLLOW_SHARE, _MOST_EXTENTS = 64 * MIB, 1000, 10_000
-"""Nobody's is a file larger than the first of which less than one part in so many is on the disk."""
+"""A file larger than the first number is hollow if less than one part in the second number is on the disk."""
 
 
 class UnsoundError(ValueError):
-    """What a file is, as the end of a sentence that begins with its name: "is not a regular file"."""
+    """What is wrong with a file, as the end of a sentence that begins with its name: "is not a regular file"."""
 
 
 def reason(error: Exception) -> str:
-    """Why a file is not what it should be, in one clause, from what reading or parsing it has raised."""
+    """Return in one clause why a file is not what it should be, from what reading or parsing it has raised."""
     text = f"it {error}" if isinstance(error, UnsoundError) else str(error)
     return (text.strip() or type(error).__name__).splitlines()[0][:500]
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = False, write: bool = False) -> int:
-    """A handle to read a regular file, or to change it, too. `links`: its name may be a symbolic link, as in the hub's
-    cache."""
-    # Before it is opened, since opening a device may do something; a pipe would wait for somebody who writes.
+    """Open a regular file for reading, with `write` also for changing it; return the handle.
+
+    `links`: its name may be a symbolic link, as in the hub's cache.
+    """
+    # Checked before it is opened: opening a device may have an effect, and opening a pipe waits for a writer.
     _check_kind(os.stat(path, follow_symlinks=links))
     flags = os.O_RDWR if write else os.O_RDONLY
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
@@ -72,7 +74,7 @@ def _check_kind(facts: os.stat_result) -> None:
 
 
 def is_hollow(path: str | os.PathLike[str], facts: os.stat_result, *, links: bool = False) -> bool:
-    """Whether a large file is nearly all hole: it takes no room, and hours to read."""
+    """Return whether a large file is nearly all hole: it takes no room, and hours to read."""
     if facts.st_size < _HOLLOW_BYTES or facts.st_blocks * 512 * _HOLLOW_SHARE > facts.st_size:
         return False
     handle = open_regular(path, links=links)
@@ -83,7 +85,7 @@ def is_hollow(path: str | os.PathLike[str], facts: os.stat_result, *, links: boo
 
 
 def _bytes_there(handle: int) -> int:
-    """How much of a file is no hole. File systems that count no blocks may know no holes, either, and say all of it."""
+    """Return how many bytes of a file are not in holes: all, on file systems that know no holes."""
     there = place = 0
     for _ in range(_MOST_EXTENTS):
         try:
@@ -98,7 +100,7 @@ def _bytes_there(handle: int) -> int:
 
 
 def read_file(path: str | os.PathLike[str], *, limit: int, links: bool = False) -> bytes:
-    """The content of a regular file of at most `limit` bytes."""
+    """Return the content of a regular file of at most `limit` bytes."""
     with os.fdopen(open_regular(path, links=links), "rb") as file:
         facts = os.fstat(file.fileno())
         size = facts.st_size
@@ -111,13 +113,13 @@ def read_file(path: str | os.PathLike[str], *, limit: int, links: bool = False) 
 
 
 def check_size(size: int, limit: int) -> None:
-    """Refuse a file of this size if that is more than one of its kind ever has."""
+    """Refuse a file of this size if that is more than a file of its kind ever has."""
     if size > limit:
         raise UnsoundError(f"has {size} bytes, more than the {limit} that such a file may have")
 
 
 def read_json(path: str | os.PathLike[str], *, limit: int, links: bool = False) -> Any:
-    """The content of a JSON file, as transformers would read it: the last of equal keys counts, and NaN is a number."""
+    """Return the content of a JSON file as transformers reads it: the last of equal keys counts, NaN is a number."""
     return parse_json(read_file(path, limit=limit, links=links), doubles=True, constants=True)
 
 
@@ -129,9 +131,9 @@ def parse_json(
     values: int = MAX_VALUES,
     depth: int | None = MAX_DEPTH,
 ) -> Any:
-    """Parse JSON of at most so many values.
+    """Parse JSON of at most `values` values.
 
-    Unless allowed, a key that comes twice in an object (`doubles`), and NaN and infinities (`constants`) are refused.
+    Unless allowed, keys that occur twice in an object (`doubles`), NaN and infinities (`constants`) are refused.
     """
     openers = content.count(b"[") + content.count(b"{")
     check_values(content, values)
@@ -149,7 +151,7 @@ def parse_json(
 
 
 def check_values(content: bytes, limit: int = MAX_VALUES) -> None:
-    """Refuse JSON that may have more than so many values, before it is parsed; commas in its texts count, too."""
+    """Refuse JSON that may have more than `limit` values, before it is parsed; commas in its texts count, too."""
     if content.count(b",") + content.count(b"[") + content.count(b"{") > limit:
         raise UnsoundError(f"has more than {limit} values, more than such a file may have")
 
@@ -193,8 +195,10 @@ def _check_depth(value: Any, depth: int) -> None:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a record that grows, to its end or to what is no record any more. Of a line that no record has,
-    because it is too long, only the beginning."""
+    """Yield the lines of a growing record, up to its end or to where it is no longer a record.
+
+    If a line is longer than a record's can be, only its beginning.
+    """
     nuls = 0
     with os.fdopen(open_regular(path, links=True), "rb") as file:
         while line := file.readline(LINE_BYTES):
@@ -208,7 +212,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether this is a name inside a directory: text without separators, not `.` or `..`."""
+    """Return whether this is a name inside a directory: text without separators, not `.` or `..`."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= 255
@@ -219,7 +223,7 @@ def is_file_name(name: object) -> bool:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether this is an integer that fits 63 bits and is not negative. True is not 1 here."""
+    """Return whether this is an integer that fits 63 bits and is not negative. True does not count as 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -230,33 +234,33 @@ def check_format(version: object) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A stranger's text as a terminal may have it: nothing in it moves the cursor, or ends a line but what is kept."""
+    """Return a stranger's text as a terminal may get it: nothing moves the cursor or ends a line, except `keep`."""
     return "".join(char if char.isprintable() or char in keep else "\N{MIDDLE DOT}" for char in text)
 
 
 class Printable(logging.Formatter):
-    """Warnings name files, and their names are a stranger's."""
+    """Makes log records printable: warnings name files, and their names may be a stranger's."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n\t")
 
 
 def without_controls(text: str) -> str:
-    """What a model answers, as a terminal may have it. What joins characters, as in emoji and in Persian, stays."""
+    """Return a model's answer as a terminal may get it. Characters that join others, as in emoji and Persian, stay."""
     return _CONTROLS.sub("\N{MIDDLE DOT}", text)
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069]")
-"""Not tabs and line ends. Marks and embeddings that change the direction of what follows are among them."""
+"""Control characters except tabs and line ends, with the marks and embeddings that change the direction of text."""
 
 
 def printable_json(line: str) -> str:
-    """A line of JSON in which a stranger's texts steer no terminal; it says the same."""
+    """Return an equal line of JSON in which a stranger's texts cannot control a terminal."""
     return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
 
 
 def shown(value: object) -> str:
-    """A stranger's value in a message: short, and on one line."""
+    """Return a stranger's value for a message: short, and on one line."""
     try:
         text = ascii(value)
     except (ValueError, RecursionError):  # an integer of more digits than Python prints

@@ -1,18 +1,18 @@
-"""What a user may write: `FinetuneConfig` and its sections, a file each.
+"""What a user may write: `FinetuneConfig` and its sections.
 
-    sections/      a section a file
+    sections/      one file for each section
     rules.py       what all sections have in common, and checks that several of them share
     every.py       how often something is done
-    recorded.py    what of a config others may read, and what it says that defaults do not
+    recorded.py    what others may read of a config, and where it differs from the defaults
 
-How a YAML file and command-line flags become one, in the order of the data:
+How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
 
     text.py        YAML text -> a tree in which every scalar still has its spelling
-    schema.py      which values may stand where, read from the sections; and every field in words
+    schema.py      which values are allowed where, read from the sections; and every field in words
     load.py        file and flags -> tree -> `FinetuneConfig`, and back to YAML
-    problems.py    mistakes in it, a line for each
+    problems.py    mistakes in a config, a line for each
 
-Imports no torch, ray, mlflow or transformers, which take seconds: a mistake in a config is reported before.
+This room imports no torch, ray, mlflow or transformers, which take seconds: a mistake in a config is reported first.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FinetuneConfig(Section):
         if self.parallel.precision == "fp8" and self.method.type in ("lora", "qlora"):
             raise ValueError(
                 f"method.type={self.method.type} with parallel.precision=fp8: fp8 is for layers that are trained, and "
-                "those beside adapters are frozen (torchao would compute their gradients all the same, a third product "
+                "those under adapters are frozen (torchao would compute their gradients all the same, a third product "
                 "where bf16 has two); set parallel.precision=bf16, or method.type=full"
             )
         return self
@@ -112,22 +112,22 @@ class FinetuneConfig(Section):
         size, optimizer = self.parallel.mesh.tensor, self.optim.optimizer
         if size == 1:
             return self
-        beside = f"with parallel.mesh.tensor={size}"
+        combined = f"with parallel.mesh.tensor={size}"
         if self.method.type not in ("full", "freeze", "lora"):
             raise ValueError(
-                f"method.type={self.method.type} {beside}: only full, freeze and lora know layers that are cut; set "
+                f"method.type={self.method.type} {combined}: only full, freeze and lora know layers that are cut; set "
                 "method.type=lora, or leave tensor out"
             )
         if getattr(self.method, "dora", False) or getattr(self.method, "target_parameters", None):
             field = "dora=true" if self.method.dora else "target_parameters"  # type: ignore[union-attr]
             raise ValueError(
-                f"method.{field} {beside}: it looks at whole weights, of which each rank has a part; leave it out, or "
+                f"method.{field} {combined}: it looks at whole weights, of which each rank has a part; leave it out, or "
                 "leave tensor out"
             )
         if optimizer.type in ("muon", "adafactor") or getattr(optimizer, "moments", None) == "8bit":
             field = "moments=8bit" if optimizer.type == "adamw" else f"type={optimizer.type}"
             raise ValueError(
-                f"optim.optimizer.{field} {beside}: it computes with whole rows of weights, some of which are cut; set "
+                f"optim.optimizer.{field} {combined}: it computes with whole rows of weights, some of which are cut; set "
                 "optim.optimizer.type=adamw with moments=as_weights, fp32 or bf16, or leave tensor out"
             )
         return self

@@ -1,4 +1,4 @@
-"""How often something is done, where a number of steps is not all that may be said."""
+"""How often something is done, for fields that allow more than a number of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PerEpoch(Section):
 
 
 class SaveEvery(Section):
-    """Either of the two."""
+    """One of two ways to say how often a run is saved."""
 
     minutes: float | None = Field(default=None, gt=0)
     """Minutes of training after the newest checkpoint."""

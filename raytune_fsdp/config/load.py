@@ -1,7 +1,7 @@
-"""A YAML file and command-line overrides in, a validated `FinetuneConfig` out; and back to YAML.
+"""Turn a YAML file and command-line overrides into a validated `FinetuneConfig`, and a config back into YAML.
 
-Both are merged as plain trees first, so that an override can replace, extend or complete anything the file says, and
-one validation sees the result. All problems are reported together, a line each.
+File and overrides are first merged as plain trees, so that an override can replace, extend or complete anything the
+file says, and one validation sees the result. All problems are reported together, a line each.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Read the YAML file (if any), apply the overrides, validate. Reads the disk; raises ConfigError naming every
-    problem."""
+    """Read the YAML file (if any), apply the overrides, validate. Raises ConfigError naming every problem."""
     tree, sources = read_file(path) if path is not None else ({}, {})
     found, problems = read_overrides(overrides, ROOT)
     problems += apply_overrides(tree, found, ROOT, sources)
@@ -46,24 +45,26 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Finet
 
 
 def dump_config(config: FinetuneConfig) -> str:
-    """The whole config as YAML, defaults included, so that it keeps its meaning when a default changes."""
+    """Return the whole config as YAML, defaults included, so that it keeps its meaning when a default changes."""
     return dump(config.model_dump())  # not its JSON mode, which turns infinities in free-form maps into null
 
 
 def recorded_text(config: FinetuneConfig) -> str:
-    """The same for the run directory and for trackers: without its secrets."""
+    """Return the config as YAML for the run directory and for trackers: defaults included, without its secrets."""
     return dump(recorded(config.model_dump()))
 
 
 def recipes() -> dict[str, Path]:
-    """The configs that come with the package, by name. An installed package has them inside, a checkout beside it."""
-    inside, beside = _PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes"
-    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.yaml"))}
+    """Return the configs that come with the package, by name: from inside it, or in a checkout from `jobs/recipes`."""
+    installed, checkout = _PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes"
+    return {path.stem: path for path in sorted((installed if installed.is_dir() else checkout).glob("*.yaml"))}
 
 
 def recipe_text(name: str) -> str:
-    """A recipe as it works in this directory: outside of the repository, with the package's own data where it is
-    installed."""
+    """Return a recipe as it works in this directory.
+
+    Outside of the repository, it names the package's own data where that is installed.
+    """
     text = recipes()[name].read_text(encoding="utf-8")
     if Path(_PACKAGE.name).is_dir():
         return text
@@ -72,7 +73,7 @@ def recipe_text(name: str) -> str:
 
 
 def _text_of(path: str | Path) -> str:
-    """The text of a file; a pipe of the user's is one, too."""
+    """Return the text of a file, which may also be a pipe of the user's."""
     with open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -81,7 +82,7 @@ def _text_of(path: str | Path) -> str:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
-    """The tree of a YAML file, or of the recipe of that name, and where each of its values is."""
+    """Return the tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
         text = _text_of(path)
     except FileNotFoundError:
@@ -107,7 +108,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
 
 
 def settle(value: Any, place: Place) -> Any:
-    """The tree as pydantic should see it: every scalar read as its field means it, and what may be left out filled in."""
+    """Return the tree as pydantic should see it: scalars read as their fields mean them, omitted parts filled in."""
     if isinstance(value, Plain):
         value = _scalar(value, place)
     if value is None and place.sections and not place.optional:
@@ -121,14 +122,14 @@ def settle(value: Any, place: Place) -> Any:
 
 def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     settled = dict(values)
-    # pydantic wants the `type` of every union; here the default's type may go without saying.
+    # pydantic wants the `type` of every union; a config may leave it out for the default's type.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
     tag = settled.get(TAG)
     here = place.narrowed({TAG: tag.text if isinstance(tag, Plain) else tag})
     for name in here.fields():
         child = here.child(name)
-        # A required section that is left out would be one problem; empty, it names the fields that it requires.
+        # A required section that is missing would be reported as one problem; an empty one reports its required fields.
         if (
             name not in settled
             and child is not None
@@ -141,8 +142,11 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _scalar(scalar: Plain, place: Place) -> Any:
-    """`2024` in a text field is text, `none` where `none` is a choice is that choice, `yes` for a number is not
-    one."""
+    """Return the value of a scalar at a place.
+
+    `2024` in a text field is text, `none` where `none` is a choice is that choice, and `yes` in a number field is not a
+    number.
+    """
     if scalar.value is None or place.free:
         return scalar.value
     if scalar.text in place.choices:
@@ -152,18 +156,18 @@ def _scalar(scalar: Plain, place: Place) -> Any:
     if place.allows(kind) or (kind is not bool and numbers):
         return scalar.value
     words = place.allows(str) or any(get_origin(option.type) is Literal for option in place.options)
-    # As text it is refused where a number belongs; pydantic would read `true` as the number 1.
+    # As text, a word is refused where a number belongs; pydantic would read `true` as the number 1.
     return scalar.text if words or kind is bool else scalar.value
 
 
 # `--section.field value` arguments, merged into the tree of a YAML file before anything is validated.
 #
-# An unknown name is put into the tree as it is: validation refuses it there, like a mistyped key of the file. Only what
-# cannot be put anywhere (a list index past the end, a missing value) is found here.
+# An unknown name is put into the tree as it is: validation refuses it there, like a mistyped key of the file. Only
+# arguments that cannot be put anywhere (a list index past the end, a missing value) are found here.
 
 
 class Problem(Exception):
-    """One line for the user: an argument that cannot be used."""
+    """An argument that cannot be used; the message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +177,13 @@ class Override:
     value: Any
 
     def order(self) -> list[tuple[int, int, str]]:
-        # Parents before children and items of a list in order, so that the command line may name them in any order and
-        # a flag for a whole section never wipes out a flag for one of its fields.
+        # Parents come before children, and items of a list in order. So the command line may name them in any order,
+        # and a flag for a whole section never wipes out a flag for one of its fields.
         return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in self.path]
 
 
 def read_overrides(arguments: Sequence[str], root: Place) -> tuple[list[Override], list[str]]:
-    """The overrides in the arguments, and a line for every argument that is not one."""
+    """Return the overrides in the arguments, and a line for every argument that is not an override."""
     found: list[Override] = []
     problems: list[str] = []
     rest = list(arguments)
@@ -201,7 +205,7 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
     path = tuple(name.split("."))
     place = find(root, path)
     flag = f"--{name}"
-    # A field of a free-form map may itself be called no-something: it exists, so it is not a switch that is turned off.
+    # A field of a free-form map may itself be called no-something. It exists, so it is not a switch turned off.
     if place is None and name.startswith("no-"):
         negated = tuple(name.removeprefix("no-").split("."))
         target = find(root, negated)
@@ -210,7 +214,7 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
                 raise Problem(f"{word}: {flag} takes no value; write {flag} or --{'.'.join(negated)} {text}")
             return Override(flag, negated, Plain(False, "false"))
     if not equals:
-        # A single dash begins a value: `--optim.lr -1` must reach validation, which says why it is wrong.
+        # A single dash begins a value: `--optim.lr -1` must reach validation, which explains why it is wrong.
         if rest and not rest[0].startswith("--"):
             text = rest.pop(0)
         elif place is not None and place.allows(bool):
@@ -223,8 +227,10 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
 
 
 def _value(flag: str, text: str, place: Place) -> Any:
-    """What a value on the command line means: in a text field its text, elsewhere a scalar, a map or a list. Where a text
-    or a list may stand, `[a, b]` is the list."""
+    """Return what a value on the command line means: in a text field its text, elsewhere a scalar, a map or a list.
+
+    Where both text and a list are allowed, `[a, b]` is the list.
+    """
     if text[:1] in ('"', "'"):
         try:
             quoted, _ = parse(text)
@@ -243,10 +249,12 @@ def _value(flag: str, text: str, place: Place) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place, sources: dict[Loc, str]) -> list[str]:
-    """Put the overrides into the tree, and where they came from into `sources`. Returns a line for each that does not fit
-    anywhere."""
+    """Put the overrides into the tree, and where they came from into `sources`.
+
+    Return a line for each override that does not fit anywhere.
+    """
     problems: list[str] = []
-    for override in {o.path: o for o in overrides}.values():  # if a flag is given twice, the last one
+    for override in {o.path: o for o in overrides}.values():  # the last one, if a flag is given twice
         _replace_union(tree, override, root, sources)
     for override in sorted(overrides, key=Override.order):
         try:
@@ -260,13 +268,13 @@ def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place
 
 
 def _forget(sources: dict[Loc, str], path: Loc) -> None:
-    """Forget where this value, and everything inside it, came from: it is replaced."""
+    """Forget where this value, and everything inside it, came from, because it is replaced."""
     for known in [known for known in sources if known[: len(path)] == path]:
         del sources[known]
 
 
 def _replace_union(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
-    """If the override gives a union another `type`, drop what the file says there: it describes the old type."""
+    """If the override gives a union another `type`, drop what the file has there: it describes the old type."""
     *parents, last = override.path
     place = find(root, tuple(parents))
     if last != TAG or place is None or not any(tags(section) for section in place.sections):
@@ -308,7 +316,7 @@ def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
 
 
 def _start(place: Place | None, key: str) -> dict[str, Any] | list[Any]:
-    """What a place that the file leaves out holds before a flag sets its first item or key: its default."""
+    """Return what a place that the file leaves out holds before a flag sets an item or key in it: its default."""
     if place is None or (place.sections and not (place.item is not None and key.isdecimal())):
         return {}
     if place.item is not None:

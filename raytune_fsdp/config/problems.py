@@ -1,4 +1,4 @@
-"""Mistakes in a config, a line for each: field, value, rule, way out, and the file line or flag it comes from."""
+"""Explain mistakes in a config, one line each: field, value, rule, way out, and the file line or flag it comes from."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from raytune_fsdp.config.schema import TAG, Place, describe, find, tags, type_in
 from raytune_fsdp.config.text import Loc
 
 _MOST_LINES = 100
-"""Of the problems of one config. To look for the nearest name of each of 60,000 keys would take an hour."""
+"""The most problems reported of one config. Looking for the nearest name of 60,000 keys would take an hour."""
 _MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
 
 
 def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> list[str]:
-    """One line for each field that pydantic refuses."""
+    """Return one line for each field that pydantic refuses."""
     lines: dict[Loc, str] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
         if len(lines) >= _MOST_LINES:
             return [*lines.values(), f"and {error.error_count() - number} more problems like these"]
         path, place, holder = _locate(detail["loc"], root, tree)
-        if path in lines:  # a union reports once for each of its members
+        if path in lines:  # pydantic reports a union once for each of its members
             continue
         if place is not None and place.mixed and isinstance(detail["input"], dict) and detail["type"] != "value_error":
-            continue  # a map is no number; what is wrong inside of it is reported for the section
+            continue  # that a map is no number: what is wrong inside it is reported for the section
         if detail["type"] == "extra_forbidden" and holder is not None:
             lines[path] = _unknown(path, detail["input"], holder, root, sources)
         else:
@@ -40,10 +40,10 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
 
 
 def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Place | None, Place | None]:
-    """The dotted path of an error, its place and the place that holds it.
+    """Return the dotted path of an error, its place, and the place that holds it.
 
     pydantic's location also has labels that name members of unions, as in ('optim', 'schedule', 'wsd', 'decay'); the
-    path has none.
+    path leaves them out.
     """
     path: list[str] = []
     place: Place | None = root
@@ -82,7 +82,7 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
         path, place = (*path, TAG), place.child(TAG)
         name, value = ".".join(path), value.get(TAG) if isinstance(value, dict) else value
     if kind == "value_error":
-        # Raised by a rule of ours. One about several fields names them itself, and belongs to the section that has them.
+        # Raised by a rule of ours. A rule about several fields names them itself, and belongs to their section.
         rule = str(detail["ctx"]["error"])
         origin = _origin(_mentioned(rule, path, sources), sources)
         section = place is not None and bool(place.sections)
@@ -97,7 +97,7 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
 
 
 def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping[Loc, str]) -> str:
-    """A name that does not exist: the nearest that does, and all that do in that section."""
+    """Return the line for a name that does not exist: with the nearest that does, and all names of that section."""
     *parents, last = path
     names = holder.fields()
     equals = "" if isinstance(value, (dict, list)) else f"={shown(value, '.'.join(path))}"
@@ -112,7 +112,7 @@ def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping
 
 
 def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
-    """The nearest name in the same section, else in another member of the same union, saying which."""
+    """Return the nearest name in the same section, else in another member of the same union, with its type."""
     *parents, last = path
     for near in get_close_matches(last, names, n=1):
         return ".".join([*parents, near])
@@ -126,7 +126,7 @@ def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
 
 
 def _elsewhere(path: Loc, root: Place) -> str | None:
-    """The full path of a field with that name in another section, or of one with a similar path."""
+    """Return the full path of a field with that name in another section, or of one with a similar path."""
     known = [entry.path for entry in describe(root)]
     same = [name for name in known if name.rsplit(".", 1)[-1] == path[-1]]
     # 0.75, above difflib's 0.6: a whole path shares much with others, and a wrong hint is worse than none.
@@ -135,7 +135,7 @@ def _elsewhere(path: Loc, root: Place) -> str | None:
 
 
 def _mentioned(rule: str, path: Loc, sources: Mapping[Loc, str]) -> list[Loc]:
-    """The fields that a rule names and somebody has set; if there is none, the place of the error."""
+    """Return the fields that a rule names and the user has set; if there is none, the place of the error."""
     named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
     written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
     return written or [path]
@@ -147,8 +147,7 @@ def _origin(paths: list[Loc], sources: Mapping[Loc, str]) -> str:
 
 
 def _sources_of(path: Loc, sources: Mapping[Loc, str]) -> Iterator[str]:
-    """Where a value was set: itself, else something inside it (a path that only a flag spells out), else what holds
-    it."""
+    """Yield where a value was set: itself, else something inside it (which only a flag spells out), else its holder."""
     if path in sources:
         yield sources[path]
         return
@@ -163,7 +162,7 @@ def _sources_of(path: Loc, sources: Mapping[Loc, str]) -> Iterator[str]:
 
 
 def shown(value: Any, name: str = "", limit: int = 60) -> str:
-    """The value of a field as it would be written, without secrets, and cut off if it is long."""
+    """Return the value of a field as it would be written, without secrets, and cut off if it is long."""
     value = redact(value, name)
     if isinstance(value, str):
         text = value if value and not re.search(r"\s", value) else repr(value)

@@ -1,7 +1,7 @@
-"""What of a config others may read, and what the mark in place of a secret means when it is read again.
+"""What others may read of a config, and what the mark in place of a secret means when it is read again.
 
-A config is written to the run directory and sent to MLflow. In place of a secret it then has a mark, which is not a
-value: `cluster.env` takes the variable from the environment, and every other field refuses it.
+A config is written to the run directory and sent to MLflow. It then has a mark in place of each secret. The mark is not
+a value: `cluster.env` takes the variable from the environment instead, and every other field refuses the mark.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from raytune_fsdp.config.schema import TAG
 
 
 def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, as a tree, without its secrets. The tree may come from an old file, and so be anything."""
-    # Other fields only by the shape of a value: a prompt such as `the token: a word` is no secret.
+    """Return a config, as a tree, without its secrets. The tree may come from an old file, and so be anything."""
+    # In most fields only the shape of a value counts: a prompt such as `the token: a word` is no secret.
     clean: dict[str, Any] = redact_shapes(tree)
     cluster, tracking = clean.get("cluster"), clean.get("tracking")
     if isinstance(cluster, dict) and isinstance(cluster.get("env"), dict):
-        # Whole values: half a value with a mark in it could not be completed from the environment.
+        # Whole values are replaced: a value with a mark inside could not be completed from the environment.
         cluster["env"] = {
             name: REDACTED if REDACTED in str(redact(value, str(name))) else value
             for name, value in cluster["env"].items()
@@ -37,13 +37,13 @@ def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_uri(uri: str) -> str:
-    """A tracking URI without its user."""
+    """Return a tracking URI without its user."""
     shown: str = redact_shapes(without_user(uri))
     return shown
 
 
 def filled_from_environment(env: dict[str, str]) -> dict[str, str]:
-    """`cluster.env` with this process's variables in place of marks. ValueError names those that are not set."""
+    """Return `cluster.env` with this process's variables in place of marks. ValueError names those that are not set."""
     marked = [name for name, value in env.items() if value == REDACTED]
     missing = [name for name in marked if name not in os.environ]
     if missing:
@@ -56,7 +56,7 @@ def filled_from_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def check_no_marks(tree: Mapping[str, Any]) -> None:
-    """ValueError for marks in other fields than `cluster.env`."""
+    """Raise ValueError for marks in fields other than `cluster.env`."""
     texts = _texts({name: value for name, value in tree.items() if name != "cluster"}, "")
     marked = [path for path, text in texts if REDACTED in text]
     if marked:
@@ -76,16 +76,17 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
         yield path, value
 
 
-# What a config says that its defaults do not.
+# Where a config differs from its defaults.
 
 REQUIRED = "(required)"
-"""In place of a default that there is not."""
+"""What stands in place of the default of a field that has none."""
 
 
 def differing(config: Section) -> dict[str, tuple[Any, Any]]:
-    """The fields that are not at their defaults, by dotted path: the value and the default.
+    """Return value and default of the fields that are not at their defaults, by dotted path.
 
-    A section of another `type` than the default's is compared with the defaults of its own type, and named by it.
+    A section of another `type` than the default's is compared with the defaults of its own type; the type is listed,
+    too.
     """
     return dict(_differing(config, None, ""))
 

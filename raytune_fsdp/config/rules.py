@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def safe_name(value: str) -> str:
-    """A name that becomes part of a path: it must not be able to leave its directory."""
+    """Check a name that becomes part of a path: it must not lead out of its directory."""
     if not _NAME.fullmatch(value) or ".." in value:
         raise ValueError(
             "must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..' or '/'"
@@ -23,7 +23,7 @@ def safe_name(value: str) -> str:
 
 
 def run_name(value: str) -> str:
-    """The name of a run's directory. The data's cache is beside it, in `cache`."""
+    """Check the name of a run's directory. The data's cache is next to it, in `cache`."""
     if value == "cache":
         raise ValueError("'cache' is the directory of prepared data in run.storage; choose another name")
     return safe_name(value)
@@ -34,7 +34,7 @@ class CredentialsError(ValueError):
 
 
 def without_credentials(value: str) -> str:
-    """A path or URL without them: a config is written to the run directory and shown in messages."""
+    """Refuse a path or URL with credentials: a config is written to the run directory and shown in messages."""
     if holds_credentials(value):
         raise CredentialsError(
             "must not hold credentials, because it is written to the run directory: set them in the environment "
@@ -44,7 +44,7 @@ def without_credentials(value: str) -> str:
 
 
 def without_secret_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A map that goes into the `config.json` of checkpoints and exports."""
+    """Refuse secrets in a map that goes into the `config.json` of checkpoints and exports."""
     for name in find_secrets(values):
         raise CredentialsError(
             f"{name} looks like a secret, and would be written to the model's config.json: remove it"
@@ -53,21 +53,21 @@ def without_secret_values(values: dict[str, Any] | None) -> dict[str, Any] | Non
 
 
 def model_place(value: str) -> str:
-    """A directory, a hub name or a URL."""
+    """Check the place of a model: a directory, a hub name or a URL."""
     if not value.strip():
         raise ValueError("must not be empty: name a directory, a model on the hub, or leave it out")
     return without_credentials(value)
 
 
 def local_path(value: str) -> str:
-    """A path of a mounted file system. A URL would silently become a directory of that name."""
+    """Check a path on a mounted file system. A URL would silently become a directory of that name."""
     if not value or is_url(value) or "\0" in value:
         raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
     return value
 
 
 def checkpoint_place(value: str) -> str:
-    """A directory, or the URL of one in an object store."""
+    """Check the place of checkpoints: a directory, or the URL of one in an object store."""
     if not is_url(value):
         return local_path(value)
     if "?" in value or value.endswith("://"):
@@ -79,14 +79,14 @@ def checkpoint_place(value: str) -> str:
 
 
 def check_expression(field: str, value: Any) -> None:
-    """Refuse what is not a regular expression."""
+    """Check that a value is a regular expression."""
     try:
         re.compile(value)
     except re.error as error:
         raise ValueError(f"{field}: {value!r} is not a regular expression ({error}): correct it") from error
 
 
-# The one base of every config section.
+# The base of every config section.
 
 
 class Section(BaseModel):

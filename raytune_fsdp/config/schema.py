@@ -1,7 +1,7 @@
-"""Which values may stand where in the config, read from the pydantic models. Overrides, messages, help and docs all ask here.
+"""Which values are allowed where in the config, read from the pydantic models, for overrides, messages, help and docs.
 
-A `Place` is one position of the config (`optim.lr`, `data.train`, the items of `data.train`). Unions of sections are
-told apart by their field `type`; a place below such a union is the sum of what its members allow there.
+A `Place` is one position in the config (`optim.lr`, `data.train`, the items of `data.train`). The field `type`
+distinguishes the members of a union of sections; a place below such a union allows what any of its members allows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.text import Loc
 
 TAG = "type"
-"""The field that tells the members of a union of sections apart."""
+"""The field that distinguishes the members of a union of sections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Option:
 @dataclass(frozen=True, slots=True)
 class Place:
     options: tuple[Option, ...] = ()
-    """Empty: anything goes, as inside a free-form map."""
+    """Empty: anything is allowed, as inside a free-form map."""
 
     optional: bool = False
     default: Any = field(default=PydanticUndefined)
@@ -55,12 +55,12 @@ class Place:
 
     @property
     def mixed(self) -> bool:
-        """Whether something else than a section may stand here, too."""
+        """Whether a section and something other than a section are both allowed here."""
         return bool(self.sections) and len(self.sections) < len(self.options)
 
     @property
     def item(self) -> Place | None:
-        """What a list here holds; None if there cannot be a list."""
+        """The place of an item of a list here; None if no list is allowed."""
         for option in self.options:
             if get_origin(option.type) is list:
                 return place_of(get_args(option.type)[0])
@@ -68,13 +68,13 @@ class Place:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Words allowed here; for a union of sections none (they are the choices of its `type`)."""
+        """The words allowed here; none for a union of sections (they are the choices of its `type`)."""
         literals = (option.type for option in self.options if get_origin(option.type) is Literal)
         return tuple(dict.fromkeys(str(choice) for literal in literals for choice in get_args(literal)))
 
     @property
     def default_tag(self) -> str | None:
-        """The `type` of a union of sections whose map names none: that of the field's default."""
+        """The `type` of a union of sections whose map names no type: the type of the field's default."""
         return getattr(self.default, TAG, None)
 
     def allows(self, scalar: type) -> bool:
@@ -84,7 +84,7 @@ class Place:
         return tuple(dict.fromkeys(name for section in self.sections for name in section.model_fields))
 
     def child(self, name: str) -> Place | None:
-        """The place called `name` below this one; None if there is none."""
+        """Return the place called `name` below this one; None if there is none."""
         if self.sections:
             found = [place_of_field(s.model_fields[name]) for s in self.sections if name in s.model_fields]
             if found or self.item is None:
@@ -95,7 +95,7 @@ class Place:
         return ANYTHING if self.free else None
 
     def narrowed(self, values: Mapping[str, Any]) -> Place:
-        """Only the members of the union that `values[type]` names; all of them if it names none."""
+        """Return this place with only the members of the union that `values[type]` names; all if it names none."""
         named = [option for option in self.options if str(values.get(TAG)) in tags(option.type)]
         return Place(tuple(named), self.optional, self.default, self.doc) if named else self
 
@@ -115,7 +115,7 @@ def is_section(annotation: Any) -> bool:
 
 
 def tags(section: Any) -> tuple[str, ...]:
-    """The values of `type` that select this section; none for sections outside unions."""
+    """Return the values of `type` that select this section; none for sections outside unions."""
     if not is_section(section) or TAG not in section.model_fields:
         return ()
     return tuple(str(choice) for choice in get_args(section.model_fields[TAG].annotation))
@@ -139,7 +139,7 @@ def _options(annotation: Any, bounds: tuple[Any, ...]) -> Iterator[Option]:
         own = tuple(b for extra in extras for b in (extra.metadata if isinstance(extra, FieldInfo) else (extra,)))
         yield from _options(inner, bounds + own)
     elif origin in (Union, types.UnionType):
-        # The bounds of a field hold for every member; a member may have more (`Annotated[int, Field(ge=1)] | ...`).
+        # The bounds of a field apply to every member; a member may have more (`Annotated[int, Field(ge=1)] | ...`).
         for member in get_args(annotation):
             yield from _options(member, bounds)
     else:
@@ -156,25 +156,27 @@ def _sum(places: list[Place]) -> Place:
 # Every field of the config in words: for `--help`, the docs page and error messages.
 
 INDEX = "N"
-"""Stands for the index of a list item in the path of a field."""
+"""What stands for the index of a list item in the path of a field."""
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedField:
     path: str
-    """Dotted, with N for a list index."""
+    """The dotted path, with N for a list index."""
 
     type: str
     default: str
     doc: str
     only_with: tuple[str, ...] = ()
-    """For a field that not all members of a union have, or not all alike: the values of `type` that select those of
-    which this is said."""
+    """The values of `type` whose sections this describes, if the members of a union do not all have the field, or
+    describe it differently."""
 
 
 def describe(root: Place) -> list[DescribedField]:
-    """Every field below the root, in the order the sections are written in. One that means something else with another
-    `type` comes once for each meaning."""
+    """Return every field below the root, in the order in which the sections are written.
+
+    A field that means something else with another `type` comes once for each meaning.
+    """
     return list(_fields(root, ()))
 
 
@@ -194,7 +196,7 @@ def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
 
 
 def _meanings(place: Place, name: str) -> list[tuple[Place, list[type[Section]]]]:
-    """What the members of a union say of a field, and which of them say so: mostly all the same."""
+    """Return how the members of a union describe a field, and which of them do so: mostly all in the same way."""
     child = place.child(name)
     assert child is not None
     having = [section for section in place.sections if name in section.model_fields]
@@ -219,7 +221,7 @@ def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[Desc
 
 
 def _doc_of_tag(place: Place) -> str:
-    """The field `type` of a union: what each of its values means, from the docstring that each member has there."""
+    """Return what each value of a union's `type` means, from the docstring that each member has there."""
     infos = [(tags(section), section.model_fields[TAG].description or "") for section in place.sections]
     if len(infos) == 1:
         return " ".join(infos[0][1].split())
@@ -227,7 +229,7 @@ def _doc_of_tag(place: Place) -> str:
 
 
 def type_in_words(place: Place) -> str:
-    """The type of a place: `integer >= 1, or null`."""
+    """Return the type of a place in words, such as `integer >= 1, or null`."""
     if place.sections and not place.mixed:
         types = " | ".join(tag for section in place.sections for tag in tags(section))
         return f"a map with fields {', '.join(place.fields())}{f' (type: {types})' if types else ''}"
@@ -271,7 +273,7 @@ def _limits(found: tuple[Any, ...]) -> str:
 
 
 def _number(value: Any) -> str:
-    """A bound as a person would write it: 2**63, not 9223372036854775808."""
+    """Return a bound as a person would write it: 2**63, not 9223372036854775808."""
     if isinstance(value, int) and value > 2**20 and value & (value - 1) == 0:
         return f"2**{value.bit_length() - 1}"
     return f"{value}"
@@ -286,7 +288,7 @@ def default_in_words(place: Place) -> str:
 
 
 def help_text(root: Place, width: int = 80) -> str:
-    """All fields for a terminal: the flag, its type and default, what it means."""
+    """Return all fields for a terminal: the flag, its type and default, what it means."""
     lines: list[str] = []
     section = ""
     for entry in describe(root):

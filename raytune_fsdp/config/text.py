@@ -1,8 +1,8 @@
-"""YAML text to plain trees and back.
+"""Turn YAML text into plain trees and back.
 
-Differs from `yaml.safe_load` where that surprises people: `5e-5` is a number, a repeated key is refused, keys are text,
-dates and `1:30` stay text, and every scalar keeps its spelling (`Plain`), because only the field it ends up in knows
-whether `2024` or `no` is a name.
+The rules differ from `yaml.safe_load` where that surprises people: `5e-5` is a number, a repeated key is refused, keys
+are text, dates and `1:30` stay text, and every scalar keeps its spelling (`Plain`), because only the field it ends up
+in knows whether `2024` or `no` is a name.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _FLOAT = re.compile(
 )
 _BOOL = re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
 _NULL = re.compile(r"~|null|Null|NULL|")
-# Line breaks to PyYAML, but not to a person.
+# Line breaks for PyYAML, but not for a person.
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 _MERGE = re.compile(r"<<")
 
-# Far above any config. Aliases of aliases make a billion values of a few lines, and a file may be a stranger's.
+# Far above any config. Aliases of aliases turn a few lines into a billion values, and a file may be a stranger's.
 _MAX_CHARS, _MAX_VALUES = 4_000_000, 100_000
 MAX_BYTES = 4 * _MAX_CHARS
-"""What a file that is read as YAML may have."""
+"""The most bytes of a file that is read as YAML."""
 _MAX_DIGITS = 4300
-"""Of an integer: Python prints no more."""
+"""The most digits of an integer: Python prints no more."""
 
 _RESOLVERS = {"bool": _BOOL, "int": _INT, "float": _FLOAT, "null": _NULL, "merge": _MERGE}
 _PREFIX = "tag:yaml.org,2002:"
@@ -51,7 +51,7 @@ class Plain:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # none of YAML's: ours are added below
+    yaml_implicit_resolvers: dict[str, Any] = {}  # without YAML's own: ours are added below
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -71,7 +71,8 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
             if key.tag == _PREFIX + "merge":
                 continue
-            # Keys are text, whatever they look like. YAML 1.1 would make `on:` the key True, and keep the last of two.
+            # Keys are text, whatever they look like. YAML 1.1 would make `on:` the key True, and keep the last of two
+            # equal keys.
             key.tag = _PREFIX + "str"
             line = key.start_mark.line + 1
             if key.value in seen:
@@ -82,13 +83,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that the YAML 1.1 rules or ours would read as something else."""
+    """Writes YAML, quoting every string that YAML 1.1 or our own rules would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # written out in full: `&id001` says nothing to a reader
+        return True  # values are written out in full: `&id001` means nothing to a reader
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        # In the other styles PyYAML writes Unicode's line breaks as they are and reads them back as spaces or `\n`.
+        # In other styles PyYAML writes Unicode's line breaks as they are, and reads them back as spaces or `\n`.
         style = '"' if _BREAKS.search(text) else None
         return self.represent_scalar(_PREFIX + "str", text, style=style)
 
@@ -131,7 +132,7 @@ for _kind, _pattern in _RESOLVERS.items():
 
 
 def parse(text: str) -> tuple[Any, dict[Loc, int]]:
-    """The tree of a YAML document, and the line of every value in it. Raises `yaml.YAMLError`."""
+    """Return the tree of a YAML document, and the line of every value in it. Raises `yaml.YAMLError`."""
     if len(text) > _MAX_CHARS:
         raise yaml.YAMLError(f"has more than {_MAX_CHARS:,} characters")
     loader = _Loader(text)
@@ -139,7 +140,7 @@ def parse(text: str) -> tuple[Any, dict[Loc, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        # Before anything is built: to build merges of merges takes as long as the values that they come to.
+        # Checked before anything is built: building merges of merges takes time for every value that they amount to.
         if _count(node, {}) > _MAX_VALUES:
             raise _too_many()
         # Deep, so that a map that contains itself is an error here instead of endless recursion later.
@@ -159,7 +160,10 @@ def _too_many() -> yaml.YAMLError:
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for, with those that aliases and merges repeat. `known`: of the nodes so far."""
+    """Return how many values a node stands for, with those that aliases and merges repeat.
+
+    `known`: these numbers for the nodes counted so far.
+    """
     if isinstance(node, yaml.ScalarNode):
         return 1
     found = known.get(id(node))
@@ -185,7 +189,7 @@ def _collect_lines(node: yaml.Node, path: Loc, lines: dict[Loc, int]) -> None:
 
 
 def scalar(text: str) -> Plain | str:
-    """One word of a command line, by the same rules as a plain scalar in the file. Never a map, a list or a comment."""
+    """Read one word of a command line like a plain scalar in a file. It is never a map, a list or a comment."""
     for kind, pattern in _RESOLVERS.items():
         if kind != "merge" and text and pattern.fullmatch(text):
             with suppress(ValueError):  # Python converts no more than 4300 digits; those are text
@@ -194,7 +198,7 @@ def scalar(text: str) -> Plain | str:
 
 
 def listed(text: str) -> list[Any] | None:
-    """The list that a text spells, such as `[a, b]`; None if it spells none, as `[ab]_proj` does."""
+    """Return the list that a text spells, such as `[a, b]`; None if it spells none, such as `[ab]_proj`."""
     if not (text.startswith("[") and text.endswith("]")):
         return None
     with suppress(yaml.YAMLError):
@@ -204,7 +208,7 @@ def listed(text: str) -> list[Any] | None:
 
 
 def spelled(tree: Any) -> Any:
-    """The tree with every `Plain` replaced by its value."""
+    """Return the tree with every `Plain` replaced by its value."""
     if isinstance(tree, Plain):
         return tree.value
     if isinstance(tree, dict):
@@ -219,7 +223,7 @@ def dump(tree: Any) -> str:
 
 
 def problem_line(error: yaml.YAMLError) -> str:
-    """A YAML error in one line, with the line number where it has one."""
+    """Return a YAML error in one line, with the line number if it has one."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or " ".join(str(error).split()))[:500]  # it may quote the whole file
     return f"line {mark.line + 1}: {problem}" if mark is not None else problem

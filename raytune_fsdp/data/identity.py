@@ -37,10 +37,9 @@ def identity_of_windows(
     order_version: int,
     functions: Sequence[RowFunction | None],
 ) -> dict[str, Any]:
-    """Return everything that decides the windows, by name.
+    """Return everything that decides the windows. `functions`: each dataset's user function, if its format has one.
 
-    Datasets appear by place, not by name: their order decides the windows, their names do not. `functions`: for each
-    dataset the user's function, if its format has one.
+    Datasets appear by place, not by name: their order decides the windows, their names do not.
     """
     files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {

@@ -1,7 +1,7 @@
 """What follows from a config, without torch and without looking at a file.
 
 plan.py         batches, lengths and mesh of a run
-division.py     samples into steps, micro-batches and data ranks
+division.py     divides samples into steps, micro-batches and data ranks
 cadence.py      after which steps something is due
 counts.py       what became of the rows
 step_counts.py  what a step counts, laid out for one sum over all ranks

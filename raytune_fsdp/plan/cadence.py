@@ -1,4 +1,4 @@
-"""After which steps something is due, the same on any number of ranks: every so many, or so many times an epoch."""
+"""After which steps something is due, the same on any number of ranks: every N steps, or N times an epoch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PartsOfEpochs:
-    """After the steps in which another part of an epoch has been consumed."""
+    """A cadence by parts of epochs: due after each step in which another part ends."""
 
     parts: int
-    """How many of them an epoch has."""
+    """How many parts an epoch has."""
     ends: tuple[int, ...]
-    """The packed samples up to the end of each epoch; of a single one, all are as long."""
+    """The packed samples up to the end of each epoch. If there is one number, all epochs are that long."""
     batch: int
     """Packed samples of a step."""
 
     @classmethod
     def of(cls, parts: int, epochs: tuple[int, ...], batch: int) -> PartsOfEpochs:
-        """`epochs`: the packed samples of each."""
+        """Make the cadence. `epochs`: the packed samples of each epoch."""
         return cls(parts, tuple(accumulate(epochs)), batch)
 
     def passed(self, step: int) -> int:
@@ -35,21 +35,21 @@ class PartsOfEpochs:
 
 
 Every = int | PartsOfEpochs
-"""Every so many steps, or parts of epochs."""
+"""A cadence: every N steps, or by parts of epochs."""
 
 
 def passed(step: int, every: Every) -> int:
-    """How many of these places a run has come to or passed after this step."""
+    """Return how often something with this cadence has been due up to this step."""
     return step // every if isinstance(every, int) else every.passed(step)
 
 
 def due(step: int, every: Every) -> bool:
-    """Whether something with this cadence is due after this step."""
+    """Return whether something with this cadence is due after this step."""
     return passed(step, every) > passed(step - 1, every)
 
 
 def is_multiple(every: Every, of: Every) -> bool:
-    """Whether, whenever the one is due, the other is, too."""
+    """Return whether `of` is due whenever `every` is."""
     if isinstance(every, int) and isinstance(of, int):
         return every % of == 0
     if isinstance(every, PartsOfEpochs) and isinstance(of, PartsOfEpochs):
@@ -58,12 +58,12 @@ def is_multiple(every: Every, of: Every) -> bool:
 
 
 def in_words(every: Every) -> str:
-    """After `saved `."""
+    """Return the cadence as words that follow a verb, such as `saved`."""
     if isinstance(every, int):
         return f"every {every:,} steps"
     return "once per epoch" if every.parts == 1 else f"{every.parts:,} times per epoch"
 
 
 def to_json(every: Every) -> Any:
-    """For plan.json."""
+    """Return the cadence as it is written to plan.json."""
     return every if isinstance(every, int) else {"per_epoch": every.parts}

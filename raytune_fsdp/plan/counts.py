@@ -19,11 +19,11 @@ class DatasetCount:
     tokens: int = 0
     target_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """Rows that did not become one, by reason."""
+    """Rows that did not become a document, by reason."""
     truncated: int = 0
     """Documents that were cut off at `seq_len`."""
     cut: int = 0
-    """Additional pieces that documents were cut into, to go on in another sample."""
+    """Additional pieces that documents were cut into, to continue in another sample."""
     without_targets: int = 0
     """Pieces of cut documents in which no token is trained on. They take room and teach nothing."""
     lengths: dict[int, int] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Census:
 
     # A Fraction, because in floating point ceil(0.07 * 100) is 8.
     def samples_in(self, epochs: Fraction) -> int:
-        """Packed samples in a run of `epochs` epochs, rounded up."""
+        """Return the packed samples in a run of `epochs` epochs, rounded up."""
         if len(self.epochs) == 1:
             return math.ceil(epochs * self.epochs[0])
         whole = min(math.floor(epochs), len(self.epochs))
@@ -128,13 +128,13 @@ class Census:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the packed positions that hold a token; the rest is padding."""
+        """The fraction of packed positions that hold a token; the rest is padding."""
         samples = sum(self.epochs)
         return self.tokens / (samples * self.seq_len) if samples else 0.0
 
     @property
     def total(self) -> DatasetCount:
-        """All datasets together."""
+        """The counts of all datasets together."""
         total = DatasetCount()
         for count in self.datasets:
             total.add(count)

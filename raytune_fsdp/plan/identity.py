@@ -19,15 +19,15 @@ from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config.rules import Section
 
 ABSENT: dict[str, Any] = {
-    # A dataset of which all rows are used.
+    # All rows of the dataset are used.
     "datasets.rows": None,
     "datasets.held_out": None,
     "datasets.only": None,
     "datasets.without": None,
-    # Read under version 4 of the order only, which a run has where there is such a column.
+    # Read only under version 4 of the order, which a run has if there is such a column.
     "format.chat.system": "system",
     "format.python.then.chat.system": "system",
-    # Never named: it decides what is said, not what is read.
+    # Never named: it decides what is warned of, not what is read.
     **{f"format.{kind}.ignore": [] for kind in ("chat", "instruction", "completion", "tokens", "template")},
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
@@ -45,27 +45,27 @@ ABSENT: dict[str, Any] = {
     "optim.optimizer.adamw.moments": "as_weights",
     "optim.stochastic_rounding": False,
     "optim.groups": [],
-    # The one that comes with the precision.
+    # The type that comes with the precision.
     "parallel.reduce_dtype": "auto",
 }
 """The meaning of a key's absence, by its path: `<section>.<field>`, or `<section>.<type>.<field>` where a section has a
 `type`, as in `optim.<field>`, `optim.schedule.<type>.<field>`, `optim.optimizer.<type>.<field>`,
 `method.<type>.<field>`, `format.<type>.<field>`.
-Fields that identities have named since their section exists are not here, and `type` itself is always named."""
+Fields that identities have named for as long as their section has existed are not here; `type` is always named."""
 
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
 
 
 def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """The entries of an identity for a section of the config, without `exclude`, in it and in the sections in it."""
+    """Return the entries of an identity for a section of the config; `exclude` also holds for sections inside it."""
     values = section.model_dump()
     place = f"{path}.{values['type']}" if "type" in values else path
     entries: dict[str, Any] = {}
     for key, value in values.items():
         inner = getattr(section, key)
         entry = named(f"{place}.{key}", inner, exclude=exclude) if isinstance(inner, Section) else value
-        # Never the type: two formats would have the same identity, and with it each other's windows from the cache.
+        # Never leave out the type: two formats would have the same identity, and so each other's cached windows.
         absent = ABSENT.get(f"{place}.{key}", _ALWAYS_NAMED) if key != "type" else _ALWAYS_NAMED
         if key not in exclude and entry != absent:
             entries[key] = entry
@@ -80,13 +80,13 @@ def check_identity(
     files_before: Mapping[str, Sequence[str]],
     files_now: Mapping[str, Sequence[str]],
 ) -> None:
-    """Refuse to continue a run as another one, naming every difference. Files are names by key, for the message."""
+    """Refuse to continue a run as another one, naming every difference. `files_*`: names by key, for the message."""
     for key, what in _VERSIONS.items():
         if before.get(key) != now.get(key):
             raise ResumeError(
                 f"{where}: this run was begun with version {before.get(key, 1)} of {what}, and this raytune_fsdp makes "
                 f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
-                "raytune_fsdp that began it, or start anew under another run.name"
+                "raytune_fsdp that began it, or start from scratch under another run.name"
             )
     differences = [
         f"{key}: {changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
@@ -111,7 +111,7 @@ def _short(value: Any) -> str:
 def changed_files(
     before: Sequence[str] | None, now: Sequence[str] | None, old_names: Sequence[str], new_names: Sequence[str]
 ) -> str:
-    """Which files were added, removed or changed, from their hashes and names."""
+    """Return in words which files were added, removed or changed, from their hashes and names."""
     old, new = dict(zip(old_names, before or (), strict=False)), dict(zip(new_names, now or (), strict=False))
     found = {
         "changed": [name for name in new if name in old and old[name] != new[name]],

@@ -1,7 +1,7 @@
 """What follows from a config: batches, lengths, mesh. Pure, frozen, without torch; reads no path and no environment.
 
-`resolve(config, world, census)` is called on a laptop by `raytune-fsdp plan` and on every rank by the launcher, and
-gives the same answer in both places. Only `Plan.layout`, and with it `Plan.division.data_ranks`, depends on the world.
+`raytune-fsdp plan` calls `resolve(config, world, census)` on a laptop, and the launcher calls it on every rank: both
+get the same answer. Only `Plan.layout`, and with it `Plan.division.data_ranks`, depends on the world size.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ class Layout:
 
     world: int
     data_ranks: int
-    """Groups of ranks that get blocks of their own."""
+    """Groups of ranks that get micro-batches of their own."""
     replicas: int
     """Ranks that hold the same shard."""
     shard_size: int
-    """Ranks over which one copy of the model is sharded; or, where `tensor` divides it, each of its parts."""
+    """Ranks over which one copy of the model is sharded; if `tensor` divides the model, each of its parts."""
     sequence: int = 1
-    """Ranks that have each a part of the tokens of a block. They follow one another, so that they are mostly on one
-    node."""
+    """Ranks that each have a part of a micro-batch's tokens. Their numbers follow one another, so that they are mostly
+    on one node."""
     tensor: int = 1
-    """Ranks that have each a part of every layer, and compute a block together. They are next to each other."""
+    """Ranks that each have a part of every layer and compute a micro-batch together. They have neighbouring numbers."""
 
     @property
     def together(self) -> int:
-        """Ranks that compute the same blocks."""
+        """The number of ranks that compute the same micro-batches."""
         return self.sequence * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Whose blocks a rank computes."""
+        """Return the data rank whose micro-batches a rank computes."""
         return rank // self.together
 
     def member(self, rank: int) -> int:
-        """Which part of the tokens of its blocks a rank has."""
+        """Return which part of its micro-batches' tokens a rank has."""
         return rank // self.tensor % self.sequence
 
     def counts(self, rank: int) -> bool:
-        """Whether this rank's results count: of those that compute the same tokens, the first one's do."""
+        """Return whether this rank's results count: it is the first of those that compute the same tokens."""
         return rank % self.tensor == 0
 
 
 ALONE = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
-"""One rank."""
+"""The layout of a single rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Plan:
     """Everything derived from the config."""
 
     division: Division
-    """How the samples are divided into steps, blocks and ranks."""
+    """How the samples are divided into steps, micro-batches and ranks."""
     steps: int
     """Optimizer steps of the whole run."""
     samples_per_epoch: int | None
@@ -77,24 +77,24 @@ class Plan:
     log_every: int
     eval_every: Every
     save_every: Every
-    """When a checkpoint is due whatever the clock says. Those by the clock are no part of the plan."""
+    """When a checkpoint is due, whatever the clock says. Checkpoints by the clock are not part of the plan."""
     layout: Layout
     datasets: int
     """How many datasets are trained on."""
     export_every: Every | None = None
-    """None: only the end is exported."""
+    """When the model is exported during training; None: only at the end."""
 
     def due(self, step: int, every: Every) -> bool:
-        """Whether something with this cadence is due after this step. After the last step everything is."""
+        """Return whether something with this cadence is due after this step. After the last step everything is."""
         return due(step, every) or step == self.steps
 
     @property
     def saves(self) -> int:
-        """How many checkpoints are due, that of the last step included."""
+        """How many checkpoints are due, including that of the last step."""
         return passed(self.steps - 1, self.save_every) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that does not depend on the world size, as plain data for plan.json."""
+        """Return everything that does not depend on the world size, as plain data for plan.json."""
         return {
             "global_batch": self.division.global_batch,
             "micro_batch": self.division.micro_batch,
@@ -110,7 +110,7 @@ class Plan:
         }
 
     def spread(self) -> dict[str, int]:
-        """Everything that depends on the world size, as plain data for events and for `raytune-fsdp plan`."""
+        """Return everything that depends on the world size, as plain data for events and `raytune-fsdp plan`."""
         return {
             "world": self.layout.world,
             "replicas": self.layout.replicas,
@@ -125,7 +125,7 @@ class Plan:
 def resolve(
     config: FinetuneConfig, world: int, census: Census | None = None, *, planned_schedule: int | None = None
 ) -> Plan:
-    """The plan of `config` on `world` ranks.
+    """Return the plan of `config` on `world` ranks.
 
     `census` is needed if the length is given in epochs. `planned_schedule` is the schedule's length in the run's
     checkpoint: a run that is extended keeps it unless `optim.schedule_steps` sets another.
@@ -165,7 +165,7 @@ def resolve(
 
 
 def _cadences(config: FinetuneConfig, steps: int, census: Census | None) -> dict[str, Every]:
-    """When a run of so many steps is measured, saved and exported."""
+    """Return when a run of `steps` steps is measured, saved and exported."""
 
     def every(field: str, chosen: int | PerEpoch | SaveEvery) -> Every:
         if isinstance(chosen, int):
@@ -192,9 +192,9 @@ def _cadences(config: FinetuneConfig, steps: int, census: Census | None) -> dict
 
 
 def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
-    """The numbers of ranks that the run may have, from the least to the largest; ConfigError if there is none.
+    """Return the numbers of ranks that the run may have, ascending; ConfigError if there is none.
 
-    `hardware`: what `cluster.workers: auto` stands for. None: not known yet, so that it is the least number.
+    `hardware`: what `cluster.workers: auto` stands for. None: not known yet, and the least number is taken.
     """
     workers = config.cluster.workers
     if not isinstance(workers, Between):
@@ -226,7 +226,7 @@ def _other_way(config: FinetuneConfig, step: int) -> str:
 
 
 def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
-    """Those of them that a mesh allows whose axes have sizes."""
+    """Return those of these numbers of ranks that the config's mesh allows."""
     found = []
     for world in sizes:
         with suppress(ConfigError):
@@ -235,7 +235,7 @@ def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def least_ranks(config: FinetuneConfig) -> int:
-    """The least number of ranks; every other is a multiple of it."""
+    """Return the least number of ranks; every other is a multiple of it."""
     parallel, mesh = config.parallel, config.parallel.mesh
     shard = parallel.shard_size if parallel.strategy == "hybrid_shard" else None
     return (shard or (mesh.shard or 1) * mesh.together) * (mesh.replicate or 1)
@@ -252,7 +252,7 @@ def _why_step(config: FinetuneConfig) -> str:
 
 
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
-    """The mesh for this world size; ConfigError if there is none. Needs no census."""
+    """Return the layout for this world size; ConfigError if there is none. Needs no census."""
     parallel, mesh = config.parallel, config.parallel.mesh
     _check_divides(config, world)
     _check_blocks(config, world)
@@ -271,7 +271,7 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
         sequence=mesh.sequence,
         tensor=mesh.tensor,
     )
-    # Ranks with parts of a block hold shards like any other ranks, or each a whole copy.
+    # Ranks with parts of a micro-batch hold shards like any other ranks, or a whole copy each.
     shard = max(1, shard_size // mesh.sequence)
     for axis, asked, found in (
         ("shard", mesh.shard, shard),
@@ -286,7 +286,7 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
 
 
 def _check_divides(config: FinetuneConfig, world: int) -> None:
-    """Whether groups of ranks that compute the same samples fill the world."""
+    """Check that groups of ranks that compute the same samples fill the world."""
     mesh = config.parallel.mesh
     if world % mesh.together == 0:
         return
@@ -304,7 +304,7 @@ def _check_divides(config: FinetuneConfig, world: int) -> None:
 
 
 def _shard_size(config: FinetuneConfig, world: int) -> int:
-    """How many ranks share one copy of the model with hybrid_shard."""
+    """Return how many ranks share one copy of the model with hybrid_shard."""
     parallel, mesh = config.parallel, config.parallel.mesh
     if parallel.shard_size is not None:
         field, size = "parallel.shard_size", parallel.shard_size
@@ -320,24 +320,25 @@ def _shard_size(config: FinetuneConfig, world: int) -> int:
 
 
 def _blocks(config: FinetuneConfig) -> int:
-    """Of a step: no more ranks than that have something to do."""
+    """Return the micro-batches of a step: no more data ranks than these have something to do."""
     return config.train.global_batch // config.train.micro_batch
 
 
 def _check_blocks(config: FinetuneConfig, world: int) -> None:
-    train, blocks, together = config.train, _blocks(config), config.parallel.mesh.together
+    train, micro_batches, together = config.train, _blocks(config), config.parallel.mesh.together
     data_ranks = world // together
-    if blocks < data_ranks:
+    if micro_batches < data_ranks:
         shared = f" in groups of {together}" if together > 1 else ""
         raise ConfigError(
-            f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {blocks} block(s) "
-            f"per step for {world} ranks{shared}, so some would always idle: use at most {blocks * together} rank(s), "
-            f"a global_batch of at least {data_ranks * train.micro_batch}, or a smaller micro_batch"
+            f"train.global_batch={train.global_batch} and train.micro_batch={train.micro_batch} make {micro_batches} "
+            f"micro-batch(es) per step for {world} ranks{shared}, so some would always idle: use at most "
+            f"{micro_batches * together} rank(s), a global_batch of at least {data_ranks * train.micro_batch}, or a "
+            "smaller micro_batch"
         )
 
 
 def _length(config: FinetuneConfig, census: Census | None) -> tuple[int, int | None]:
-    """Optimizer steps of the run, and its packed samples if they are counted."""
+    """Return the optimizer steps of the run, and its packed samples if they are counted."""
     train = config.train
     if train.max_steps is not None:
         return train.max_steps, None

@@ -3,8 +3,8 @@
 <run.storage>/<run.name>/
   config.yaml, plan.json       the config of the last attempt; what follows from it
   data.json                    what became of the rows, if they were counted before training (counts.py)
-  metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged as attempt N found it, if it was broken
-  evaluations.jsonl            what was measured beside training: the driver's, in the order of the steps
+  metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged: as attempt N found it, if it was broken
+  evaluations.jsonl            what evaluations outside the ranks measured, in the order of the steps (the driver's)
   documents/attempt-N.jsonl    the loss of every document (tracking.documents)
   checkpoints/                 or elsewhere; then the file checkpoints_at names the place
   model/                       config and tokenizer: everything an export needs besides the weights
@@ -13,10 +13,10 @@
   report/index.html, loss.png  the run on a page; the loss curve
   profile/                     traces and tables of the steps in profile.steps; what held the memory when it ran out
   mlflow_run_id                the run's id in MLflow
-  wandb_run_id, wandb/         its id in Weights & Biases, and how far it is there; what its library spools
+  wandb_run_id, wandb/         its id in Weights & Biases, and how much has been sent; what its library spools
   tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
-  begins_as.json               of a run that an audit begins again: how the one that it repeats was begun
+  begins_as.json               in a run by which an audit repeats another one: how that one was begun
   checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
 <run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
@@ -50,7 +50,7 @@ MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
 MARK_FILE = "places.json"
-"""In MODEL_FILES: the places outside of the run that its files name, with the marks of those who chose them."""
+"""In MODEL_FILES: the places outside of the run that its files name, with the marks of the users who chose them."""
 CHECKPOINTS = "checkpoints"
 REPORT = "report"
 TENSORBOARD = "tensorboard"
@@ -60,10 +60,10 @@ _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 _FILES = (CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, _CHECKPOINTS_AT)
 _LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents": 1, "exports": 1, "logs": 2,
            "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
-"""The directories of a run, and to what depth names in them are ours. What lies in an export is compared with its mark,
-and what wandb's library spools has links of its own."""
+"""The directories of a run, and to what depth names in them are ours. The content of an export is compared with its
+mark, and what wandb's library spools has links of its own."""
 _OF_RAY = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
-"""What Ray Train writes into a run."""
+"""The files that Ray Train writes into a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RunDir:
 
     @classmethod
     def of(cls, config: FinetuneConfig) -> RunDir:
-        """Where the run of this config is, or will be."""
+        """Return where the run of this config is, or will be."""
         path = storage_of(config) / config.run.name
         place = config.checkpoint.storage
         if place is None:
@@ -150,8 +150,10 @@ class RunDir:
 
     @property
     def private(self) -> tuple[Path, ...]:
-        """What says how the run was made, and what went through it: others than owner and group cannot read it. Not
-        what people pass on and serve: model, exports and checkpoints."""
+        """What tells how the run was made and what went through it: only owner and group may read it.
+
+        Model, exports and checkpoints are left out: people pass them on and serve them.
+        """
         own = (self.path / name for name in (*_FILES, REPORT, "documents", "logs", "wandb"))
         return (
             *own,
@@ -169,24 +171,26 @@ class RunDir:
 
 
 def storage_of(config: FinetuneConfig) -> Path:
-    """The directory of all runs, with `~` and relative paths resolved as this process sees them."""
+    """Return the directory of all runs, with `~` and relative paths resolved as this process sees them."""
     return _absolute(config.run.storage)
 
 
 def cache_of(config: FinetuneConfig) -> Path:
-    """The directory of prepared rows and windows."""
+    """Return the directory of prepared rows and windows."""
     return _absolute(config.data.cache.path) if config.data.cache.path else storage_of(config) / "cache"
 
 
 def check_links(run_dir: Path) -> None:
-    """Refuse a run that has a link where a file or a directory of its own belongs: what is written or removed there
-    would be elsewhere. The run directory itself, and what is above it, may be links."""
+    """Refuse a run that has a link where a file or a directory of its own belongs.
+
+    What is written or removed there would be elsewhere. The run directory itself, and those above it, may be links.
+    """
     for link in _links_in(run_dir):
         raise ResumeError(_refused_link(link, run_dir))
 
 
 def check_links_beside(checkpoints: str) -> None:
-    """The same where the checkpoints are, if that is not in the run's directory."""
+    """Refuse links among a run's checkpoints, if these are not in the run's directory."""
     place, model = Path(checkpoints), Path(checkpoints).parent / MODEL_FILES
     for link in (place, model, *_links_below(place, 1), *_links_below(model, 2)):
         if link.is_symlink():
@@ -222,7 +226,7 @@ def _refused_link(link: Path, run_dir: Path) -> str:
     if link != run_dir / CHECKPOINTS:
         return f"{said}: if that directory is the run's own, {moved} brings it back; if not, remove the link"
     name = run_dir.name
-    # Not the directory that is moved: it cannot be moved into itself.
+    # Not the directory that is moved, which cannot be moved into itself.
     storage = target.parent if target.name != name else target.parent / CHECKPOINTS
     if target.name == CHECKPOINTS and target.parent.name == name:
         storage, move = target.parent.parent, f"rm {here}"
@@ -236,7 +240,7 @@ def _refused_link(link: Path, run_dir: Path) -> str:
 
 
 def checkpoints_of(run_dir: Path) -> str:
-    """The directory or URL of an existing run's checkpoints: `checkpoints_at`, if it has one."""
+    """Return the directory or URL of an existing run's checkpoints: what `checkpoints_at` names, if it exists."""
     check_links(run_dir)
     file = run_dir / _CHECKPOINTS_AT
     try:
@@ -253,39 +257,39 @@ def checkpoints_of(run_dir: Path) -> str:
 
 
 def checkpoints_below(url: str) -> str:
-    """The same for a run named by the URL above its checkpoints."""
+    """Return the URL of the checkpoints of a run that is named by the URL above them."""
     return f"{url}/{CHECKPOINTS}"
 
 
 def report_of(run_dir: Path) -> Path:
-    """The page about an existing run."""
+    """Return the path of the page about an existing run."""
     return run_dir / REPORT / "index.html"
 
 
 def curve_of(run_dir: Path) -> Path:
-    """The picture of its loss."""
+    """Return the path of the picture of an existing run's loss."""
     return run_dir / REPORT / "loss.png"
 
 
 def names_checkpoints(path: Path) -> bool:
-    """Whether this directory says that its checkpoints are elsewhere."""
+    """Return whether this directory says that its checkpoints are elsewhere."""
     return os.path.lexists(path / _CHECKPOINTS_AT)
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is a run directory."""
+    """Return whether this is a run directory."""
     return (path / PLAN_FILE).is_file()
 
 
 def is_place_of_exports(path: Path) -> bool:
-    """Whether a run exports to this path: `export/` of a run directory, or a directory in its `exports/`."""
+    """Return whether a run exports to this path: `export/` of a run directory, or a directory in its `exports/`."""
     return (path.name == "export" and is_run(path.parent)) or (
         path.parent.name == "exports" and is_run(path.parent.parent)
     )
 
 
 def mlflow_database(storage: Path) -> tuple[str, str]:
-    """Tracking URI and artifact root of the SQLite file in a storage directory."""
+    """Return tracking URI and artifact root of the SQLite file in a storage directory."""
     storage = storage.resolve()
     return f"sqlite:///{storage / 'mlflow.db'}", str(storage / "mlartifacts")
 

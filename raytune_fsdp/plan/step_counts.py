@@ -1,4 +1,4 @@
-"""What a step counts, laid out so that one sum over all ranks brings it together."""
+"""What a step counts, laid out so that one sum over all ranks gives the global batch's counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepCounts:
     attended_pairs: int
     windows_built: int
     cursor: Cursor
-    """The sample after the step's last one."""
+    """The place of the sample after the step's last one."""
     sample_ids: tuple[int, ...]
     by_dataset: tuple[int, ...]
     """The target tokens of each dataset."""
@@ -34,31 +34,31 @@ class StepCounts:
     def pack(
         step: int, blocks: Sequence[MicroBatch], windows_built: int, division: Division, datasets: int
     ) -> list[int]:
-        """This rank's share: the sum over all ranks is the global batch's.
+        """Pack this rank's share: the sum over all ranks is the global batch's.
 
-        Each rank writes the ids of its own blocks in their places and leaves zeros elsewhere; the cursor comes from the
-        rank that has the step's last block.
+        Each rank writes the ids of its own micro-batches in their places and leaves zeros elsewhere; the cursor comes
+        from the rank that has the step's last micro-batch.
         """
         first_dataset = _FIRST_ID + division.global_batch
         counts = [0] * (first_dataset + datasets)
         counts[3] = windows_built
         last = len(division.block_sizes(step)) - 1
-        for block in blocks:
-            counts[0] += block.target_tokens
-            counts[1] += block.tokens
-            counts[2] += block.attended_pairs
-            for dataset, many in enumerate(block.targets.by_dataset):
+        for each in blocks:
+            counts[0] += each.target_tokens
+            counts[1] += each.tokens
+            counts[2] += each.attended_pairs
+            for dataset, many in enumerate(each.targets.by_dataset):
                 counts[first_dataset + dataset] += many
-            if block.index == last:
-                counts[4:_FIRST_ID] = [block.after.epoch, block.after.window, block.after.index]
-            if not block.is_filler:
-                first = _FIRST_ID + block.index * division.micro_batch
-                counts[first : first + len(block.sample_ids)] = block.sample_ids
+            if each.index == last:
+                counts[4:_FIRST_ID] = [each.after.epoch, each.after.window, each.after.index]
+            if not each.is_filler:
+                first = _FIRST_ID + each.index * division.micro_batch
+                counts[first : first + len(each.sample_ids)] = each.sample_ids
         return counts
 
     @classmethod
     def unpack(cls, counts: Sequence[int], step: int, division: Division) -> StepCounts:
-        """The global batch's counts, from the sum over all ranks."""
+        """Return the global batch's counts, from the sum over all ranks."""
         targets, tokens, pairs, built, epoch, window, index = counts[:_FIRST_ID]
         return cls(
             target_tokens=targets,
@@ -72,5 +72,5 @@ class StepCounts:
 
 
 def digest_of(sample_ids: Sequence[int]) -> str:
-    """The samples of a step as one hash: two steps that share it have trained on the same ones in the same order."""
+    """Return the samples of a step as one hash: steps with the same hash have the same samples in the same order."""
     return xxhash.xxh3_64_hexdigest(np.array(sample_ids, dtype="<i8").tobytes())

@@ -71,7 +71,14 @@ def test_a_batch_that_leaves_ranks_idle_is_refused() -> None:
     with pytest.raises(ConfigError) as failure:
         resolve(config(), 9)
     message = str(failure.value)
-    for part in ("train.global_batch=16", "train.micro_batch=2", "8 block(s)", "9 ranks", "at most 8", "at least 18"):
+    for part in (
+        "train.global_batch=16",
+        "train.micro_batch=2",
+        "8 micro-batch(es)",
+        "9 ranks",
+        "at most 8",
+        "at least 18",
+    ):
         assert part in message
 
 

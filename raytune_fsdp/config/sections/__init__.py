@@ -1,10 +1,10 @@
-"""The sections of a config, a file each.
+"""The sections of a config, one file for each.
 
 run.py         what a run is called, where it lives; steps to look at closely
 model.py       which network, which weights, which tokenizer
 data.py        which rows, in which mixture and order; formats.py: how a row becomes a document
 method.py      which weights are trained
-optim.py       the learning rate over time, clipping; optimizers.py: what moves the weights
+optim.py       the learning rate over time, clipping; optimizers.py: the optimizers
 train.py       how much is trained, in which batches, on which loss
 parallel.py    how the model is spread over the ranks, and in which precision it computes
 checkpoint.py  when a run is saved, and how much of it is kept

@@ -12,21 +12,21 @@ from raytune_fsdp.config.rules import Section, checkpoint_place
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=1)] | Literal["auto"] | SaveEvery | None = "auto"
-    """Steps between two checkpoints. `auto`: by the clock, so that a crash loses little: the first one within ten minutes of training, the others within thirty, later if saving would take more than 2 % of the time. `{minutes: 20}`: by the clock, in other intervals. Checkpoints by the clock are for a crash only: the newest one is kept, as long as there is no newer one of another kind, and nothing is measured or exported from it. The two newest are kept while the run has no other kind and storage has room for two more. Besides them `auto` saves where `keep_best` or `eval.where: task` need a checkpoint, and at the end. `{per_epoch: 4}`: four times in every pass over the data (needs `train.epochs`). Null: only at the end, so a crash loses all that was trained."""
+    """Steps between two checkpoints. `auto`: by the clock, so that a crash loses little: the first one within ten minutes of training, the others within thirty, later if saving would take more than 2 % of the time. `{minutes: 20}`: by the clock, in other intervals. Checkpoints by the clock are for a crash only: the newest one is kept until there is a newer one of another kind, and nothing is measured or exported from it. The two newest are kept while the run has no other kind and storage has room for two more. Besides these, `auto` saves where `keep_best` or `eval.where: task` needs a checkpoint, and at the end. `{per_epoch: 4}`: four times in every pass over the data (needs `train.epochs`). Null: only at the end, so a crash loses all that was trained."""
 
     storage: Annotated[str, AfterValidator(checkpoint_place)] | None = None
     """Where checkpoints are kept instead of the run directory: a directory that all machines share, `s3://bucket/path`, `gs://…`, or any other URL that fsspec opens. They go to `<storage>/<run.name>/checkpoints`; every rank reads and writes its own part there."""
 
     asynchronous: bool = True
-    """Write checkpoints while training goes on: it waits only until its state has been copied to host memory, which must have room for the copy. `false` waits for the storage, and needs no memory."""
+    """Write checkpoints while training goes on: it waits only until its state has been copied to host memory, which must have room for the copy. `false`: training waits for the storage, and needs no memory for a copy."""
 
     timeout_minutes: float = Field(default=30.0, gt=0)
     """Minutes after which an unfinished checkpoint is given up. Training goes on, and the next one is tried."""
 
     verify: Literal["hashes", "sizes"] = "hashes"
-    """What is compared with the manifest before a run continues from a checkpoint. `hashes`: the content of every file, which all ranks read together. `sizes`: only the sizes."""
+    """What is compared with the manifest before a run continues from a checkpoint. `hashes`: the content of every file; the ranks share the reading. `sizes`: only the sizes."""
 
-    # Two at least: if the newest is damaged, the run goes back to the one before.
+    # At least two: if the newest is damaged, the run goes back to the one before.
     keep_last: int | None = Field(default=2, ge=2)
     """How many of the newest checkpoints are kept. Older ones are deleted once a newer one is complete. Null: all are kept."""
 

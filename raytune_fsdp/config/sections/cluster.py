@@ -10,17 +10,17 @@ from raytune_fsdp.config.recorded import filled_from_environment
 from raytune_fsdp.config.rules import Section
 
 SPOT_NOTICE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
-"""How long before it takes a machine away a cloud says so."""
+"""How long in advance a cloud announces that it takes a machine away."""
 
 
 class Between(Section):
     """A number of ranks that may change during the run."""
 
     min: int = Field(ge=1)
-    """Ranks without which the run waits."""
+    """The fewest ranks: with fewer, the run waits."""
 
     max: int = Field(ge=1)
-    """Ranks that it has if the cluster has room for them."""
+    """The most ranks, which the run has if the cluster has room for them."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -31,10 +31,10 @@ class Between(Section):
 
 class ClusterConfig(Section):
     launch: Literal["auto", "ray", "local"] = "auto"
-    """`ray`: on the Ray cluster that this process belongs to (`ray job submit`), that RAY_ADDRESS names or that `ray start` started here; if there is none, on one that is started on this machine for the run. `local`: processes on this machine, without Ray. `auto`: `local` under torchrun or where Ray is not installed, else `ray`."""
+    """`ray`: run on the Ray cluster that this process belongs to (`ray job submit`), that RAY_ADDRESS names or that `ray start` started here; if there is none, on one that is started on this machine for the run. `local`: run as processes on this machine, without Ray. `auto`: `local` under torchrun or where Ray is not installed, else `ray`."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] | Between = "auto"
-    """Number of ranks. `auto`: one for each GPU of the cluster that others do not hold (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts. `{min: 2, max: 8}` (Ray): as many as there is room for; when nodes are lost or added the run goes on with fewer or more, and learns the same."""
+    """Number of ranks. `auto`: one for each GPU of the cluster that others do not hold (with `launch: local`: of this machine), or one if there is no GPU. Under torchrun, torchrun's world size counts. `{min: 2, max: 8}` (Ray): as many as there is room for; when nodes are lost or added, the run goes on with fewer or more ranks, and learns the same."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if there is a GPU for every worker, or if `gpus_per_worker` or `accelerator_type` asks for one; else the CPU, and with too few GPUs the run says so."""
@@ -61,16 +61,16 @@ class ClusterConfig(Section):
     """Ray: how many crashes of workers are answered with a new attempt from the newest checkpoint before the run fails. -1: no limit."""
 
     start_seconds: float = Field(default=120.0, gt=0)
-    """Ray: seconds that a Ray started for this run may take to start. On a very busy machine it needs more; Ray's own limit of 30 s then ends single tries."""
+    """Ray: seconds that a Ray started for this run may take to start. A very busy machine needs more; Ray's own limit of 30 s then ends single tries."""
 
     collective_minutes: float = Field(default=30.0, gt=0)
-    """Minutes after which a rank that waits for others in a collective gives up: this catches ranks that hang, while those that die are noticed at once. Longer than the slowest start of a rank takes."""
+    """Minutes after which a rank that waits for others in a collective gives up. This catches ranks that hang; ranks that die are noticed at once. It must be longer than the slowest start of a rank takes."""
 
     hang_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. By default 20 times as long as a step takes, and 5 at least. It comes into force with the second step of an attempt; `start_hang_minutes` is for what comes before."""
+    """Ray: minutes without progress in training, evaluation or a save after which the stacks of all ranks are written to `logs/attempt-N/stacks` and another attempt begins. Default: 20 times as long as a step takes, but at least 5 minutes. It applies from the second step of an attempt on; before that, `start_hang_minutes` applies."""
 
     start_hang_minutes: float = Field(default=10.0, gt=0)
-    """Ray: the same between the start of the ranks and their second step: minutes in which no rank reads anything, reaches another phase, or gets on with weights, a download, a compilation or a step. However long those take, as long as one rank gets on. Meanwhile a line a minute names the ranks that are waited for."""
+    """Ray: minutes without progress, between the start of the ranks and their second step, after which the stacks are written and another attempt begins. Progress is any rank that reads something, reaches another phase, or advances with weights, a download, a compilation or a step, however long these take. Meanwhile a line per minute names the ranks that the others wait for."""
 
     spot_notice: Literal["aws", "gcp", "azure", "none"] = "none"
     """Ray: ask this cloud's metadata service on every node of the run whether the machine is about to be taken away (spot, preemptible). If it is, the node is drained: the run commits a checkpoint and goes on elsewhere. AWS gives two minutes, the others half a minute: if a save takes longer, the run says so after its first one."""
@@ -80,12 +80,12 @@ class ClusterConfig(Section):
 
     @property
     def fewest(self) -> int | None:
-        """The least number of ranks that the run may have. None: what the hardware says."""
+        """The least number of ranks that the run may have. None: the hardware decides."""
         return self.workers.min if isinstance(self.workers, Between) else self._number
 
     @property
     def most(self) -> int | None:
-        """The largest number of ranks that the run may have. None: what the hardware says."""
+        """The largest number of ranks that the run may have. None: the hardware decides."""
         return self.workers.max if isinstance(self.workers, Between) else self._number
 
     @property

@@ -11,19 +11,19 @@ from raytune_fsdp.config.rules import Section, local_path, safe_name, without_cr
 from raytune_fsdp.config.sections.formats import ChatFormat, Format
 
 EVERY_SPLIT = "all"
-"""The `split` of a directory of which every file is read."""
+"""The `split` that makes every file of a directory be read."""
 
 
 class RowsConfig(Section):
     first: int | None = Field(default=None, ge=1)
-    """Only the first N rows, in the order of the files; all, if there are fewer."""
+    """Only the first N rows, in the order of the files; all if there are fewer."""
 
     last: int | None = Field(default=None, ge=1)
     """Only the last N rows."""
 
     limit: int | None = Field(default=None, ge=1)
-    """At most N rows, from all over the dataset: chosen by a key of the file's content and the row's number, so always
-    the same ones."""
+    """At most N rows, from all over the dataset. They are chosen by a key of the file's content and the row's number, so
+    they are always the same."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -33,12 +33,12 @@ class RowsConfig(Section):
 
 class HeldOutConfig(Section):
     fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Instead of datasets of its own: this fraction of the rows of `data.train` is taken out of the training and measured
-    as the evaluation `held_out`. Which rows depends on the content of their files only: not on `run.seed`, nor on the
+    """Instead of separate datasets: take this fraction of the rows of `data.train` out of the training, and measure them as
+    the evaluation `held_out`. Which rows these are depends only on the content of their files, not on `run.seed` or the
     order of the files."""
 
     rows: int | None = Field(default=None, ge=1)
-    """The same with a number of rows, over all datasets of `data.train` together."""
+    """Like `fraction`, but a number of rows, over all datasets of `data.train` together."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -69,13 +69,13 @@ class SourceConfig(Section):
     """Configuration of the hub dataset."""
 
     usual_split: ClassVar[str] = "train"
-    """That of a hub dataset if none is named; what configs name from before `split` had no default."""
+    """The split of a hub dataset if none is named. Configs from before `split` had no default name it."""
     takes_usual_split: ClassVar[bool] = False
-    """Whether it is also that of a directory which has it and others."""
+    """Whether a directory that has this split and others is also read by it."""
 
     split: str | None = None
-    """Split of the hub dataset (default: `train`), or of a directory: as its README.md says in `configs`, else by the names
-    of its files. Default: the one that there is; of several, one must be named, or `all` for every file."""
+    """Split of the hub dataset (default: `train`), or of a directory, as `configs` in its README.md or else the names of its
+    files define it. A directory's default is its only split; if it has several, name one, or `all` for every file."""
 
     revision: str | None = None
     """Branch, tag or commit of the hub dataset."""
@@ -134,11 +134,11 @@ class DataConfig(Section):
     """Datasets to train on, mixed by their weights."""
 
     eval: Evaluation = Field(default_factory=list)
-    """Datasets to measure the loss on, each with a curve of its own. Or a map: what to hold out of `data.train`."""
+    """Datasets to measure the loss on, each with a curve of its own. Or a map that says what to hold out of `data.train`."""
 
     drop_eval_duplicates: bool = False
-    """Take the rows out of the training that are equal to rows of `data.eval`: that become the same tokens, with the same
-    mask. Without it they are counted, and a warning says how many there are."""
+    """Take rows out of the training that are equal to rows of `data.eval`: they become the same tokens, with the same mask.
+    Without this they are counted, and a warning says how many there are."""
 
     drop_duplicates: bool = False
     """Train on the first of several equal rows only, in the order of the datasets and of their rows."""
@@ -160,23 +160,24 @@ class DataConfig(Section):
 
     max_row_bytes: int = Field(default=8_000_000, ge=1)
     """A row of more bytes is an error, whatever `bad_rows` says: while it is tokenized it takes some 140 times its size in
-    memory. Not part of what makes it the same run."""
+    memory. You may change it on resume."""
 
     special_tokens_in_text: Literal["keep", "escape", "error"] = "keep"
     """What happens to the text of a special token, such as `<|im_end|>`, inside a row's contents. `keep`: it becomes
     that token, as in transformers; `escape`: it is encoded as plain text; `error`: the row is a bad row."""
 
     shuffle: Literal["rows", "blocks", "none"] = "rows"
-    """`rows`: a permutation of all rows keyed by `run.seed`; `blocks`: of the row groups of Parquet files (runs of
-    rows of other files) and of the rows inside each, which reads files in place; `none`: the order of the files."""
+    """`rows`: a permutation of all rows, keyed by `run.seed`; `blocks`: a permutation of the row groups of Parquet files
+    (of other files: stretches of consecutive rows) and of the rows inside each, which reads files in place; `none`: the
+    order of the files."""
 
     reshuffle: Literal["auto", "windows", "full"] = "auto"
-    """What changes from epoch to epoch. `windows`: the order of the windows and of the samples in each, so data is
+    """What changes from epoch to epoch. `windows`: the order of the windows and of the samples in each, so that data is
     tokenized once; `full`: every epoch draws new windows. `auto`: `windows`, or `full` if a weight is not a whole
     number."""
 
     window: int = Field(default=4096, ge=1)
-    """Rows that are packed together: the unit of data work."""
+    """How many rows are packed together: the unit of data work."""
 
     chat_template: str | None = None
     """A file with a Jinja chat template, or the name of one that comes with this package (chatml, llama-2, llama-3,
@@ -187,7 +188,7 @@ class DataConfig(Section):
 
     @property
     def eval_decides_training(self) -> bool:
-        """Whether the rows of `eval` decide which ones are trained on."""
+        """Whether the rows of `eval` decide which rows are trained on."""
         return isinstance(self.eval, HeldOutConfig) or self.drop_eval_duplicates
 
     @model_validator(mode="after")

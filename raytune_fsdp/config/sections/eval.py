@@ -1,4 +1,4 @@
-"""`eval`: how often the model is measured while it trains."""
+"""`eval`: when the model is evaluated, and on what."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EarlyStopConfig(Section):
     """The metric that has to improve, such as `eval/<dataset>/loss`. Null: the mean loss over all datasets. Higher is better for metrics whose names end in `accuracy`, `accuracy_normalised` or `exact_match`."""
 
     patience: int = Field(default=3, ge=1)
-    """Evaluations in a row without an improvement after which the run ends."""
+    """How many evaluations in a row without an improvement end the run."""
 
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How much better than the best one before it an evaluation must be to count as an improvement. Less than a millionth of the value never counts: that is rounding, which differs with the number of ranks."""
@@ -33,13 +33,13 @@ class MessageConfig(Section):
 
 class ConversationConfig(Section):
     messages: list[MessageConfig] = Field(min_length=1)
-    """The messages up to the user's one that is to be answered, as in a row of a chat file; the first may be a system message."""
+    """The messages up to the user's message that the model answers, as in a row of a chat file; the first may be a system message."""
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> Self:
         if self.messages[-1].role != "user":
             raise ValueError(
-                f"the last message is one of the {self.messages[-1].role}; the model answers the user's: leave the last "
+                f"the last message has the role {self.messages[-1].role}; the model answers the user's: leave the last "
                 "ones out, or add a question"
             )
         return self
@@ -50,25 +50,25 @@ class QuestionsConfig(SourceConfig):
     takes_usual_split: ClassVar[bool] = True
 
     split: str | None = None
-    """Split of the hub dataset, or of a directory, as in `data.train`. Default: `test`, or the one that a directory has."""
+    """Split of the hub dataset, or of a directory, as in `data.train`. Default: `test`, or a directory's only split."""
 
     question: str = "question"
     """Column with the question."""
 
     answer: str = "answer"
-    """Column with the right answer. Of `choices`: its letter (A is the first), its index (0 is the first), its label or its text. Of `exact`: the answer itself, or a solution that ends with it."""
+    """Column with the right answer. With `choices`: its letter (A is the first), its index (0 is the first), its label or its text. With `exact`: the answer itself, or a solution that ends with it."""
 
     subject: str | None = "subject"
     """Column with the subject, each of which gets a curve of its own. Rows without it are fine. Null: the column is not read."""
 
     style: Literal["auto", "chat", "plain"] = "auto"
-    """`chat`: the question is a message of the user, by the chat template; `plain`: `Question: … Answer:`, without a template. `auto`: `chat` where there is a chat template."""
+    """`chat`: the question is a message of the user, rendered by the chat template; `plain`: `Question: … Answer:`, without a template. `auto`: `chat` if there is a chat template, else `plain`."""
 
     system: str | None = None
-    """What comes before the questions: a system message, or in `plain` a text."""
+    """What comes before the questions: a system message, or with `plain` a text."""
 
     shots: int = Field(default=0, ge=0)
-    """The first N rows are examples, put before every other question with their answers. They are not measured."""
+    """The first N rows are examples: with their answers, they come before every other question. They are not measured."""
 
 
 class ChoicesTask(QuestionsConfig):
@@ -81,10 +81,10 @@ class ChoicesTask(QuestionsConfig):
 
 class ExactTask(QuestionsConfig):
     type: Literal["exact"]
-    """The end of an answer that the model writes, as in GSM8K and MATH: is it the right one?"""
+    """Questions whose answers the model writes, as in GSM8K and MATH: does it end with the right answer?"""
 
     find: Literal["number", "boxed", "regex"] = "number"
-    """What of an answer counts: its last number, what is in its last `\\boxed{}`, or what the group of `regex` matches, the last time it does."""
+    """What counts of an answer: its last number, the content of its last `\\boxed{}`, or the last match of the group in `regex`."""
 
     regex: str | None = None
     """With `find: regex`: a regular expression with one group, such as `Answer: (.*)`."""
@@ -93,7 +93,7 @@ class ExactTask(QuestionsConfig):
     """Maximum length of an answer, in tokens."""
 
     batch: int = Field(default=8, ge=1)
-    """Questions that a rank answers at once."""
+    """How many questions a rank answers at once."""
 
     @model_validator(mode="after")
     def _expression(self) -> Self:
@@ -119,25 +119,25 @@ class EvalConfig(Section):
     """`ranks`: training waits while its ranks measure the model. `task`: a Ray task measures a committed checkpoint while training goes on; nothing that happens to the task stalls or ends training."""
 
     task_cpus: int = Field(default=1, ge=1)
-    """CPUs of that task. They must be free beside those of the ranks."""
+    """CPUs of that task. They must be free in addition to those of the ranks."""
 
     task_gpus: int = Field(default=0, ge=0)
     """GPUs of that task. 0: it computes on its CPUs."""
 
     task_minutes: float = Field(default=60, gt=0, allow_inf_nan=False)
-    """How long the task may take for a checkpoint, from when it begins, before it is ended."""
+    """Minutes that the task may take for a checkpoint once it has begun; after that it is ended."""
 
     every: Annotated[int, Field(ge=1)] | PerEpoch | None = None
     """Steps between two evaluations, or `{per_epoch: 4}`: four times in every pass over the data (needs `train.epochs`). Null: only at the end."""
 
     at_start: bool = False
-    """Evaluate before the first step too."""
+    """Evaluate before the first step, too."""
 
     early_stop: EarlyStopConfig | None = None
     """End the run when its evaluations no longer improve: at the same step on any number of ranks, whatever happens in between. Null: it trains to its last step."""
 
     tasks: list[Task] = Field(default_factory=list)
-    """Questions with known answers that the model is asked at every evaluation: multiple choice, or answers that it writes."""
+    """Questions with known answers for the model at every evaluation: multiple choice, or answers that it writes."""
 
     prompts: list[str | ConversationConfig] = Field(default_factory=list)
     """What the model answers at every evaluation: texts, or conversations such as `{messages: [{role: system, content: Be brief.}, {role: user, content: Who was Ada?}]}`."""

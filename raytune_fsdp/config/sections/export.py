@@ -18,7 +18,7 @@ class ExportConfig(Section):
     """Type of the exported weights. `trained`: the master weights as they are."""
 
     merge: bool = False
-    """Of a run that trains adapters: merge them into the base, and export the whole model. False: the adapters alone, in
+    """If the run trains adapters: merge them into the base, and export the whole model. False: export only the adapters, in
     PEFT's format and fp32."""
 
     max_file_bytes: int = Field(default=5_000_000_000, ge=1_000)
@@ -31,7 +31,7 @@ class ExportConfig(Section):
     """Push the model that is exported at the end to the Hugging Face hub under this name (`owner/name`). Needs HF_TOKEN."""
 
     private: bool = True
-    """Make a repository that the push creates private. `false`: the settings of its owner's account decide."""
+    """Make the repository private if the push creates it. `false`: the settings of its owner's account decide."""
 
     @model_validator(mode="after")
     def _something_to_push(self) -> Self:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from raytune_fsdp.config.rules import Section
 
 SYSTEM, FUNCTIONS = "system", "functions"
-"""Columns beside a conversation: its system message, and tools under the name that OpenAI gave them first."""
+"""Columns next to a conversation: its system message, and tools under the name that OpenAI first gave them."""
 
 
 class ChatFormat(Section):
@@ -32,7 +32,7 @@ class ChatFormat(Section):
 
     tools: str | None = "tools"
     """Column with the tools that the assistant may call: a list of JSON schemas, or that list as JSON text. Rows
-    without it are fine. They may have OpenAI's older `functions` instead. Null: neither is read."""
+    without it are fine, and may have OpenAI's older `functions` instead. Null: neither is read."""
 
     system: str | None = SYSTEM
     """Column with a system message, which becomes the first message. Rows without it, or where it is empty, are fine.
@@ -43,8 +43,7 @@ class ChatFormat(Section):
     `"train": false`, `"training": false` or `"weight": 0` is never trained on."""
 
     ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
-    them."""
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 
 
 class InstructionFormat(Section):
@@ -55,7 +54,7 @@ class InstructionFormat(Section):
     """Column with the question."""
 
     input: str | None = "input"
-    """Column with the text that the question is about. Rows may lack it, or leave it empty. Null: not read."""
+    """Column with the text that the question is about. Rows may lack it, or leave it empty. Null: the column is not read."""
 
     completion: str = "output"
     """Column with the answer."""
@@ -65,14 +64,14 @@ class InstructionFormat(Section):
 
     style: Literal["alpaca", "plain", "chat"] = "alpaca"
     """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the answer directly after the question (with
-    empty lines between a system message, the question and its input); `chat`: as a conversation, by the chat template."""
+    empty lines between a system message, the question and its input); `chat`: as a conversation, rendered by the chat
+    template."""
 
     loss: Literal["completion", "all"] = "completion"
     """Tokens that are trained on: the answer including its end token, or every token."""
 
     ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
-    them."""
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 
 
 class CompletionFormat(Section):
@@ -83,8 +82,7 @@ class CompletionFormat(Section):
     """Column with the text."""
 
     ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
-    them."""
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 
 
 class TokensFormat(Section):
@@ -95,21 +93,21 @@ class TokensFormat(Section):
     """Column with the token ids."""
 
     labels: str | None = "labels"
-    """Column with the labels, -100 where a token is not trained on. Null: every token is trained on, or those that
+    """Column with the labels, -100 where a token is not trained on. Null: every token is trained on, or the tokens that
     `mask` marks."""
 
     mask: str | None = None
     """Column with 1 for each token that is trained on and 0 for the others, instead of `labels`."""
 
     ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
-    them."""
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 
 
 def parts_of(template: str) -> list[tuple[str, str | None]]:
-    """The parts of a template: a text, and the column whose value follows it; None after the last. Raises ValueError.
+    """Return the parts of a template: a text, and the column whose value follows it; None after the last text.
 
-    `{name}` stands for the column called `name`, whatever is in the name; `{{` and `}}` stand for braces.
+    `{name}` stands for the column called `name`, whatever is in the name; `{{` and `}}` stand for braces. Raises
+    ValueError.
     """
     parts: list[tuple[str, str | None]] = []
     text = ""
@@ -138,8 +136,8 @@ def _a_function(value: str) -> str:
 
 class TemplateFormat(Section):
     type: Literal["template"]
-    """Rows have columns of any names, which are put into texts. `{name}` stands for the column `name`; `{{` and `}}`
-    for braces."""
+    """Rows have columns of any names, whose values are put into texts. `{name}` stands for the column `name`; `{{` and
+    `}}` stand for braces."""
 
     prompt: str
     """The text before the answer, such as `"Question: {question} Answer: "`, where `{question}` stands for the column
@@ -149,15 +147,14 @@ class TemplateFormat(Section):
     """The answer, such as `"{answer}"`."""
 
     style: Literal["plain", "chat"] = "plain"
-    """`plain`: the answer directly after the prompt; `chat`: as a question of the user and the answer of the assistant,
-    by the chat template."""
+    """`plain`: the answer directly after the prompt; `chat`: as a question of the user and an answer of the assistant,
+    rendered by the chat template."""
 
     loss: Literal["completion", "all"] = "completion"
     """Tokens that are trained on: the answer including its end token, or every token."""
 
     ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are not read on purpose. Of others that many files have, a run says that it does not read
-    them."""
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 
     @model_validator(mode="after")
     def _can_be_read(self) -> Self:
@@ -177,14 +174,14 @@ Returned = Annotated[
 
 class PythonFormat(Section):
     type: Literal["python"]
-    """Rows are turned into other rows by a function of yours, and those are read in another format."""
+    """A function of yours turns rows into other rows, which are read in another format."""
 
     function: Annotated[str, AfterValidator(_a_function)]
     """`module:function`. The function takes a row (a dict) and returns one. The module must be importable wherever data
-    is read; its file, and those of the modules of yours that it imports, belong to the run."""
+    is read. Its file, and the files of your own modules that it imports, belong to the run: a changed one is refused."""
 
     then: Returned = Field(default_factory=ChatFormat)
-    """The format in which what the function returns is read. Default: a conversation in `messages`."""
+    """The format of the rows that the function returns. Default: a conversation in `messages`."""
 
 
 Format = Annotated[
@@ -198,4 +195,4 @@ COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "completion": (["text"], []),
     "tokens": (["input_ids"], ["labels", "mask"]),
 }
-"""By type: the fields that name a column every row must have, and those that name an optional one."""
+"""For each type: the fields that name a column every row must have, and those that name an optional one."""

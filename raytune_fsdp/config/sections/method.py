@@ -12,11 +12,11 @@ from raytune_fsdp.config.text import Plain, listed
 ALL_LINEAR = "all-linear"
 
 Names = Annotated[list[str], AfterValidator(lambda names: sorted(set(names)))]
-"""Their order means nothing, so a run in which it is another is the same run."""
+"""Names whose order means nothing: a run with another order is the same run."""
 
 
 def _never_expression(value: Any) -> Any:
-    """Text of the form `[a, b]` is the list of these names: as an expression it would match one character."""
+    """Read text of the form `[a, b]` as the list of these names: as an expression it would match one character."""
     items = listed(value.strip()) if isinstance(value, str) else None
     return value if items is None else [each.text if isinstance(each, Plain) else each for each in items]
 
@@ -25,7 +25,7 @@ _NAMES = ("trained", "target_modules", "target_parameters", "modules_to_save", "
 
 
 def unordered(field: str, value: Any) -> Any:
-    """A field's value, as configs have it now: older identities have names as they were written."""
+    """Return a field's value as configs have it now: older identities have names in the order of the config."""
     names = field in _NAMES and isinstance(value, list) and all(isinstance(each, str) for each in value)
     return sorted(set(value)) if names else value
 
@@ -37,7 +37,7 @@ class FullMethod(Section):
 
 class FreezeMethod(Section):
     type: Literal["freeze"]
-    """Some of the weights are trained, the others stay as they are."""
+    """Some of the weights are trained; the others stay as they are."""
 
     trained: Names = Field(min_length=1)
     """Regular expressions. A weight is trained if one of them is found in its name: `layers\\.(30|31)\\.`, `lm_head`."""
@@ -51,46 +51,46 @@ class FreezeMethod(Section):
 
 class LoraMethod(Section):
     type: Literal["lora"]
-    """Low-rank adapters beside frozen weights, by PEFT: small checkpoints, little optimizer state."""
+    """Low-rank adapters on frozen weights, by PEFT: small checkpoints, little optimizer state."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the adapters."""
 
     alpha: int = Field(default=32, ge=1)
-    """What an adapter adds is multiplied by `alpha / rank`, or with `rank_stabilized` by alpha / sqrt(rank)."""
+    """An adapter's output is multiplied by `alpha / rank`, or with `rank_stabilized` by `alpha / sqrt(rank)`."""
 
     rank_stabilized: bool = False
     """Divide by the square root of the rank (rsLoRA), so that higher ranks do not learn more slowly."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on what goes into an adapter."""
+    """Dropout on the input of an adapter."""
 
     target_modules: Annotated[str | Names, BeforeValidator(_never_expression)] = ALL_LINEAR
     """Modules that get an adapter: `all-linear` (all linear layers but the head), a list of names (`q_proj` stands for all
-    modules whose name ends so), or one regular expression for whole names."""
+    modules whose name ends in it), or one regular expression for whole names."""
 
     target_parameters: Names = Field(default_factory=list)
-    """Weights that get an adapter although they are no layer of their own, by the end of their names: the experts of a
+    """Weights that get an adapter although they are not modules of their own, by the end of their names: the experts of a
     mixture, for example `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`."""
 
     modules_to_save: Names = Field(default_factory=list)
-    """Modules that are trained whole beside the adapters, by the end of their names: `lm_head`, `embed_tokens`."""
+    """Modules that are trained whole, along with the adapters, by the end of their names: `lm_head`, `embed_tokens`."""
 
     train_added_tokens: bool = False
-    """Train the rows of `model.add_tokens` in embedding and head beside the adapters, and no other rows."""
+    """Along with the adapters, train the rows of `model.add_tokens` in embedding and head, and no other rows of these."""
 
     dora: bool = False
-    """Train the length of every weight's rows apart from their direction (DoRA)."""
+    """Train the length of every weight's rows separately from their direction (DoRA)."""
 
     lr_ratio: float | None = Field(default=None, ge=1)
-    """LoRA+: the second matrix of an adapter learns so many times as fast as `optim.lr`; 16 is usual. Null: as fast."""
+    """LoRA+: the learning rate of an adapter's second matrix, as a multiple of `optim.lr`; 16 is usual. Null: 1."""
 
     init: Literal["zero", "pissa", "olora"] = "zero"
-    """What a new adapter begins as: `zero` changes nothing; `pissa` and `olora` take the largest part out of the weight and
-    train that, by singular values or by a QR decomposition."""
+    """What a new adapter begins as. `zero`: it changes nothing. `pissa`, `olora`: the largest part of the weight, which is
+    taken out of the weight and trained; by singular values, or by a QR decomposition."""
 
     adapter: Annotated[str, AfterValidator(model_place)] | None = None
-    """A directory of an adapter in PEFT's format to begin with, of the same rank and targets. Null: a new one."""
+    """Directory of an adapter in PEFT's format to begin with, with the same rank and targets. Null: a new adapter."""
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
@@ -133,8 +133,8 @@ class LoraMethod(Section):
 
 class QloraMethod(LoraMethod):
     type: Literal["qlora"]  # type: ignore[assignment]
-    """LoRA beside weights that are quantized while they are loaded: a quarter of LoRA's memory for them. An export is
-    merged into the weights as they are stored."""
+    """LoRA on weights that are quantized while they are loaded, in a quarter of the memory that LoRA needs for them. A
+    merged export starts from the weights as they are stored, not from quantized ones."""
 
     quantization: Literal["nf4", "int8"] = "nf4"
     """Type of the frozen linear layers: `nf4` takes 0.52 bytes a number, `int8` takes 1.03."""
@@ -142,20 +142,20 @@ class QloraMethod(LoraMethod):
 
 class Ia3Method(Section):
     type: Literal["ia3"]
-    """One factor for each channel of a few layers, by PEFT: fewer parameters than a tenth of LoRA's."""
+    """One factor for each channel of a few layers, by PEFT: less than a tenth of LoRA's parameters."""
 
     target_modules: Names | None = Field(default=None, min_length=1)
     """Names of the modules that get factors. Null: PEFT's choice for the architecture (keys, values, and the last layer of
     each feed-forward)."""
 
     feedforward_modules: Names | None = None
-    """Those of them whose input is multiplied, not their output. Null: PEFT's choice."""
+    """Those of `target_modules` whose input is multiplied instead of their output. Null: PEFT's choice."""
 
     modules_to_save: Names = Field(default_factory=list)
-    """Modules that are trained whole beside the factors, by the end of their names."""
+    """Modules that are trained whole, along with the factors, by the end of their names."""
 
     adapter: Annotated[str, AfterValidator(model_place)] | None = None
-    """A directory of such an adapter in PEFT's format to begin with. Null: a new one."""
+    """Directory of an IA3 adapter in PEFT's format to begin with. Null: a new adapter."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -170,6 +170,6 @@ class Ia3Method(Section):
 
 
 AdapterMethod = LoraMethod | Ia3Method
-"""Methods that train beside frozen weights."""
+"""Methods that train adapters on frozen weights."""
 
 Method = Annotated[FullMethod | FreezeMethod | LoraMethod | QloraMethod | Ia3Method, Field(discriminator="type")]

@@ -10,16 +10,17 @@ from raytune_fsdp.config.rules import Section, model_place, without_secret_value
 
 
 class NewToken(Section):
-    """A token that the tokenizer does not have yet. May be written as its text alone."""
+    """A token that the tokenizer does not have yet. It may be written as its text alone."""
 
     text: str = Field(min_length=1)
     """The token, as it stands in the data."""
 
     special: bool = False
-    """A control token: left out of answers, and never part of a word."""
+    """Whether it is a control token: left out of answers, and never part of a word."""
 
     like: str | None = None
-    """A text that describes it: the token's rows start as the mean of those of this text's tokens. Default: of all rows."""
+    """A text that describes it: the token's rows start as the mean of the rows of this text's tokens. Default: the mean of
+    all rows."""
 
     @model_validator(mode="before")
     @classmethod
@@ -33,7 +34,7 @@ class ModelConfig(Section):
     run (path or URL), whose weights this run starts from. With `init: random` only its architecture is used."""
 
     revision: str | None = None
-    """Branch, tag or commit of a hub model. A commit is the only one of the three that cannot change under you."""
+    """Branch, tag or commit of a hub model. Of these, only a commit always names the same files."""
 
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` fills the network from the weights at `model.path`; `random` draws them from `run.seed`."""
@@ -52,8 +53,7 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
     resize_embeddings: bool = False
-    """Grow the embeddings when the tokenizer has more tokens than the model; new rows start as the mean of the old
-    ones."""
+    """Grow the embeddings if the tokenizer has more tokens than the model; new rows start as the mean of the old rows."""
 
     add_tokens: list[NewToken] = Field(default_factory=list)
     """Tokens to add to the tokenizer and the embeddings: texts, or `{text, special, like}`. With `init: random` their rows
@@ -69,19 +69,20 @@ class ModelConfig(Section):
         "flash_attention_4",
         "flex_attention",
     ] = "auto"
-    """Attention implementation. `documents`: kernels that are told where packed documents begin, instead of a mask: of
-    flash-attn where it is installed and works, else of torch. `auto`: those, where they are right for the network and the precision,
-    else `sdpa`, else `eager`; a run that goes on keeps what it began with. `flex_attention` trains on GPUs only."""
+    """Attention implementation. `documents`: kernels that get the starts of packed documents instead of a mask, from
+    flash-attn if it is installed and works, else from torch. `auto`: `documents` if it is right for the network and the
+    precision, else `sdpa`, else `eager`; a run that continues keeps what it began with. `flex_attention` trains on GPUs
+    only."""
 
     loss: Literal["auto", "chunked", "plain"] = "auto"
     """`plain` makes the logits of a whole micro-batch. `chunked` goes from hidden states to losses and gradients a few
-    hundred tokens at a time, and has no other logits. `auto`: `chunked`, if it gives the losses of the network's own head;
-    a run that goes on keeps what it began with."""
+    hundred tokens at a time, and has no other logits. `auto`: `chunked` if it gives the losses of the network's own head;
+    a run that continues keeps what it began with."""
 
     fill: Literal["auto", "sharded", "rank0"] = "auto"
-    """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files
-    and sends each rank its slices. `auto`: `sharded` if every rank sees the files. Of a hub model every machine fetches
-    the files with `sharded`, and that of rank 0 otherwise."""
+    """How weights reach the ranks. `sharded`: every rank reads its own slices. `rank0`: only rank 0 opens the files,
+    and sends each rank its slices. `auto`: `sharded` if every rank sees the files. The files of a hub model are fetched by
+    every machine with `sharded`, and only by rank 0's machine with `rank0`."""
 
     @model_validator(mode="after")
     def _tokens_once(self) -> Self:

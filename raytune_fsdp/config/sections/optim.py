@@ -63,7 +63,7 @@ class InverseSqrtSchedule(Section):
 
 class OneCycleSchedule(Section):
     type: Literal["one_cycle"]
-    """The learning rate rises along half a cosine and falls along another. Its rise is its warmup."""
+    """The learning rate rises along half a cosine and falls along another. The rise is the warmup."""
 
     rise: float = Field(default=0.3, gt=0, lt=1)
     """Fraction of the steps in which it rises."""
@@ -89,13 +89,13 @@ Schedule = Annotated[
 
 class GroupConfig(Section):
     match: str
-    """A regular expression. The group is the weights in whose names it is found and that no group before has."""
+    """A regular expression. The group has all weights in whose names it is found and that no earlier group has."""
 
     lr_ratio: float = Field(default=1.0, gt=0)
-    """Their learning rate, as a multiple of what it would be."""
+    """The group's learning rate, as a multiple of what it would be otherwise."""
 
     weight_decay: float | None = Field(default=None, ge=0)
-    """Their weight decay, also that of norms, biases and embeddings. Null: what it would be."""
+    """The group's weight decay, which also holds for norms, biases and embeddings in it. Null: what it would be otherwise."""
 
     @model_validator(mode="after")
     def _expression(self) -> Self:
@@ -105,7 +105,7 @@ class GroupConfig(Section):
 
 class OptimConfig(Section):
     optimizer: OptimizerChoice = Field(default_factory=AdamWOptimizer)
-    """What moves the weights."""
+    """The rule that updates the weights."""
 
     lr: float = Field(default=5e-5, gt=0)
     """Peak learning rate."""
@@ -114,13 +114,13 @@ class OptimConfig(Section):
     """Decoupled weight decay; norms, biases and embeddings are left out."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """First decay rate of AdamW, also of muon's."""
+    """First decay rate of AdamW, also of the AdamW in muon."""
 
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Second decay rate of AdamW, also of muon's."""
+    """Second decay rate of AdamW, also of the AdamW in muon."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """Epsilon of AdamW, also of muon's."""
+    """Epsilon of AdamW, also of the AdamW in muon."""
 
     stochastic_rounding: bool = False
     """With `parallel.precision: bf16_pure`: round updated weights up or down by chance, so that small updates are not
@@ -142,20 +142,19 @@ class OptimConfig(Section):
     """The learning rate after warmup."""
 
     schedule_steps: int | None = Field(default=None, ge=1)
-    """Steps the schedule is planned over. Default: the length that the run had when it first started. A run that is
-    extended later keeps that, and stays at the floor, unless this is set; where the floor is 0, so that all added steps
-    would train nothing, it has to be set."""
+    """Steps that the schedule is planned for. Default: the length that the run had when it first started. A run that is
+    extended later keeps that length, and stays at the floor, unless this is set. If the floor is 0, so that added steps
+    would train nothing, it must be set."""
 
     max_skipped: int = Field(default=10, ge=1)
-    """Updates with a loss or gradient norm that is not finite are skipped on all ranks; this many in a row stop the
-    run."""
+    """Updates whose loss or gradient norm is not finite are skipped on all ranks; this many in a row stop the run."""
 
     @model_validator(mode="after")
     def _used(self) -> Self:
         kind = self.optimizer.type
         for name in UNUSED.get(kind, ()):
             value, default = getattr(self, name), type(self).model_fields[name].default
-            # By its value and not by who wrote it: the config.yaml of a run has every field.
+            # Judged by its value, not by whether the user wrote it: the config.yaml of a run has every field.
             if value != default:
                 own = f"; {kind}'s own is optim.optimizer.{name}" if hasattr(self.optimizer, name) else ""
                 raise ValueError(

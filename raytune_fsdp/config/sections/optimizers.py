@@ -1,4 +1,4 @@
-"""`optim.optimizer`: what moves the weights."""
+"""`optim.optimizer`: the rule that updates the weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class AdamWOptimizer(Section):
     """AdamW, with `optim.beta1`, `optim.beta2` and `optim.eps`."""
 
     moments: Literal["as_weights", "fp32", "bf16", "8bit"] = "as_weights"
-    """What moments are kept in. `as_weights`: fp32, but bf16 rounded to the nearest with `bf16_pure`. `bf16`: rounded
-    stochastically. `8bit`: quantized in blocks of 256; weights of fewer than 4,096 numbers keep fp32."""
+    """The type in which moments are kept. `as_weights`: fp32, but with `bf16_pure` bf16, rounded to the nearest. `bf16`:
+    rounded stochastically. `8bit`: quantized in groups of 256 numbers; weights of fewer than 4,096 numbers keep fp32."""
 
 
 class AdafactorOptimizer(Section):
     type: Literal["adafactor"]
-    """Adafactor: of the second moments of a matrix only the means of rows and columns, and no first ones."""
+    """Adafactor: keeps only the means of rows and columns of a matrix's second moments, and no first moments."""
 
     decay_power: float = Field(default=0.8, gt=0, le=1)
     """The second moment's decay rate in step t is 1 - t^-power."""
@@ -34,7 +34,7 @@ class SgdOptimizer(Section):
     """Gradient descent. Its learning rates are far larger than AdamW's."""
 
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the running sum of gradients is kept. 0: none is."""
+    """How much of the running sum of gradients is kept at each step; 0: nothing."""
 
     nesterov: bool = False
     """Look ahead by one step of the momentum."""
@@ -51,11 +51,11 @@ class SgdOptimizer(Section):
 
 class MuonOptimizer(Section):
     type: Literal["muon"]
-    """Muon: the update of each matrix in the blocks is made orthogonal, with steps as large as AdamW's; AdamW for
+    """Muon: the update of each matrix in the layers is made orthogonal, with steps as large as AdamW's; AdamW for
     embeddings, head, norms, biases and routers."""
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """How much of the running mean of gradients is kept."""
+    """How much of the running mean of gradients is kept at each step."""
 
     nesterov: bool = True
     """Look ahead by one step of the momentum."""
@@ -64,16 +64,16 @@ class MuonOptimizer(Section):
     """Newton-Schulz iterations."""
 
     rest_lr_ratio: float = Field(default=1.0, gt=0)
-    """The learning rate of what AdamW updates, as a multiple of `optim.lr`."""
+    """The learning rate of the weights that AdamW updates, as a multiple of `optim.lr`."""
 
 
 class LionOptimizer(Section):
     type: Literal["lion"]
-    """Lion: every weight moves by the learning rate, in the direction of a mean of gradients. Wants a third to a tenth of
+    """Lion: every weight moves by the learning rate, in the direction of a mean of gradients. It wants a third to a tenth of
     AdamW's rate, and three to ten times its decay."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the mean the direction has; the rest is the gradient."""
+    """The share of the mean in the direction; the rest is the gradient."""
 
     beta2: float = Field(default=0.99, ge=0, lt=1)
     """The mean's decay rate."""
@@ -88,13 +88,13 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "sgd": ("beta1", "beta2", "eps"),
     "lion": ("beta1", "beta2", "eps"),
 }
-"""Fields of `optim` that mean nothing to an optimizer."""
+"""For each optimizer, the fields of `optim` that mean nothing to it."""
 
 
 def state_bytes(chosen: OptimizerChoice, weight: int) -> float:
-    """Bytes of state for each trained number, which has `weight` bytes itself. Of muon, those of a matrix."""
+    """Return the bytes of state per trained number, which has `weight` bytes itself; for muon, of a matrix's number."""
     if chosen.type == "adamw":
-        # The scales of 8 bits: two in fp32 for 256 numbers.
+        # With 8 bits, two scales in fp32 for each group of 256 numbers.
         return {"as_weights": 2.0 * weight, "fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 256}[chosen.moments]
     if chosen.type == "sgd":
         return weight if chosen.momentum else 0.0

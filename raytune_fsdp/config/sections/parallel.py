@@ -10,33 +10,33 @@ from raytune_fsdp.config.rules import Section
 
 
 class MeshConfig(Section):
-    """The axes along which ranks stand. Their product is the number of ranks."""
+    """The axes along which ranks are arranged. Their product is the number of ranks."""
 
     replicate: int | None = Field(default=None, ge=1)
-    """Copies of the model, each over ranks of its own. Follows from `strategy` and `shard_size` if it is not given."""
+    """Number of copies of the model, each over ranks of its own. Default: what `strategy` and `shard_size` make it."""
 
     shard: int | None = Field(default=None, ge=1)
-    """Ranks with samples of their own that share one copy of the model. Follows from `strategy` and `shard_size`, too."""
+    """Ranks with samples of their own that share one copy of the model. Default: what `strategy` and `shard_size` make it."""
 
     sequence: int = Field(default=1, ge=1)
-    """Ranks that share each sample, every one with as many of its tokens: for documents too long for one GPU. In
-    attention each has all tokens and some of the heads, whose number it must divide."""
+    """Ranks that share each sample, each with an equal number of its tokens: for documents too long for one GPU. In
+    attention each has all tokens and some of the heads, whose number this must divide."""
 
     tensor: int = Field(default=1, ge=1)
-    """Ranks that compute each layer together: every one has some of the heads, of the columns of an MLP, of the experts,
-    and of the vocabulary. For models whose layers are too large to be gathered; between GPUs of one node."""
+    """Ranks that compute each layer together: each has some of the heads, of an MLP's columns, of the experts, and of the
+    vocabulary. For models whose layers are too large to be gathered; between GPUs of one node."""
 
     @property
     def together(self) -> int:
-        """Ranks that compute the same samples."""
+        """The number of ranks that compute the same samples."""
         return self.sequence * self.tensor
 
 
 class ParallelConfig(Section):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate"] = "full_shard"
     """`full_shard` shards weights, gradients and optimizer (ZeRO-3). `shard_grad_op` keeps weights gathered from
-    forward to backward (ZeRO-2). `hybrid_shard` shards over `shard_size` ranks and replicates across. `replicate`
-    keeps everything everywhere (DDP)."""
+    forward to backward (ZeRO-2). `hybrid_shard` shards over groups of `shard_size` ranks, and each group has a copy.
+    `replicate` keeps everything everywhere (DDP)."""
 
     shard_size: int | None = Field(default=None, ge=1)
     """With `hybrid_shard`: ranks that share one copy of the model, usually the GPUs of a node. Must divide the world
@@ -45,17 +45,17 @@ class ParallelConfig(Section):
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
     precision: Literal["bf16", "fp32", "fp64", "fp16", "bf16_pure", "fp8"] = "bf16"
-    """`bf16`, `fp16`: compute in 16 bits, fp32 master weights and reduction (fp16 with dynamic loss scaling).
-    `bf16_pure`: weights and optimizer in bf16 too. `fp32`, `fp64`: throughout. `fp8`: as `bf16`, but the linear layers of
-    the blocks multiply in 8 bits while they train, by torchao; on a CPU that is emulated, and slow."""
+    """`bf16`, `fp16`: compute in 16 bits, with fp32 master weights and reduction (fp16 with dynamic loss scaling).
+    `bf16_pure`: weights and optimizer in bf16, too. `fp32`, `fp64`: this type throughout. `fp8`: like `bf16`, but the
+    linear modules of the layers multiply in 8 bits in training, by torchao; on a CPU this is emulated, and slow."""
 
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """With `precision: fp8`: what shares a scale, which is found anew in every product. `tensorwise`: a whole weight, and
-    all tokens of a micro-batch. `rowwise`: a row; more exact, and slower."""
+    """With `precision: fp8`: which numbers share a scale, which is computed in every product. `tensorwise`: a whole weight,
+    and all tokens of a micro-batch. `rowwise`: a row; more exact, and slower."""
 
     fp8_gather: bool | Literal["auto"] = "auto"
-    """With `precision: fp8`: send weights in 8 bits when they are gathered, half the bytes for the same results. Needs
-    `fp8_scaling: tensorwise`, with which `auto` does it."""
+    """With `precision: fp8`: gather weights in 8 bits, half the bytes for the same results. Needs
+    `fp8_scaling: tensorwise`; `auto` does it with that."""
 
     tf32: bool = False
     """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Not for networks that
@@ -63,34 +63,34 @@ class ParallelConfig(Section):
     above 2,048."""
 
     activation_checkpointing: Literal["none", "selective", "every_n", "full"] = "none"
-    """What backward computes again instead of finding it in memory. `full`: everything in a block but its input.
-    `every_n`: the same, in one block of `recompute_every`. `selective`: in every block what is computed in no time, but
-    not attention and large products."""
+    """What backward computes again instead of finding it in memory. `full`: everything in a layer but its input.
+    `every_n`: the same, but only in one layer of every `recompute_every`. `selective`: in every layer what takes almost no
+    time to compute, but not attention and large products."""
 
     recompute_every: int | None = Field(default=None, ge=2)
-    """With `activation_checkpointing: every_n`: one block in this many is computed again."""
+    """With `activation_checkpointing: every_n`: one layer in this many is computed again."""
 
     activation_offload: bool = False
-    """Move what a block keeps for backward to the host's memory, and back in time: with `full` this is each block's
-    input, without checkpointing everything."""
+    """Move what a layer keeps for backward to the host's memory, and back in time. With `full` this is each layer's input;
+    without checkpointing it is everything."""
 
     cpu_offload: bool = False
-    """Keep weights, gradients and moments in the host's memory, and update the weights there. Makes room on the GPU for a
-    model that would not fit, and costs much time."""
+    """Keep weights, gradients and moments in the host's memory, and update the weights there. This makes room on the GPU
+    for a model that would not fit, and costs much time."""
 
     wrap: int = Field(default=1, ge=1)
-    """How many blocks are gathered and freed together. More than one: fewer and larger messages, more memory."""
+    """How many layers are gathered and freed together. More than one: fewer and larger messages, more memory."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Compile each block with torch.compile. `auto`: on GPUs where it works; a run that goes on keeps what it began with."""
+    """Compile each layer with torch.compile. `auto`: on GPUs where it works; a run that continues keeps what it began with."""
 
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """The type in which gradients are summed over the ranks. `auto`: fp32, or fp64 with `precision: fp64`. `bf16`: half
-    the bytes, and sums of 8 bits, which are others for every number of ranks."""
+    the bytes, and sums of 8 significant bits, which differ with the number of ranks."""
 
     reduce: Literal["flat", "hierarchical"] = "flat"
-    """How gradients are summed over ranks on several nodes. `hierarchical`: inside of each node first, then between the
-    nodes, which alone is in `reduce_dtype` then. NCCL's ring sends about as much between nodes by itself."""
+    """How gradients are summed over ranks on several nodes. `hierarchical`: first inside each node, then between the
+    nodes; only the second sum is in `reduce_dtype`. NCCL's ring by itself sends about as much between nodes."""
 
     defer_gradient_sync: bool = False
     """Reduce gradients only after the last micro-batch of a step: less traffic, but every rank holds full gradients
@@ -173,7 +173,7 @@ class ParallelConfig(Section):
 
     @property
     def gathers_fp8(self) -> bool:
-        """Whether weights travel in 8 bits."""
+        """Whether weights are gathered in 8 bits."""
         return self.precision == "fp8" and self.fp8_scaling == "tensorwise" and self.fp8_gather is not False
 
     @model_validator(mode="after")
@@ -188,5 +188,5 @@ class ParallelConfig(Section):
 
 
 def _written(value: object) -> str:
-    """As in a config file."""
+    """Return a value as it is written in a config file."""
     return str(value).lower() if isinstance(value, bool) else str(value)

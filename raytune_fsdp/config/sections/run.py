@@ -21,13 +21,13 @@ class RunConfig(Section):
     """Seed of the data's order, of random weights and of dropout."""
 
     deterministic: bool = False
-    """On GPUs: only kernels that give the same bits every time. Without it a run that is continued equals one that was
-    not up to rounding; on CPUs both are equal to the bit in any case. It costs time, and refuses the few operations that
+    """On GPUs: use only kernels that give the same bits every time. Without this, a continued run equals an uninterrupted
+    one up to rounding; on CPUs both are equal to the bit in any case. It costs time, and refuses the few operations that
     have no such kernel."""
 
     resume: Literal["auto", "never", "always"] = "auto"
-    """`auto` continues from the newest complete checkpoint or starts anew, `never` refuses a directory that has a
-    checkpoint, `always` refuses one that has none."""
+    """`auto` continues from the newest complete checkpoint, or starts from scratch if there is none; `never` refuses a
+    directory that has a checkpoint; `always` refuses one that has none."""
 
 
 # `profile`: steps to look at closely.
@@ -35,5 +35,5 @@ class RunConfig(Section):
 
 class ProfileConfig(Section):
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list, max_length=20)
-    """Steps to record with torch's profiler. Each rank writes a trace and a table of what took longest to `profile/` in
-    the run directory. A recorded step is slower; what it learns is the same."""
+    """Steps to record with torch's profiler. Each rank writes a trace, and a table of what took longest, to `profile/` in
+    the run directory. A recorded step is slower, and learns the same."""

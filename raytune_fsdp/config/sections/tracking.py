@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from raytune_fsdp.config.rules import Section, safe_name
 
 with warnings.catch_warnings():
-    # Every class of pydantic has a method of this name, from ABCMeta, for classes; a section has no use for it.
+    # Every pydantic class has a method of this name, from ABCMeta, for registering classes; a section has no use for it.
     warnings.filterwarnings("ignore", 'Field name "register"', UserWarning)
 
     class MlflowConfig(Section):
@@ -35,13 +35,13 @@ with warnings.catch_warnings():
 
 class WandbConfig(Section):
     enabled: bool = False
-    """Send the run to Weights & Biases (`pip install wandb`). The key is taken from the environment (WANDB_API_KEY), and so is all else that its library asks there: WANDB_MODE=offline, WANDB_BASE_URL."""
+    """Send the run to Weights & Biases (`pip install wandb`). The key is taken from the environment (WANDB_API_KEY), and so is everything else that its library reads there: WANDB_MODE=offline, WANDB_BASE_URL."""
 
     project: str = "raytune_fsdp"
     """Project the run belongs to."""
 
     entity: str | None = None
-    """User or team of the project. Null: the default of the key."""
+    """User or team of the project. Null: the key's default."""
 
 
 class TensorboardConfig(Section):
@@ -51,15 +51,15 @@ class TensorboardConfig(Section):
 
 class PrometheusConfig(Section):
     enabled: bool = False
-    """Ray: offer the newest step among Ray's metrics, as `raytune_fsdp_train_loss` and so on."""
+    """Ray: publish the newest step among Ray's metrics, as `raytune_fsdp_train_loss` and so on."""
 
 
 class TrackingConfig(Section):
     console: bool = True
-    """Print how the run goes: on a terminal in lines that are rewritten in place, elsewhere a line per step."""
+    """Print the progress of the run: on a terminal in lines that are rewritten in place, elsewhere a line per step."""
 
     console_every: int | None = Field(default=None, ge=1)
-    """Steps between two printed lines, where the output is not a terminal. Default: as many as make 200 lines of the whole run, so each step of a short one has its line. Evaluations, saves and whatever else happens have theirs in any case."""
+    """Steps between two printed lines, where the output is not a terminal. Default: so that the whole run has 200 lines; each step of a short run has its own. Evaluations, saves and other events have their lines in any case."""
 
     documents: bool = False
     """Record the loss of every document in every step, for `raytune-fsdp step --loss`: about ten bytes each, in `<run>/documents`."""

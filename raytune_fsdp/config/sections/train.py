@@ -12,11 +12,11 @@ from raytune_fsdp.config.rules import Section
 class TrainConfig(Section):
     # Every step sums the ids of its samples over the ranks, 8 bytes each: 128 MiB at this limit.
     global_batch: int = Field(ge=1, le=2**24)
-    """Packed samples per optimizer step, over all ranks and accumulation. It affects what is learned; the number of
+    """Packed samples per optimizer step, over all ranks and gradient accumulation. It affects what is learned; the number of
     ranks that share it does not."""
 
     micro_batch: int = Field(default=1, ge=1)
-    """Packed samples per forward pass. Must divide `global_batch`."""
+    """Packed samples per forward pass on one rank. Must divide `global_batch`."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Length of the run in optimizer steps; the data repeats as often as needed."""
@@ -28,22 +28,22 @@ class TrainConfig(Section):
     """Steps between two reads of the device: the metrics of all steps in between are fetched and written together."""
 
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
-    """NEFTune: uniform noise on the embeddings of tokens, no larger than this over the square root of (tokens of the packed
-    sample x width). Usually 5 to 15. Null: none."""
+    """NEFTune: add uniform noise to the embeddings of tokens, at most this over the square root of (tokens of the packed
+    sample x width). Usually 5 to 15. Null: no noise."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of every target that is spread over the whole vocabulary. Evaluations are without it."""
+    """Fraction of every target that is spread over the whole vocabulary. Evaluations leave it out."""
 
     z_loss: float = Field(default=0.0, ge=0)
-    """Adds this times the square of the logarithm of each softmax's sum, which keeps logits from drifting; usually 1e-4.
-    Evaluations are without it."""
+    """Add this times the square of the logarithm of each softmax's sum, which keeps logits from drifting; usually 1e-4.
+    Evaluations leave it out."""
 
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """Adds this times the load-balancing loss of a mixture of experts, over each micro-batch; the name and usual value are
-    in its config.json. Evaluations are without it."""
+    """Add this times the load-balancing loss of a mixture of experts, over each micro-batch; the name and the usual value
+    are in the model's config.json. Evaluations leave it out."""
 
     router_z_loss_coef: float = Field(default=0.0, ge=0)
-    """Adds this times the mean square of the logarithm of the sums in its routers' softmax; usually 1e-3."""
+    """Add this times the mean square of the logarithm of the sums in the softmax of a mixture's routers; usually 1e-3."""
 
     @model_validator(mode="after")
     def _length_and_batch(self) -> Self:
