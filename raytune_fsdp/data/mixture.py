@@ -229,7 +229,7 @@ class BlockOrder:
 
 
 class Mixture:
-    """The rows of every epoch. `blocks`: for each dataset, how many rows each stretch has that `blocks` shuffles."""
+    """The rows of every epoch. `blocks`: for each dataset, the sizes of the stretches that `shuffle: blocks` permutes."""
 
     def __init__(
         self, blocks: Sequence[Sequence[int]], weights: Sequence[Fraction], *, shuffle: Shuffle, seed: int

@@ -28,7 +28,7 @@ class MessageConfig(Section):
     """Who says it."""
 
     content: str
-    """What is said."""
+    """The text of the message."""
 
 
 class ConversationConfig(Section):
@@ -87,7 +87,7 @@ class ExactTask(QuestionsConfig):
     """What counts of an answer: its last number, the content of its last `\\boxed{}`, or the last match of the group in `regex`."""
 
     regex: str | None = None
-    """With `find: regex`: a regular expression with one group, such as `Answer: (.*)`."""
+    """A regular expression with one group, such as `Answer: (.*)`, for `find: regex`."""
 
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum length of an answer, in tokens."""

@@ -149,7 +149,7 @@ class Ia3Method(Section):
     each feed-forward)."""
 
     feedforward_modules: Names | None = None
-    """Those of `target_modules` whose input is multiplied instead of their output. Null: PEFT's choice."""
+    """Which of `target_modules` have their input multiplied instead of their output. Null: PEFT's choice."""
 
     modules_to_save: Names = Field(default_factory=list)
     """Modules that are trained whole, along with the factors, by the end of their names."""

@@ -40,7 +40,7 @@ class ModelConfig(Section):
     """`pretrained` fills the network from the weights at `model.path`; `random` draws them from `run.seed`."""
 
     architecture: Annotated[dict[str, Any] | None, AfterValidator(without_secret_values)] = None
-    """With `init: random`: the architecture, instead of `model.path`, as the content of a Hugging Face `config.json`
+    """The architecture for `init: random`, instead of `model.path`, as the content of a Hugging Face `config.json`
     (`model_type` and the rest)."""
 
     overrides: Annotated[dict[str, Any], AfterValidator(without_secret_values)] = Field(default_factory=dict)

@@ -123,8 +123,8 @@ class OptimConfig(Section):
     """Epsilon of AdamW, also of the AdamW in muon."""
 
     stochastic_rounding: bool = False
-    """With `parallel.precision: bf16_pure`: round updated weights up or down by chance, so that small updates are not
-    lost. The chance is keyed by seed, step, weight and place."""
+    """Round updated weights up or down by chance, so that small updates are not lost, with `parallel.precision: bf16_pure`.
+    The chance is keyed by seed, step, weight and place."""
 
     groups: list[GroupConfig] = Field(default_factory=list)
     """Weights with a learning rate or decay of their own."""

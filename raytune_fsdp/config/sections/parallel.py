@@ -39,8 +39,7 @@ class ParallelConfig(Section):
     `replicate` keeps everything everywhere (DDP)."""
 
     shard_size: int | None = Field(default=None, ge=1)
-    """With `hybrid_shard`: ranks that share one copy of the model, usually the GPUs of a node. Must divide the world
-    size."""
+    """Ranks that share one copy of the model with `hybrid_shard`, usually the GPUs of a node. Must divide the world size."""
 
     mesh: MeshConfig = Field(default_factory=MeshConfig)
 
@@ -50,12 +49,12 @@ class ParallelConfig(Section):
     linear modules of the layers multiply in 8 bits in training, by torchao; on a CPU this is emulated, and slow."""
 
     fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """With `precision: fp8`: which numbers share a scale, which is computed in every product. `tensorwise`: a whole weight,
-    and all tokens of a micro-batch. `rowwise`: a row; more exact, and slower."""
+    """Which numbers share a scale with `precision: fp8`; it is computed in every product. `tensorwise`: a whole weight, and
+    all tokens of a micro-batch. `rowwise`: a row; more exact, and slower."""
 
     fp8_gather: bool | Literal["auto"] = "auto"
-    """With `precision: fp8`: gather weights in 8 bits, half the bytes for the same results. Needs
-    `fp8_scaling: tensorwise`; `auto` does it with that."""
+    """Gather weights in 8 bits with `precision: fp8`: half the bytes, the same results. Needs `fp8_scaling: tensorwise`;
+    `auto` does it with that."""
 
     tf32: bool = False
     """On GPUs: compute products of fp32 numbers in TF32, with 10 bits of mantissa instead of 23. Not for networks that
@@ -68,7 +67,7 @@ class ParallelConfig(Section):
     time to compute, but not attention and large products."""
 
     recompute_every: int | None = Field(default=None, ge=2)
-    """With `activation_checkpointing: every_n`: one layer in this many is computed again."""
+    """One layer in this many is computed again with `activation_checkpointing: every_n`."""
 
     activation_offload: bool = False
     """Move what a layer keeps for backward to the host's memory, and back in time. With `full` this is each layer's input;
