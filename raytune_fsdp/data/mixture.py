@@ -229,7 +229,7 @@ class BlockOrder:
 
 
 class Mixture:
-    """The rows of every epoch. `blocks`: for each dataset, the sizes of the stretches that `shuffle: blocks` permutes."""
+    """The rows of every epoch. `blocks`: for each dataset, the sizes of what `shuffle: blocks` permutes."""
 
     def __init__(
         self, blocks: Sequence[Sequence[int]], weights: Sequence[Fraction], *, shuffle: Shuffle, seed: int

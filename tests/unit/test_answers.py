@@ -152,7 +152,7 @@ def test_prompts_of_a_config_are_texts_or_conversations(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "the last message is one of the"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "the last message has the role"),
         ([{"role": "bot", "content": "a"}], "role"),
         ([], "messages"),
     ],

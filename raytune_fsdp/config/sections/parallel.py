@@ -71,7 +71,7 @@ class ParallelConfig(Section):
 
     activation_offload: bool = False
     """Move what a layer keeps for backward to the host's memory, and back in time. With `full` this is each layer's input;
-    without checkpointing it is everything."""
+    without `activation_checkpointing` it is everything."""
 
     cpu_offload: bool = False
     """Keep weights, gradients and moments in the host's memory, and update the weights there. This makes room on the GPU
