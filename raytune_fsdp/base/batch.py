@@ -166,9 +166,9 @@ class StepMetrics:
     rank_seconds: tuple[float, ...] = ()
     """The step's seconds on the fastest rank, the median and the slowest, if there are several ranks."""
     rank_data_seconds: tuple[float, ...] = ()
-    """The seconds that ranks waited for data: fastest, median, slowest."""
+    """The seconds that ranks waited for data: lowest, median and highest."""
     rank_compute_seconds: tuple[float, ...] = ()
-    """The seconds that the network's units took, without waiting for other ranks: fastest, median, slowest."""
+    """The seconds that the network's units took, without waiting for other ranks: lowest, median and highest."""
     rank_memory_bytes: tuple[int, ...] = ()
     """`memory_bytes` of the rank with the least, the median, and the rank with the most, if there are several."""
     reserved_bytes: int | None = None

@@ -148,7 +148,7 @@ def _array(values: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def _values(array: pa.Array) -> np.ndarray[Any, Any]:
-    """`array.to_numpy()`, which imports pandas, too."""
+    """Do what `array.to_numpy()` does, which imports pandas, too."""
     values = np.frombuffer(array.buffers()[1] or b"", dtype=str(array.type))
     return values[array.offset : array.offset + len(array)]
 
