@@ -1,7 +1,7 @@
-"""When a recovery point is due: rank 0 looks at its clock, and all ranks agree on what it says.
+"""Decide when a recovery point is due: rank 0 looks at its clock, and all ranks agree on what it says.
 
-Counted is training since the state of the newest checkpoint was taken, that of attempts which were lost with it. Only
-what a crash costs depends on the clock: nothing else follows from a recovery point.
+What counts is training since the state of the newest checkpoint was taken, including that of lost attempts. Only what a
+crash costs depends on the clock: nothing else follows from a recovery point.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Intervals:
     """Seconds of training that a crash may cost."""
 
     first: float = 600.0
-    """While the run has no checkpoint."""
+    """The interval while the run has no checkpoint."""
     later: float = 1800.0
     share: float | None = 0.02
     """The part of the time that saves may take; intervals are longer if they must be. None: any."""
 
 
 class Clock:
-    """On rank 0."""
+    """The clock of a run, on rank 0."""
 
     def __init__(self, intervals: Intervals, *, fresh: bool, lost: float = 0.0) -> None:
         """`fresh`: the run has no checkpoint. `lost`: seconds that were trained since the newest one, and are lost."""
@@ -33,16 +33,16 @@ class Clock:
         self._since = now - lost
         """When the newest committed state was taken."""
         self._tried = -math.inf
-        """When a save was begun that is not committed yet, or could not be for want of room."""
+        """When a save was begun that is not committed yet, or could not be for lack of room."""
         self._began = now
         self._looked = now
         self._held = 0.0
-        """For how long the last save has held training up."""
+        """How long the last save has held up training."""
         self._took = 0.0
         """How long the last save that was committed has taken."""
 
     def due(self) -> bool:
-        """Whether to save after the step that begins now. Called once for each step."""
+        """Return whether to save after the step that begins now. Call this once for each step."""
         now = time.monotonic()
         step, self._looked = now - self._looked, now
         least = self._intervals.first if self._fresh else self._intervals.later
@@ -52,21 +52,21 @@ class Clock:
         return now + 2 * step + self._took - self._since > least and now - self._tried >= least
 
     def put_off(self) -> None:
-        """There is no room: look again as late as after a save."""
+        """Note that there is no room: look again as late as after a save."""
         self._tried = time.monotonic()
 
     def room_made(self) -> None:
-        """The save that was tried last lacked room, and would find it now: do not wait with the next."""
+        """Note that the last save that was tried lacked room, and would find it now: the next does not wait."""
         self._tried = -math.inf
 
     def begins(self) -> None:
-        """A save begins, of whatever kind."""
+        """Note that a save begins, of whatever kind."""
         self._tried = self._began = time.monotonic()
 
     def held(self) -> None:
-        """Training goes on: the save that has begun holds it up no longer."""
+        """Note that training goes on: the save that has begun no longer holds it up."""
         self._held = time.monotonic() - self._began
 
     def committed(self, seconds: float) -> None:
-        """The last save that has begun is committed."""
+        """Note that the last save that was begun is committed."""
         self._since, self._tried, self._took, self._fresh = self._began, -math.inf, seconds, False

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which of them can be trusted, and which are kept. Reads no tensors."""
+"""Find which checkpoints a run has, which of them can be trusted, and which are kept. Reads no tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CommittedCheckpoint:
     root: str
     """Directory or URL of all checkpoints of the run."""
     lasting: bool = True
-    """False: a recovery point. The clock has chosen its step, so nothing may follow from it but that a run goes on."""
+    """False: a recovery point. The clock chose its step, so nothing may follow from it except that a run continues."""
 
     @property
     def name(self) -> str:
@@ -35,12 +35,12 @@ class CommittedCheckpoint:
 
 
 def looks_like_checkpoint(path: str) -> bool:
-    """Whether a path or URL has the name of a checkpoint."""
+    """Return whether a path or URL has the name of a checkpoint."""
     return named(path.rstrip("/").rpartition("/")[2]) is not None
 
 
 def as_checkpoint(path: str) -> CommittedCheckpoint | None:
-    """The committed checkpoint at a path or URL; None if it is not one."""
+    """Return the committed checkpoint at a path or URL; None if it is not one."""
     root, _, name = path.rstrip("/").rpartition("/")
     found = named(name)
     if found is None or MANIFEST_FILE not in storage_at(root).sizes(name):
@@ -49,7 +49,7 @@ def as_checkpoint(path: str) -> CommittedCheckpoint | None:
 
 
 def committed(root: str) -> list[CommittedCheckpoint]:
-    """All committed checkpoints in a directory or below a URL, oldest first."""
+    """Return all committed checkpoints in a directory or below a URL, oldest first."""
     return sorted(_at(found, root) for found in map(named, storage_at(root).names()) if found)
 
 
@@ -65,10 +65,10 @@ Damaged = Mapping[CommittedCheckpoint, str]
 def newest(
     root: str, *, hashes: bool, damaged: Damaged | None = None, threads: int = 1
 ) -> tuple[CommittedCheckpoint | None, Damaged]:
-    """The newest checkpoint whose files match its manifest, and the newer ones that do not.
+    """Return the newest checkpoint whose files match its manifest, and the newer ones that do not.
 
-    None if there never was a checkpoint. If all are damaged that is an error: starting anew would throw the run away.
-    Those known to be `damaged` are not checked again.
+    The first is None if there never was a checkpoint. It is an error if all are damaged: to start from scratch would
+    throw the run away. Those known to be `damaged` are not checked again.
     """
     known = dict(damaged or {})
     for found in reversed(committed(root)):
@@ -84,7 +84,7 @@ def newest(
         why = "; ".join(f"{found.name}: {problem}" for found, problem in known.items()) or "they were set aside"
         raise ResumeError(
             f"{root}: every checkpoint is damaged ({why}): restore one of them, or move the "
-            "directory away to start anew"
+            "directory away to start from scratch"
         )
     return None, {}
 
@@ -92,10 +92,10 @@ def newest(
 def verify(
     found: CommittedCheckpoint, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
 ) -> str | None:
-    """The problem with a committed checkpoint, None if it is intact. See `manifest.check`."""
+    """Return the problem with a committed checkpoint; None if it is intact. See `manifest.check`."""
     try:
         return check(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
-    except OSError as error:  # says nothing of the checkpoint: the storage may answer later
+    except OSError as error:  # this says nothing about the checkpoint: the storage may answer later
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 
 
@@ -128,10 +128,10 @@ class Keep:
 def to_remove(
     found: Sequence[CommittedCheckpoint], keep: Keep, scores: Mapping[int, float]
 ) -> list[CommittedCheckpoint]:
-    """The checkpoints that are not kept, oldest first. `found` is sorted; `scores` are by step.
+    """Return the checkpoints that are not kept, oldest first. `found` is sorted; `scores` are by step.
 
     Recovery points push nothing out, and nothing is kept because of the step that one happens to have. They stay only
-    while a run would go on from them, and besides another checkpoint only the newest.
+    while a run would continue from them, and only the newest one if there is another checkpoint.
     """
     lasting = [each for each in found if each.lasting]
     # Two: if the newest is damaged, a run falls back to the one before.
@@ -148,17 +148,19 @@ def to_remove(
 
 
 def in_the_way(found: Sequence[CommittedCheckpoint], *, of_last: bool) -> list[CommittedCheckpoint]:
-    """What may be removed where storage has no room for another checkpoint. `found` is sorted.
+    """Return what may be removed where storage has no room for another checkpoint. `found` is sorted.
 
-    Recovery points, but not the newest checkpoint, from which the run would go on. `of_last`: it is the run's last one
-    that lacks room, after which nothing has to go on: then that, too, if there is no other recovery point.
+    These are recovery points, but not the newest checkpoint, from which the run would continue. `of_last`: the run's
+    last checkpoint lacks room, after which nothing has to continue: then the newest, too, if there is no other recovery
+    point.
     """
     older = [each for each in found[:-1] if not each.lasting]
     return older or [each for each in found[-1:] if of_last and not each.lasting]
 
 
 def way_out(root: str, step: int) -> str:
-    """What a person can do if training has gone wrong after a step: the same run again would take the same course."""
+    """Return what a person can do if training has gone wrong after a step: the same run would take the same course
+    again."""
     return (
         "the same settings would end here again, and others make another run: give it a new run.name, lower optim.lr, "
         "raise optim.warmup_ratio or mend the data, and set model.init=pretrained and model.path to a checkpoint of "

@@ -17,7 +17,7 @@ INITIAL = "initial."
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """This rank's part of every tensor in a checkpoint. Of a network with adapters it holds those, never their base.
+    """Return this rank's part of every tensor in a checkpoint: of a network with adapters these, never their base.
 
     The optimizer must have its state already.
     """

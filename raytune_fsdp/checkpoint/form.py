@@ -1,4 +1,4 @@
-"""As which network a checkpoint of a base that also sees is exported: with what its run did not train, or alone.
+"""Decide as which network a checkpoint is exported whose base also sees: with what was not trained, or alone.
 
 The run has the language model. The vision tower and what joins the two are in the base's own files, untouched.
 """
@@ -32,7 +32,7 @@ from raytune_fsdp.plan.run_dir import RECIPE_FILE
 
 _RECIPE_BYTES = 4 * MIB
 _MOST_RUNS = 100
-"""Runs, each of which began with a checkpoint of the one before."""
+"""The most runs that are followed, each of which began with a checkpoint of the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class WrittenAs:
 
     source: WholeTensors
     form: Form | None = None
-    """None: as the network that was trained."""
+    """None: it is written as the network that was trained."""
     alone: str | None = None
-    """Why it is the language model alone, of a base that also sees."""
+    """Why only the language model is written of a base that also sees."""
 
     @property
     def sentence(self) -> str | None:
-        """For the card."""
+        """The sentence for the card."""
         if self.form is None:
             return None
         kind = type(self.form.network).__name__
@@ -64,9 +64,10 @@ def written_of(
     beside: WeightFiles | None = None,
     moved: str | None = None,
 ) -> WrittenAs:
-    """What to write of the weights of a checkpoint's network. `files`: the run's own.
+    """Return what to write of the weights of a checkpoint's network. `files`: the run's own.
 
-    `beside`: the base of adapters. `moved`: where the base of a run of all weights is now, if not where it found it.
+    `beside`: the base of adapters. `moved`: where the base of a run of all weights is now, if not where the run found
+    it.
     """
     network = stored_network(files)
     if network is None or not sees(files):
@@ -94,18 +95,18 @@ def written_of(
 
 
 def sees(files: Path) -> bool:
-    """Whether a config.json describes a language model as a part of another model."""
+    """Return whether a config.json describes a language model as a part of another model."""
     values = read_config(files)
     return isinstance(values.get("text_config"), dict)
 
 
 def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Path:
-    """The directory of the model that the run began with, perhaps through checkpoints of other runs."""
+    """Return the directory of the model that the run began with, perhaps through checkpoints of other runs."""
     if moved is not None:
         return locate(moved, None, field="--base", weights=True)
     for _ in range(_MOST_RUNS):
-        beside = read_state(checkpoint).base
-        path, revision, on_hub = (beside["path"], beside["revision"], True) if beside is not None else began_with(files)
+        frozen = read_state(checkpoint).base
+        path, revision, on_hub = (frozen["path"], frozen["revision"], True) if frozen is not None else began_with(files)
         if not looks_like_checkpoint(path):
             if not on_hub and not Path(path).expanduser().is_dir():
                 raise ModelError(f"{path}, which the run began with, is not there: say with --base where it is now")
@@ -118,7 +119,8 @@ def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Pa
 
 
 def began_with(files: Path) -> tuple[str, str | None, bool]:
-    """Path and revision of the model that a run of all weights began with, and whether that is a name on the hub."""
+    """Return path and revision of the model that a run of all weights began with, and whether it is a name on the
+    hub."""
     file = files / RECIPE_FILE
     try:
         recipe: Any = read_json(file, limit=_RECIPE_BYTES)
@@ -133,7 +135,7 @@ def began_with(files: Path) -> tuple[str, str | None, bool]:
 
 
 def _check_same(named: Named, rest: Weights, source: WholeTensors, where: str) -> None:
-    """Refuse a base of other sizes than the one that was trained. Rows of tokens may have been added since."""
+    """Refuse a base with other sizes than the one that was trained. Rows of tokens may have been added since."""
     tokens, stored = set(rows_of_tokens(named.network)), rest.shapes()
     for name, shape in source.shapes().items():
         there = named.there(name)
@@ -142,10 +144,10 @@ def _check_same(named: Named, rest: Weights, source: WholeTensors, where: str) -
 
 
 class _Around:
-    """The tensors of the named class: those of the run, and of its base all others.
+    """The tensors of the named class: those of the run, and all others from its base.
 
-    `untouched`: the parts that see are the base's also where the run has them, with adapters that do nothing: merged,
-    they would be rounded.
+    `untouched`: the parts that see come from the base even where the run has them, with adapters that do nothing:
+    merged, they would be rounded.
     """
 
     def __init__(self, own: WholeTensors, rest: Weights, named: Named, *, untouched: bool) -> None:
@@ -169,7 +171,7 @@ class _Around:
         }
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Several whole tensors, on the CPU."""
+        """Return several whole tensors, on the CPU."""
         return {name: self._read(name) for name in names}
 
     def _read(self, name: str) -> torch.Tensor:

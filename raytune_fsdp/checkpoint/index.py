@@ -1,8 +1,8 @@
-"""`tensors.json`, read: which tensors a checkpoint has, and where their pieces are.
+"""Read `tensors.json`: which tensors a checkpoint has, and where their pieces are.
 
 Whoever could write a checkpoint has written its index, with the right hash in the manifest. So every number in it is
-checked against the others and against the sizes of the files before one of them is used: an index that is accepted says
-of every number of every tensor, once, where it is.
+checked against the others and against the sizes of the files before one of them is used. An accepted index says exactly
+once where each number of each tensor is.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Index:
 
 
 def parse_index(content: bytes, sizes: Mapping[str, int]) -> Index:
-    """Parse the `tensors.json` of a checkpoint whose files have these sizes. ValueError if it is not one."""
+    """Parse the `tensors.json` of a checkpoint whose files have these sizes. Raise ValueError if it is not one."""
     # Its depth need not be measured: below, every level has its type.
     read = parse_json(content, values=index_values(sizes), depth=None)
     if not isinstance(read, dict) or not isinstance(read.get("tensors"), dict):
@@ -99,14 +99,14 @@ def _tensor(name: str, entry: Any) -> tuple[torch.dtype, list[int], list[Any]]:
     return DTYPES[dtype], shape, pieces
 
 
-_INTEGER = {int}  # of which True is none
+_INTEGER = {int}  # compared by type: True is no integer
 _PIECE = {"offset", "shape", "file", "start", "bytes"}
 
 
 def _piece(
     name: str, piece: Any, dtype: torch.dtype, whole: Sequence[int], sizes: Mapping[str, int]
 ) -> tuple[list[int], list[int], Place]:
-    """Offset, shape and place of a piece, each of which fits the tensor and the file that it names."""
+    """Return offset, shape and place of a piece, after checking that it fits the tensor and the file that it names."""
     if not isinstance(piece, dict) or piece.keys() != _PIECE:
         raise UnsoundError(f"has a piece of {name} without exactly {', '.join(sorted(_PIECE))}")
     offset, shape, file = piece["offset"], piece["shape"], piece["file"]
@@ -147,7 +147,7 @@ def _check_covered(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> Non
 
 
 def _parts(boxes: list[Box], axis: int) -> list[list[Box]]:
-    """Boxes by the stretches of an axis that they share."""
+    """Group boxes by the stretches of an axis that they share."""
     boxes.sort(key=lambda box: box[0][axis])
     parts: list[list[Box]] = []
     end = -1

@@ -1,4 +1,4 @@
-"""The storage at a location: a directory, or a URL of an object store."""
+"""Choose the storage at a location: a directory, or a URL of an object store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from raytune_fsdp.checkpoint.storage import Storage
 
 
 def storage_at(location: str) -> Storage:
-    """The storage of a directory or URL. Touches neither."""
+    """Return the storage of a directory or URL, without touching either."""
     from raytune_fsdp.checkpoint.objects import ObjectStorage
     from raytune_fsdp.checkpoint.storage import PosixStorage
 

@@ -1,4 +1,4 @@
-"""The manifest, which makes a directory a checkpoint: size and hash of every file in it, written last."""
+"""The manifest makes a directory a checkpoint: it has size and hash of every file in it, and is written last."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ _CHUNK_BYTES = 1 << 20
 _BYTES_PER_INDEX_BYTE = 2
 _BYTES_PER_VALUE = 32
 _INDEX_BYTES, _INDEX_VALUES = 512 * MIB, 50_000_000
-"""Of any index, as the sizes may be those of files without content."""
+"""The most bytes and values of any index, as the sizes may be those of files without content."""
 _PIECE_BYTES = 16 << 10
 """What a file may have of a piece besides its numbers: torch.save writes 1 to 2 kB, with its name."""
 _SOON_READ = 1 << 30
-"""Less than that is hashed at once, whatever it is."""
+"""Less than this is hashed at once, whatever it is."""
 _SMALL_BYTES = 64 * MIB
-"""Of a file without tensors: .metadata, which is written for other tools, is about as large as the index."""
+"""What any file without tensors may have: .metadata, which is written for other tools, is about as large as the
+index."""
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 
@@ -57,9 +58,10 @@ Listed = Mapping[str, tuple[int, str]]
 
 
 def read_manifest(storage: Storage, name: str) -> Listed:
-    """The files of a checkpoint as its manifest lists them. ValueError if it is not a manifest, OSError if unreadable.
+    """Return the files of a checkpoint as its manifest lists them.
 
-    Whoever could write a checkpoint has written this, too: it says what belongs together, not who made it.
+    Raise ValueError if it is not a manifest, OSError if it cannot be read. Whoever could write a checkpoint has written
+    this, too: it says what belongs together, not who made it.
     """
     read = parse_json(storage.read(name, MANIFEST_FILE, MANIFEST_BYTES))
     if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
@@ -82,10 +84,10 @@ def read_manifest(storage: Storage, name: str) -> Listed:
 def check(
     storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
 ) -> str | None:
-    """Compare sizes and hashes of a checkpoint's files with its manifest. Returns the problem, None if it is intact.
+    """Compare sizes and hashes of a checkpoint's files with its manifest. Return the problem; None if it is intact.
 
-    Without `hashes` only small files are hashed. With `share=(rank, world)` only this rank's part is: together the
-    ranks check every file. `threads`: parallel readers. Raises OSError if the storage does not answer, which says
+    Without `hashes`, only small files are hashed. With `share=(rank, world)`, only this rank's part is: together the
+    ranks check every file. `threads`: parallel readers. Raise OSError if the storage does not answer, which says
     nothing about the checkpoint.
     """
     try:
@@ -121,7 +123,7 @@ def check(
 
 
 def _too_large(storage: Storage, name: str, sizes: Mapping[str, int], hashes: bool) -> str | None:
-    """The problem if a file is larger than what is in it: to hash terabytes that are never read takes hours."""
+    """Return the problem if a file is larger than what is in it: to hash terabytes that are never read takes hours."""
     if sum(sizes.values()) < _SOON_READ:
         return None
     most = {INDEX_FILE: index_limit(sizes), STATE_FILE: STATE_BYTES}
@@ -140,7 +142,7 @@ def _too_large(storage: Storage, name: str, sizes: Mapping[str, int], hashes: bo
 
 
 def _sizes_in(index: bytes, sizes: Mapping[str, int]) -> dict[str, int]:
-    """How large the files of tensors may be by what an index says of them."""
+    """Return how large the files of tensors may be, by what an index says about them."""
     read = parse_json(index, values=index_values(sizes), depth=None)
     tensors = read.get("tensors") if isinstance(read, dict) else None
     most = dict.fromkeys((file for file in sizes if file.endswith(PIECES)), MIB)
@@ -154,12 +156,12 @@ def _sizes_in(index: bytes, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def index_limit(sizes: Mapping[str, int]) -> int:
-    """The most bytes that the index of these files may have."""
+    """Return the most bytes that the index of these files may have."""
     return max(MIB, min(_INDEX_BYTES, _bytes_of_pieces(sizes) // _BYTES_PER_INDEX_BYTE))
 
 
 def index_values(sizes: Mapping[str, int]) -> int:
-    """The most values in it."""
+    """Return the most values that the index of these files may have."""
     return max(MAX_VALUES, min(_INDEX_VALUES, _bytes_of_pieces(sizes) // _BYTES_PER_VALUE))
 
 
@@ -168,21 +170,21 @@ def _bytes_of_pieces(sizes: Mapping[str, int]) -> int:
 
 
 def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
-    """xxh3_128 of a file, read from the storage."""
+    """Return the xxh3_128 of a file, read from the storage."""
     digest = xxhash.xxh3_128()
     view = memoryview(bytearray(min(size, _CHUNK_BYTES)))
     with storage.open(name, file) as source:
         for start in range(0, size, _CHUNK_BYTES):
             beat()
-            piece = view[: min(_CHUNK_BYTES, size - start)]
-            source.read_into(start, piece)
-            digest.update(piece)
+            chunk = view[: min(_CHUNK_BYTES, size - start)]
+            source.read_into(start, chunk)
+            digest.update(chunk)
     found: str = digest.hexdigest()
     return found
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:
-    """A rank's share of the files: the largest file first, each to the rank with the fewest bytes so far."""
+    """Return a rank's share of the files: the largest file first, each to the rank with the fewest bytes so far."""
     load = [0] * world
     mine = []
     for file, size in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):

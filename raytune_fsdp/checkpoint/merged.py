@@ -1,4 +1,4 @@
-"""All weights of a checkpoint's network, whatever the checkpoint holds of them: a run of adapters saves only those."""
+"""Put together all weights of a checkpoint's network: a run of adapters saves only these, not their base."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raytune_fsdp.model.weights.keys import check_shapes, grown_rows, match_keys
 from raytune_fsdp.model.weights.source import FileWeights, GrownWeights, Weights
 
 _BASE = "the base of these adapters"
-_WAY_OUT = "say with --base where the model is that they were trained beside"
+_WAY_OUT = "say with --base where the model is that they were trained on"
 
 
 class WholeWeights(WholeTensors, Weights, Protocol):
@@ -37,7 +37,7 @@ class WholeWeights(WholeTensors, Weights, Protocol):
 
 
 def merged_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFiles | None) -> WholeWeights:
-    """The weights of a checkpoint's network; those of adapters are merged into their base.
+    """Return the weights of a checkpoint's network; those of adapters are merged into their base.
 
     `files`: the run's own. `beside`: those of the base, from `base_of` or `located_base`.
     """
@@ -54,7 +54,7 @@ def merged_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightF
 
 
 def base_of(checkpoint: CommittedCheckpoint, moved: str | None = None) -> WeightFiles | None:
-    """The files that a checkpoint's adapters were trained beside, after comparing their hashes; None if it has none.
+    """Return the base files of a checkpoint's adapters, after comparing their hashes; None if it has no adapters.
 
     `moved`: where they are now, if not where the run found them.
     """
@@ -67,8 +67,10 @@ def base_of(checkpoint: CommittedCheckpoint, moved: str | None = None) -> Weight
 def located_base(
     checkpoint: CommittedCheckpoint, moved: str | None = None, *, fetch: bool = True
 ) -> WeightFiles | None:
-    """The same, without reading them: only their sizes are compared. Without `fetch`, those of the hub need not be
-    here."""
+    """Return the base files of a checkpoint's adapters without reading them: only their sizes are compared.
+
+    Without `fetch`, those of the hub need not be on this machine.
+    """
     base = read_state(checkpoint).base
     if base is None:
         if moved is not None:
@@ -92,12 +94,12 @@ def check_digests(files: WeightFiles, digests: Mapping[str, str], base: Mapping[
 
 def _another(files: WeightFiles, name: str) -> ModelError:
     return ModelError(
-        f"{files.directory / name} is not the file that these adapters were trained beside: restore it, or {_WAY_OUT}"
+        f"{files.directory / name} is not the file that these adapters were trained on: restore it, or {_WAY_OUT}"
     )
 
 
 def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights, Path]:
-    """The weights of an exported adapter's network, merged into its base, and the directory of that."""
+    """Return the weights of an exported adapter's network, merged into its base, and the directory of the base."""
     values = read_object(directory / ADAPTER_CONFIG_FILE)
     path, revision = (
         (moved, None) if moved is not None else (values.get("base_model_name_or_path"), values.get("revision"))
@@ -125,7 +127,7 @@ def _merged(base: Weights, adapter: Weights, network: PreTrainedModel, where: st
 
 
 def plain_network(files: Path) -> PreTrainedModel:
-    """The network of a directory's config.json without adapters, on the meta device."""
+    """Return the network of a directory's config.json without adapters, on the meta device."""
     network = stored_network(files)
     if network is None:
         raise ModelError(
@@ -136,15 +138,17 @@ def plain_network(files: Path) -> PreTrainedModel:
 
 
 def named_class(files: Path, base: str, revision: str | None) -> Named:
-    """The class that the config of a run's base names. `files`: the run's own. Nothing is fetched: of a base that
-    cannot be read here, it is the class that transformers has for its type."""
+    """Return the class that the config of a run's base names. `files`: the run's own.
+
+    Nothing is fetched: if the base cannot be read here, it is the class that transformers has for its type.
+    """
     there = Path(base).expanduser() if is_local(base) else cached(base, revision)
     readable = there is not None and (there / CONFIG_FILE).is_file()
     return find_named(plain_network(files), files, there if readable else None)
 
 
 def saved_network(checkpoint: CommittedCheckpoint, files: Path) -> PreTrainedModel:
-    """The network with the adapters that a checkpoint holds. `files`: the run's own."""
+    """Return the network with the adapters that a checkpoint holds. `files`: the run's own."""
     base, held = read_state(checkpoint).base, CheckpointWeights(checkpoint).shapes()
     network = plain_network(files)
     attach(network, adapter_method(files, held))
@@ -154,17 +158,18 @@ def saved_network(checkpoint: CommittedCheckpoint, files: Path) -> PreTrainedMod
 
 
 def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> None:
-    """Refuse to write trained rows of new tokens for PEFT where the base has others beside them, or no place for them.
+    """Refuse to write trained rows of new tokens for PEFT if there are other new rows, or the base has no place for
+    them.
 
     `files`: the run's own. `moved`: where the base is now.
     """
     base, network = read_state(checkpoint).base, saved_network(checkpoint, files)
     alone = {weight for weight, _ in rows_of(network).values()}
-    beside = located_base(checkpoint, moved) if alone else None
-    if base is None or beside is None:
+    frozen = located_base(checkpoint, moved) if alone else None
+    if base is None or frozen is None:
         return
     plain = plain_network(files)
-    grown = grown_rows(plain, matched_weights(beside, match_keys(plain, beside), plain).shapes())
+    grown = grown_rows(plain, matched_weights(frozen, match_keys(plain, frozen), plain).shapes())
     if left := sorted(grown.keys() | base["added"].keys() - alone):
         raise ConfigError(
             f"export.merge=false: {left[0]} has rows for new tokens that the base does not have, and PEFT's directory "
@@ -175,7 +180,7 @@ def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str |
 def base_weights(
     files: WeightFiles, network: PreTrainedModel, added: Mapping[str, Mapping[int, Sequence[int]]]
 ) -> Weights:
-    """The weights that adapters are beside, in which rows of tokens may have been `added`."""
+    """Return the weights of the base under adapters, in which rows of tokens may have been `added`."""
     weights = matched_weights(files, match_keys(network, files), network)
     grown = grown_rows(network, weights.shapes())
     if grown or added:
@@ -199,6 +204,6 @@ def _known(path: str, revision: str | None) -> WeightFiles:
 
 
 def dtype_of(weights: WholeWeights) -> torch.dtype | None:
-    """The widest type of the weights, in which a network can hold all of them."""
+    """Return the widest type of the weights, in which a network can hold all of them."""
     types = {dtype for dtype in weights.dtypes().values() if dtype.is_floating_point}
     return max(types, key=lambda dtype: dtype.itemsize, default=None)

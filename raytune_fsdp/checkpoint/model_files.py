@@ -1,4 +1,4 @@
-"""The config and tokenizer that belong to a committed checkpoint, and the checkpoint as a model. Needs no ranks."""
+"""Find the config and tokenizer that belong to a committed checkpoint, and load it as a model. Needs no ranks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from raytune_fsdp.model.weights.keys import check_report, check_shapes, match_ke
 from raytune_fsdp.plan.run_dir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 
 _OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
-"""Files that a run keeps beside its config and tokenizer, and that are in no export as they are."""
+"""Files that a run keeps next to its config and tokenizer, and that are in no export as they are."""
 _COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
 _MOST_PER_BYTE = 64  # bytes that a network may take for each of its files: those of 4 bits, read as fp32, take eight
 
 
 def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
-    """The verified checkpoint at a path or URL, or the newest intact one of a run directory."""
+    """Return the verified checkpoint at a path or URL, or the newest intact one of a run directory."""
     # Resolved, since the run directory is found from a checkpoint by its parents.
     path = str(place) if is_url(str(place)) else str(Path(place).resolve())
     found = as_checkpoint(path)
@@ -58,7 +58,7 @@ def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
 
 
 def model_files(checkpoint: CommittedCheckpoint) -> Path:
-    """The directory with config and tokenizer of a checkpoint's run; for an object store, a local copy."""
+    """Return the directory with config and tokenizer of a checkpoint's run; for an object store, a local copy."""
     if is_url(checkpoint.root):
         files, where = _copied(checkpoint.root), f"{checkpoint.root.rpartition('/')[0]}/{MODEL_FILES}"
     else:
@@ -74,17 +74,17 @@ def model_files(checkpoint: CommittedCheckpoint) -> Path:
 
 
 def _copied(root: str) -> Path:
-    beside = ObjectStorage(root.rpartition("/")[0])
+    store = ObjectStorage(root.rpartition("/")[0])
     copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    for name in beside.sizes(MODEL_FILES):
+    for name in store.sizes(MODEL_FILES):
         # Keys of an object store are any text, `../` included.
         if is_known(name) or name in _OF_THE_RUN or re.fullmatch(r"\w+\.py", name):
             (copy / name).parent.mkdir(exist_ok=True)
             try:
-                (copy / name).write_bytes(beside.read(MODEL_FILES, name, _COPIED_BYTES))
+                (copy / name).write_bytes(store.read(MODEL_FILES, name, _COPIED_BYTES))
             except UnsoundError as error:
-                raise ModelError(f"{beside.where(MODEL_FILES)}/{name} {error}") from error
+                raise ModelError(f"{store.where(MODEL_FILES)}/{name} {error}") from error
     return copy
 
 
@@ -92,9 +92,9 @@ def put_model_files(model: Path, checkpoints: str) -> None:
     """Copy config and tokenizer to where `model_files` looks, if the checkpoints are not in the run's directory."""
     names = [*travelling(model, code=True), *(name for name in _OF_THE_RUN if (model / name).is_file())]
     if is_url(checkpoints):
-        beside = ObjectStorage(checkpoints.rpartition("/")[0])
+        store = ObjectStorage(checkpoints.rpartition("/")[0])
         for name in names:
-            beside.put(MODEL_FILES, name, (model / name).read_bytes())
+            store.put(MODEL_FILES, name, (model / name).read_bytes())
     elif Path(checkpoints).parent != model.parent:
         for name in names:
             target = Path(checkpoints).parent / MODEL_FILES / name
@@ -108,10 +108,10 @@ def put_model_files(model: Path, checkpoints: str) -> None:
 def load_for_inference(
     path: Path, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type. One that is too large
-    for the device is spread over all of them.
+    """Return model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type.
 
-    `base`: where the model is now that the run's adapters were trained beside.
+    A model that is too large for the device is spread over all devices. `base`: where the base of the run's adapters is
+    now.
     """
     if not path.is_dir():
         raise ModelError(
@@ -136,7 +136,7 @@ def load_for_inference(
 def load_checkpoint(
     checkpoint: CommittedCheckpoint, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
 ) -> PreTrainedModel:
-    """The model of a checkpoint, which may be in an object store."""
+    """Return the model of a checkpoint, which may be in an object store."""
     files = model_files(checkpoint)
     weights = merged_weights(checkpoint, files, base_of(checkpoint, base))
     model = _built(weights, files, trust_remote_code, checkpoint.path)
@@ -145,7 +145,7 @@ def load_checkpoint(
 
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:
-    """The model of a Hugging Face directory: safetensors, under names that do not lead out of it."""
+    """Load the model of a Hugging Face directory: safetensors, under names that do not lead out of it."""
     network, files = stored_network(path), find_weights(path)
     sizes = files.sizes()
     for name in sizes:
@@ -172,7 +172,7 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
                 output_loading_info=True, ignore_mismatched_sizes=True,  # they are in the report
             )  # fmt: skip
         except RuntimeError:
-            # What cannot be put together, as a layer's experts of which some are not there, is in no report.
+            # What cannot be put together, such as a layer's experts of which some are missing, is in no report.
             if network is not None:
                 check_shapes(network, matched_weights(files, match_keys(network, files), network))
             raise
@@ -185,7 +185,7 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
 
 
 def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTrainedModel:
-    """The model with these weights and the config in `files`."""
+    """Build the model with these weights and the config in `files`."""
     network, shapes = stored_network(files), weights.shapes()
     if network is not None:  # compared before it takes any memory
         _compare(network, shapes, files, where)
@@ -224,7 +224,7 @@ def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
 
 
 def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
-    """What `load` returns, or why it cannot, in one line."""
+    """Return what `load` returns, or say why it cannot, in one line."""
     try:
         return load()
     except ModelError:

@@ -103,7 +103,7 @@ class ObjectStorage:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[Sink]:
-        """A new object. It exists once the block ends without an exception."""
+        """Write a new object. It exists once the `with` statement ends without an exception."""
         stream = self._system().open_output_stream(self._path(name, file))
         yield cast(Sink, stream)
         stream.close()  # not after an exception: an upload that was not closed leaves no object
@@ -116,7 +116,7 @@ class ObjectStorage:
         patiently(f"writing {self.where(name)}/{file}", put)
 
     def _below(self, name: str) -> dict[str, int]:
-        """Size of every object below a directory, by its path from there."""
+        """Return the size of every object below a directory, by its path from there."""
         top = self._path(name)
         selector = pyarrow.fs.FileSelector(top, allow_not_found=True, recursive=True)
         found = patiently(f"listing {self.where(name)}", lambda: self._system().get_file_info(selector))

@@ -23,7 +23,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Requests:
-    """The run's side."""
+    """The run's side of a request."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -35,14 +35,14 @@ class Requests:
                 taken.rename(taken.with_suffix(_ASKED))
 
     def waiting(self) -> bool:
-        """Whether someone is asking."""
+        """Return whether someone is asking."""
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             self._waiting = any(self._run_dir.glob(f"{_PREFIX}*{_ASKED}"))
         return self._waiting
 
     def take(self) -> None:
-        """A save begins: it answers all requests so far."""
+        """Take all requests so far: the save that begins answers them."""
         self._waiting = False
         for asked in self._run_dir.glob(f"{_PREFIX}*{_ASKED}"):
             taken = asked.with_suffix(_TAKEN)
@@ -63,7 +63,7 @@ class Requests:
 
 
 class Asking:
-    """A person's side."""
+    """A person's side of a request."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / f"{_PREFIX}{uuid.uuid4().hex[:12]}{_ASKED}"
@@ -72,11 +72,11 @@ class Asking:
         self._file.touch()
 
     def taken(self) -> bool:
-        """Whether the run has taken the request."""
+        """Return whether the run has taken the request."""
         return not self._file.exists()
 
     def answer(self) -> dict[str, object] | None:
-        """Step, path and problem, once they are known."""
+        """Return step, path and problem, once they are known."""
         answered = self._file.with_suffix(_ANSWERED)
         if not answered.exists():
             return None

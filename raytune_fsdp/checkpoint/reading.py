@@ -1,4 +1,4 @@
-"""The tensors of a committed checkpoint, each rank reading what it needs.
+"""Read the tensors of a committed checkpoint; each rank reads what it needs.
 
 Nothing in a checkpoint is ever executed: the index is JSON, and only the numbers of the pieces are read.
 """
@@ -30,7 +30,7 @@ from raytune_fsdp.step.optim.update import Optimizer
 
 
 def read_index(storage: Storage, name: str) -> Index:
-    """The index of a checkpoint, checked against the sizes in its manifest."""
+    """Return the index of a checkpoint, checked against the sizes in its manifest."""
     file, kind = MANIFEST_FILE, "a manifest"
     try:
         sizes = {each: size for each, (size, _) in read_manifest(storage, name).items()}
@@ -127,7 +127,7 @@ class _Room:
 
 
 def _read(source: StoredFile, place: Place, index: Index, item: ReadItem, tensor: torch.Tensor, room: _Room) -> None:
-    """Read what a tensor needs of a stored piece; straight into its memory, if that is one contiguous block."""
+    """Read what a tensor needs of a stored piece; straight into its memory, if that is contiguous."""
     target = local_piece(tensor)
     for axis, length in enumerate(item.lengths):
         target = target.narrow(axis, item.dest_offsets[axis], length)
@@ -168,7 +168,8 @@ def load(model: PreTrainedModel, optimizer: Optimizer, checkpoint: CommittedChec
 
 
 def verify_together(checkpoint: CommittedCheckpoint, *, hashes: bool, only_rank0: bool = False) -> str | None:
-    """The problem with a committed checkpoint, the same on all ranks; each hashes a part of the files. Collective."""
+    """Return the problem with a committed checkpoint, the same on all ranks; each hashes a part of the files.
+    Collective."""
     share = (0, 1) if only_rank0 else (dist.get_rank(), dist.get_world_size())
 
     def look() -> str | None:

@@ -1,5 +1,8 @@
-"""Whether the nodes have memory for the copies that saves make: asked at the start, and not found out hours later. And
-whether storage has room for a checkpoint that is made for safety alone."""
+"""Check whether nodes have memory for the copies that saves make, and whether storage has room.
+
+The memory is asked for at the start, not found out hours later. Storage is asked for room before a checkpoint that is
+made for safety alone.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from raytune_fsdp.base.urls import is_url
 
 
 def node_without_room(mine: int) -> dict[str, Any] | None:
-    """The node that lacks most for the bytes that each of its ranks will copy; None if there is room. Collective."""
+    """Return the node that lacks most for the bytes that each of its ranks will copy; None if there is room.
+    Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (this_node(), mine, free_memory()))
     return _worst(everyone)
 
 
 def _worst(everyone: Sequence[tuple[tuple[str, str], int, int]]) -> dict[str, Any] | None:
-    """From the node, the bytes that are needed and those that are free of each rank."""
+    """Return the node that lacks most, from each rank's node, the bytes that it needs and those that are free."""
     wanted: dict[tuple[str, str], int] = defaultdict(int)
     free: dict[tuple[str, str], int] = {}
     for node, needs, has in everyone:
@@ -37,12 +41,13 @@ def _worst(everyone: Sequence[tuple[tuple[str, str], int, int]]) -> dict[str, An
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Whether a write has failed because storage, or the quota on it, is full. Not all storage shows a quota before."""
+    """Return whether a write failed because storage, or the quota on it, is full. Not all storage shows a quota
+    before."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def storage_without_room(location: str, size: int) -> dict[str, Any] | None:
-    """What is free of the storage, if a checkpoint of this size would take the room of the next one."""
+    """Return what is free in the storage, if a checkpoint of this size would take the room of the next one."""
     if is_url(location):  # an object store does not say
         return None
     wanted = Path(location)

@@ -44,9 +44,9 @@ class Messages:
         self._store.set(key, json.dumps(value))
 
     def receive(self, key: str) -> Any | None:
-        """The message under a key; None if there is none within a second."""
+        """Return the message under a key; None if there is none within a second."""
         deadline, pause = time.monotonic() + _LOOK_SECONDS, 0.002
-        # Polled, every 2 to 50 ms: a thread that waits inside the store blocks this rank's other threads from using it.
+        # Polled, every 2 to 50 ms: a thread that waits inside the store keeps this rank's other threads from using it.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
@@ -58,7 +58,7 @@ class Messages:
 
 
 def open_messages() -> Messages:
-    """Messages under a prefix that all ranks share and nothing else uses. Collective."""
+    """Return messages under a prefix that all ranks share and nothing else uses. Collective."""
     name: list[Any] = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
     return Messages(PrefixStore(name[0], _get_default_store()))
@@ -114,7 +114,7 @@ class SaveJob:
     before: Callable[[], None]
     """Rank 0 calls this before it commits, and again right before the checkpoint becomes visible."""
     after: Callable[[], None]
-    """And this afterwards."""
+    """Rank 0 calls this after the commit."""
 
     def written_key(self, rank: int) -> str:
         return f"{self.serial}/{rank}"
@@ -131,7 +131,7 @@ class SaveInFlight:
         ended       rank 0's writer knows the `outcome`: committed, failed, not_finite or no_room
         reported    `report` (or `finish`, which waits) has brought the outcome to training on all ranks
 
-    Training calls every method, at the same step on all ranks; nothing but the writers runs beside it.
+    Training calls every method, at the same step on all ranks; only the writers run at the same time.
     """
 
     def __init__(self, job: SaveJob) -> None:
@@ -150,7 +150,7 @@ class SaveInFlight:
         self._thread.start()
 
     def ending(self) -> Ending | None:
-        """How the save ended, on rank 0 until it was reported; otherwise None."""
+        """Return how the save ended, on rank 0 until it was reported; otherwise None."""
         if self.reported or self.job.rank != 0:
             return None
         outcome = self.outcome()
@@ -166,7 +166,8 @@ class SaveInFlight:
         return self.job.rank == 0 and not self.reported and self.outcome() is None
 
     def outcome(self) -> Outcome | None:
-        """The outcome on rank 0; None while unknown. Gives up a save that takes too long: it is never committed."""
+        """Return the outcome on rank 0; None while unknown. A save that takes too long is given up: it is never
+        committed."""
         with self._lock:
             if self._outcome is None:
                 if self._committing:
@@ -181,7 +182,7 @@ class SaveInFlight:
             return self._outcome
 
     def report(self, ending: Ending) -> Outcome:
-        """The outcome, on every rank, after rank 0 has announced this `ending`. Collective.
+        """Return the outcome, on every rank, after rank 0 has announced this `ending`. Collective.
 
         Only rank 0 knows the size of a committed checkpoint and how long it took.
         """
@@ -229,7 +230,7 @@ class SaveInFlight:
         return found
 
     def _run(self) -> None:
-        """The writer's thread."""
+        """Write this rank's file and send the message about it; on rank 0, also commit. Runs in the writer's thread."""
         job = self.job
         message: dict[str, Any] = {"problem": "its writer was ended"}
         try:
@@ -296,7 +297,7 @@ class SaveInFlight:
         return found
 
     def _commit(self, messages: list[dict[str, Any]]) -> int:
-        """Write the index of all pieces and the rest of the state, then publish. Returns the checkpoint's size."""
+        """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size."""
         job = self.job
         sums = {each["file"]: Sum(**each["sum"]) for each in messages if each["file"]}
         files, spans = [each["file"] for each in messages], [each["spans"] for each in messages]

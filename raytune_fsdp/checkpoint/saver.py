@@ -46,33 +46,34 @@ class Saver:
     scores: dict[int, float] = field(default_factory=dict)
     """Scores by step, to keep the best checkpoints. On rank 0."""
     own_seconds: float = 0.0
-    """For how long training has waited for this rank's own part of saves."""
+    """How long training has waited for this rank's own part of saves."""
     _serial: int = 0
     _save: SaveInFlight | None = None
-    """The last one that was begun."""
+    """The last save that was begun."""
     _failed: list[Draft] = field(default_factory=list)
     _all_kept: bool = False
-    """After the last save that was begun nothing is removed."""
+    """Whether nothing is removed after the last save that was begun."""
 
     @property
     def asynchronous(self) -> bool:
         return self.staging is not None
 
     def nbytes_staged(self) -> int:
-        """The memory that a copy of this rank's pieces takes."""
+        """Return the memory that a copy of this rank's pieces takes."""
         if self.staging is None:
             return 0
         tensors = self.tensors()
         return sum(local_piece(tensors[name]).nbytes for name in self.layout.mine)
 
     def guard(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
-        """The optimizer, kept from changing on this device what a save is still copying."""
+        """Return the optimizer, kept from changing on this device what a save is still copying."""
         if self.staging is None or device.type == "cpu":
             return optimizer
         return UpdatesAfterCopies(optimizer, self.staging)
 
     def status(self) -> tuple[Ending | None, bool]:
-        """How the last save ended, if rank 0 has yet to report that, and whether this rank is still busy with it.
+        """Return how the last save ended, if rank 0 has yet to report that, and whether this rank is still busy with
+        it.
 
         No save can begin while any rank is busy.
         """
@@ -85,12 +86,12 @@ class Saver:
 
     @property
     def recovering(self) -> bool:
-        """Whether the last save that was begun is one of a recovery point."""
+        """Whether the last save that was begun is a recovery point."""
         return self._save is not None and not self._save.job.lasting
 
     @property
     def nbytes(self) -> int:
-        """How large a checkpoint is: the numbers in it, over all ranks."""
+        """The size of a checkpoint: the bytes of its numbers, over all ranks."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def begin(self, state: RunState, *, before: Callable[[], None], lasting: bool = True) -> None:
@@ -132,10 +133,10 @@ class Saver:
         self.own_seconds += time.monotonic() - since
 
     def _pruning(self, state: RunState) -> Callable[[], None]:
-        """What removes older checkpoints once this state is committed."""
+        """Return what removes older checkpoints once this state is committed."""
         keep, scores, size = self.keep, dict(self.scores), self.nbytes
         # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before. The
-        # run may have to be begun again from one before that, so none is removed until an update is done again.
+        # run may have to begin again from one before those, so none is removed until an update is done again.
         self._all_kept = bool(state.skipped_in_row)
         if self._all_kept:
             return at_once
@@ -149,10 +150,10 @@ class Saver:
         return prune_all
 
     def make_room(self, *, for_last: bool) -> list[str]:
-        """Remove recovery points that the run does not need for going on, because storage has no room for another
-        checkpoint, and keep one at a time from now on. Returns their names. On rank 0, while no save is being written.
+        """Remove recovery points that the run does not need to continue, and return their names.
 
-        `for_last`: for the run's last checkpoint, see `in_the_way`.
+        This is called where storage has no room for another checkpoint, on rank 0, while no save is being written. From
+        now on one recovery point is kept at a time. `for_last`: for the run's last checkpoint, see `in_the_way`.
         """
         self.keep, gone = replace(self.keep, recovery=1), []
         try:
@@ -164,7 +165,7 @@ class Saver:
         return gone
 
     def report(self, ending: Ending) -> Outcome:
-        """The outcome of the last save, after rank 0 has announced this `ending`. Collective."""
+        """Return the outcome of the last save, after rank 0 has announced this `ending`. Collective."""
         assert self._save is not None, "no save was begun"
         return self._reported(self._save.report(ending))
 
@@ -200,7 +201,7 @@ def open_saver(
     asynchronous: bool,
     scores: Mapping[int, float],
 ) -> Saver:
-    """The saver of an attempt with this model and optimizer. Collective."""
+    """Return the saver of an attempt with this model and optimizer. Collective."""
     optimizer.init_state()
     now = partial(tensors_of, model, optimizer)
     tensors = now()

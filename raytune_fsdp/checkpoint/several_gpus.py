@@ -1,4 +1,4 @@
-"""A model for inference goes to the device, or is spread over all GPUs and the host where it is too large for one."""
+"""Put a model for inference on the device, or spread it over all GPUs and the host if it is too large for one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.errors import ModelError, pip_install
 
 _SHARE = 0.8
-"""Of the free memory of a GPU that weights may take. The rest is for what is computed with them, and for the cache of a
-long conversation."""
+"""The share of a GPU's free memory that weights may take. The rest is for what is computed with them, and for the cache
+of a long conversation."""
 
 
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model where it can be called with inputs on the device."""
+    """Put the model where it can be called with inputs on the device."""
     if device.type != "cuda":
         return model.to(device)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -22,7 +22,7 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def _spread(model: PreTrainedModel, needed: int, free: int) -> PreTrainedModel:
-    """Whole blocks on each GPU, and in host memory what is left. One block after the other is computed."""
+    """Put whole layers on each GPU, and what is left in host memory. One layer after the other is computed."""
     try:
         from accelerate import dispatch_model, infer_auto_device_map
         from accelerate.utils import get_max_memory

@@ -19,7 +19,7 @@ from raytune_fsdp.data.mixture import is_known
 
 FORMAT = 1
 _MARGIN_BYTES, _MARGIN_VALUES = 1 << 20, 10_000
-"""For what a state has besides the hashes and names of files."""
+"""Room for what a state has besides the hashes and names of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RunState:
     newest_order: int | None = None
     """The newest version of the order (data/mixture.py) that there was when the run was begun. Older states lack it."""
     base: Mapping[str, Any] | None = None
-    """Of a run that trains adapters: where the frozen weights are (`path`, `revision`), size and hash of their `files`,
+    """In a run that trains adapters: where the frozen weights are (`path`, `revision`), size and hash of their `files`,
     and the rows of tokens that were `added` to them. They are in no checkpoint."""
     attempt: int = 0
     world_size: int = 0
@@ -67,7 +67,7 @@ def check_size(state: RunState) -> None:
 
 
 def read_state(found: CommittedCheckpoint) -> RunState:
-    """The state in a committed checkpoint."""
+    """Return the state in a committed checkpoint."""
     file = f"{found.path}/{STATE_FILE}"
     try:
         content = storage_at(found.root).read(found.name, STATE_FILE, STATE_BYTES)
@@ -138,7 +138,8 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 
 
 def _checked(values: dict[str, Any], found: CommittedCheckpoint) -> RunState:
-    """The state, from the values in its file; older versions wrote fewer. UnsoundError if they cannot be one."""
+    """Return the state, from the values in its file; older versions wrote fewer. Raise UnsoundError if they are not
+    one."""
     for key, value in values.items():
         if key not in _RULES:
             raise UnsoundError(f"has the unknown entry {shown(key)}")
@@ -149,7 +150,7 @@ def _checked(values: dict[str, Any], found: CommittedCheckpoint) -> RunState:
         raise UnsoundError(f"has no {sorted(missing)[0]}")
     if values["step"] != found.step or values.get("attempt", found.attempt) != found.attempt:
         raise UnsoundError(f"is that of step {values['step']} of attempt {values.get('attempt')}")
-    # For messages, the names of files are put beside their hashes.
+    # The names of files are kept along with their hashes, for messages.
     if not all(_is_texts(values["identity"].get(key, [])) for key in values.get("files", {})):
         raise UnsoundError("has files without hashes")
     return RunState(**{**values, "cursor": Cursor(**values["cursor"])})

@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: its pieces one after another, hashed as they are written."""
+"""Write one rank's file of a checkpoint: its pieces one after another, hashed as they are written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class PieceLayout:
     """On rank 0: shapes, types and pieces of all tensors."""
 
     def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
-        """`tensors.json` of a checkpoint whose ranks have written these files, the pieces in order. Rank 0."""
+        """Return `tensors.json` of a checkpoint whose ranks have written these files, the pieces in order. Only on rank
+        0."""
         assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
         where = {
             (index.fqn, index.offset): (file, start, size)
@@ -78,7 +79,7 @@ class PieceLayout:
         return json.dumps({"format": 1, "tensors": tensors}).encode()
 
     def metadata_file(self, files: Sequence[str], spans: Sequence[Sequence[Span]], checkpoint: str) -> bytes:
-        """`.metadata` of the same checkpoint."""
+        """Return `.metadata` of the same checkpoint. Only on rank 0."""
         assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
         entries = {
             index: _StorageInfo(file, offset, length)
@@ -92,12 +93,13 @@ class PieceLayout:
 
 
 def chunk_of(tensor: torch.Tensor) -> ChunkStorageMetadata:
-    """Where this rank's piece is in the whole tensor.
+    """Return where this rank's piece is in the whole tensor.
 
-    Not as torch.distributed.checkpoint asks a DTensor: of rows that ranks which share a layer have cut unevenly, and
-    that are sharded then, it says other offsets than the shards have (torch 2.13)."""
+    A DTensor is not asked as torch.distributed.checkpoint asks it: for rows that ranks which share a layer have cut
+    unevenly, and that are sharded then, it says other offsets than the shards have (torch 2.13).
+    """
     piece, size = piece_of(tensor), local_piece(tensor).size()
-    # One without numbers is behind all others: where it begins another one may, too.
+    # A piece without numbers is behind all others: where it begins another one may, too.
     first = piece.rows[0] if size.numel() or not tensor.ndim else tensor.shape[0]
     offsets = [first, piece.first_column, *[0] * tensor.ndim][: tensor.ndim]
     return ChunkStorageMetadata(torch.Size(offsets), size)
@@ -115,7 +117,7 @@ def _placed(item: WriteItem, tensor: torch.Tensor) -> WriteItem:
 
 
 def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
-    """The layout of tensors sharded like these. Collective."""
+    """Return the layout of tensors sharded like these. Collective."""
     planner = DefaultSavePlanner()  # it also decides which rank writes a tensor that several ranks hold
     planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
     local = planner.create_local_plan()
@@ -143,7 +145,7 @@ _ALIGNMENT = 64  # bytes: a multiple of the size of every dtype, and a cache lin
 
 
 class Staging:
-    """Memory for the pieces that this rank writes, allocated as one block at the first copy.
+    """Memory for the pieces that this rank writes, allocated as one buffer at the first copy.
 
     A GPU copies on a stream of its own while the next step computes: whoever reads the pieces waits until they are
     `here`, and the optimizer changes nothing before that (`UpdatesAfterCopies`).
@@ -158,7 +160,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken."""
+        """The bytes that are taken."""
         return self._block.nbytes
 
     @torch.no_grad()
@@ -178,14 +180,14 @@ class Staging:
             self._copied = self._stream.record_event()
 
     def here(self) -> None:
-        """Wait, on the host, for the copies. From any thread."""
+        """Wait, on the host, for the copies. May be called from any thread."""
         if self._stream is not None and self._copied is not None:
             # A new thread is on the first GPU: the CUDA runtime may make a context there, of some 500 MB for each rank.
             with torch.cuda.device(self._stream.device):
                 self._copied.synchronize()
 
     def hold_updates(self) -> None:
-        """Have what the device computes from here on wait for the copies."""
+        """Make what the device computes from here on wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -202,7 +204,8 @@ class Staging:
         self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A part of the block as a tensor with its own storage: torch.save would write all of a view's storage."""
+        """Return a part of the buffer as a tensor with its own storage: torch.save would write all of a view's
+        storage."""
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         memory = memoryview(self._block.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]
@@ -295,7 +298,7 @@ class Hashing:
         return len(view)
 
     def flush(self) -> None:
-        """torch.save requires this."""
+        """Do nothing: torch.save requires this method."""
 
     @property
     def sum(self) -> Sum:

@@ -1,10 +1,10 @@
 """Measure a machine for plans of runs on it: `raytune-fsdp plan --calibrate FILE`.
 
-Kernels are measured one by one at sizes that blocks have, by as many ranks at a time as the machine would have: they
-share its memory, and on a CPU its cores. Then two small models train (in 16 and in 32 bits), and what their steps reach
-of the sum of their kernels says what no kernel does: what modules and autograd take between them. Where there are
-several ranks, a third one trains that weighs next to nothing: what its step takes beside its kernels is what FSDP takes
-for each collective, with all that comes with a unit (hooks, DTensors, the clipping of its gradients).
+Kernels are measured one by one at sizes that layers have, by as many ranks at a time as the machine would have: they
+share its memory, and on a CPU its cores. Then two small models train (in 16 and in 32 bits). What their steps reach of
+the sum of their kernels says what no kernel does: what modules and autograd take between them. Where there are several
+ranks, a third model trains that weighs next to nothing. What its step takes besides its kernels is what FSDP takes for
+each collective, with all that comes with a unit (hooks, DTensors, the clipping of its gradients).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from raytune_fsdp.run.assemble import as_stored, spread
 from raytune_fsdp.step.parallel import make_groups, make_mesh, memory_of, sharding_units
 
 _SECONDS = 0.1
-"""That each kernel is measured for, at least."""
+"""The least time for which each kernel is measured."""
 _STEPS, _LIGHT_STEPS = 5, 20
 _ROUNDS = 3
 _LIGHT = "light"
@@ -65,11 +65,11 @@ _NUMBERS = {"cpu": (2**10, 2**14, 2**18, 2**22), "cuda": (2**10, 2**16, 2**22, 2
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 """Bytes: as large as the units of models that such devices train."""
 _WIDTH = {"cpu": 256, "cuda": 2048}
-"""Of the models that train."""
+"""The width of the models that train."""
 
 
 def calibrate(ranks: int, threads: int) -> Calibration:
-    """By so many ranks of this machine, each with a GPU of its own, if it has GPUs. Takes about a minute."""
+    """Measure `ranks` ranks of this machine, each with a GPU of its own, if it has GPUs. This takes about a minute."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as directory:
         _on_ranks(ranks, kind, threads, directory)
@@ -95,7 +95,7 @@ def calibrate(ranks: int, threads: int) -> Calibration:
         torch=torch.__version__,
         date=date.today().isoformat(),
     )
-    for _ in range(_ROUNDS):  # each of the two is in the other's step, a little
+    for _ in range(_ROUNDS):  # each of the two numbers is in the other's step, a little
         made = replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
         if ranks > 1:
             made = replace(made, per_collective=_per_collective(made, steps[_LIGHT]))
@@ -121,7 +121,7 @@ def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:
 
 
 def _per_collective(made: Calibration, seconds: float) -> float:
-    """By a light step that took so long."""
+    """Return the seconds of a collective, from a light step that took `seconds`."""
     config = reference(made.kind, "bf16", made.ranks, width=64)
     without, one = (_predicted(replace(made, per_collective=each), config) for each in (0.0, 1.0))
     many = one.moving - without.moving
@@ -129,15 +129,15 @@ def _per_collective(made: Calibration, seconds: float) -> float:
 
 
 def _reached(made: Calibration, key: str, seconds: float) -> float:
-    """Of the sum of its operations, by a step that took so long."""
+    """Return how much of the sum of its operations a step reaches that took `seconds`."""
     found = _predicted(made, reference(made.kind, _PRECISION[key], made.ranks, width=_WIDTH[made.kind]))
     alone = found.operations + found.updating
-    # Not below what would be said if half of the step had been collectives that take longer than alone.
+    # Not below what would be found if half of the step had been collectives that take longer than alone.
     return alone / max(seconds - found.exposed, 0.5 * seconds)
 
 
 def reference(kind: str, precision: str, ranks: int, width: int) -> FinetuneConfig:
-    """What trains. Of the device's `_WIDTH` a model whose step takes about a second."""
+    """Return the config of a model that trains. With the device's `_WIDTH`, its step takes about a second."""
     architecture = {
         "model_type": "llama", "vocab_size": 32 * width, "hidden_size": width, "intermediate_size": 3 * width,
         "num_hidden_layers": 4, "num_attention_heads": width // 64, "num_key_value_heads": width // 64,
@@ -183,7 +183,7 @@ def _measure(rank: int, ranks: int, kind: str, threads: int, directory: str) -> 
 
 
 class Timer:
-    """Seconds of one call, the mean of all ranks, which do the same at the same time."""
+    """Measures the seconds of one call: the mean of all ranks, which do the same at the same time."""
 
     def __init__(self, device: torch.device, seconds: float = _SECONDS) -> None:
         self.device, self._enough = device, seconds
@@ -236,7 +236,7 @@ def _per_operation(timer: Timer) -> float:
 
 
 def _products(timer: Timer, dtype: torch.dtype, host: float) -> list[tuple[float, float, float]]:
-    """A layer's three products: forward, and the gradients of its input and of its weight."""
+    """Measure the three products of a linear layer: forward, and the gradients of its input and of its weight."""
     points: list[tuple[float, float, float]] = []
     sides = _SIDES[timer.device.type]
     for large in sides[1:]:
@@ -279,7 +279,7 @@ def _attention(timer: Timer, dtype: torch.dtype) -> Mapping[str, list[tuple[floa
 
 
 def _kernel(kind: str, dtype: torch.dtype, call: Call) -> Callable[..., torch.Tensor]:
-    if kind == "cuda" and dtype == torch.float32:  # no kernel there is told where documents begin
+    if kind == "cuda" and dtype == torch.float32:  # no kernel there takes the borders of documents
         length = call.borders.longest
 
         def by_document(*qkv: torch.Tensor) -> torch.Tensor:
@@ -292,10 +292,10 @@ def _kernel(kind: str, dtype: torch.dtype, call: Call) -> Callable[..., torch.Te
 
 
 def _elementwise(timer: Timer, host: float) -> list[tuple[float, float, float]]:
-    """What blocks do beside products."""
+    """Measure what layers do besides products."""
     points = []
     for numbers in _NUMBERS[timer.device.type]:
-        # What a block reads has been in no cache for long.
+        # What a layer reads has been in no cache for long.
         many = min(512, max(2, _COLD[timer.device.type] // numbers))
         pool = itertools.cycle([torch.randn(numbers, device=timer.device) for _ in range(many)])
 
@@ -354,10 +354,10 @@ def _real_steps(device: torch.device, ranks: int) -> dict[str, float]:
 
 
 class Trainer:
-    """On every rank of a process group: a network of random weights, spread as a run would spread it."""
+    """A network of random weights on every rank of a process group, spread as a run would spread it."""
 
     def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
-        """`config`: of a random network, with a length in steps."""
+        """Build the network of `config`, which begins at random and has a length in steps."""
         subject, self._device = ModelSpec.of(config), device
         self._config, self._plan = config, resolve(config, dist.get_world_size())
         model = build_network(copy.deepcopy(subject.hf_config), config)
@@ -379,7 +379,7 @@ class Trainer:
         self._batches = next(to_device(parts, device))
 
     def step(self) -> float:
-        """Train one step; returns the seconds that it took on the slowest rank."""
+        """Train one step; return the seconds that it took on the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
         one_step(self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device)

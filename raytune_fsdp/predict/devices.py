@@ -125,7 +125,7 @@ _TABLE: tuple[tuple[str, int, float | None, float, str, str], ...] = (
 )
 
 _OTHER_NAMES = {
-    "GH200 480GB": "GH200-96GB",  # torch writes the memory of the processor beside it
+    "GH200 480GB": "GH200-96GB",  # torch adds the memory of the processor
     "B200 192GB": "B200",  # what its chips have; boards are sold with 180
 }
 
@@ -136,30 +136,30 @@ class Device:
 
     name: str
     sold_gb: int
-    """The number in its name."""
+    """The number in its name, in GB."""
     memory: float
-    """Bytes."""
+    """Bytes of its memory."""
     memory_basis: str
     bandwidth: float
-    """Of its memory, in bytes a second."""
+    """Bytes a second of its memory."""
     link: str
     link_bandwidth: float
-    """To the other devices of its machine, in bytes a second, in one direction."""
+    """Bytes a second to the other devices of its machine, in one direction."""
     bf16: bool
-    """V100 and T4 have none; their peaks are fp16's."""
+    """Whether it computes in bf16. V100 and T4 do not; their peaks are fp16's."""
     fp8: bool
-    """Ada and what came after it, and MI300."""
+    """Whether it multiplies in 8 bits: Ada and what came after it, and MI300."""
     peak: float
     """Operations a second, from flops.py."""
     matmul: float
     """Fraction of the peak that large products reach."""
     matmul_basis: str
     measured: Calibration | None = None
-    """What a machine with it does, where that was measured."""
+    """What a machine with this device was measured to do; None: nobody has measured one."""
 
     @property
     def host_bandwidth(self) -> float:
-        """To the memory of its machine, in bytes a second, in one direction: by the slot that boards with it have."""
+        """Bytes a second to the memory of its machine, in one direction: by the slot that boards with it have."""
         if self.name.startswith(("GH200", "GB")):
             return 450 * _GIGA  # NVLink-C2C
         newer = self.name.startswith(("B", "H", "RTX-50", "RTX-PRO", "MI3"))
@@ -168,7 +168,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """cuda or cpu, as torch calls it (a GPU of AMD, too)."""
+        """`cuda` or `cpu`, as torch calls it (a GPU of AMD is `cuda`, too)."""
         return "cuda" if self.measured is None else self.measured.kind
 
 
@@ -196,7 +196,7 @@ def _device(name: str, sold_gb: int, seen_gib: float | None, bandwidth: float, l
 
 
 DEVICES = {row[0]: _device(*row) for row in _TABLE}
-"""By the name that a user writes."""
+"""Devices by the names that a user writes."""
 
 _NO_PART_OF_A_NAME = {
     "nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "ac",
@@ -207,7 +207,7 @@ _FORMS = ("pcie", "nvl")
 
 
 def _parts(name: str) -> tuple[str, str, int | None]:
-    """What is left of a name without vendor, form and memory; the form; the memory in GB."""
+    """Split a name: what is left of it without vendor, form and memory; the form; the memory in GB."""
     text = re.sub(r"[-_/ ]+", " ", name.lower())
     memory = _MEMORY.search(text)
     words = [word for word in _MEMORY.sub(" ", text).split() if word not in _NO_PART_OF_A_NAME]
@@ -223,7 +223,7 @@ _KNOWN = {
 
 
 def find_device(name: str) -> Device:
-    """The device that a user, or torch, calls `name`; ConfigError if there is none, or more than one.
+    """Return the device that a user, or torch, calls `name`; raise ConfigError if there is none, or more than one.
 
     Case, spaces, hyphens and the vendor's name do not matter, and neither does the memory where there is only one size:
     `NVIDIA H100 80GB HBM3` is `H100`.
@@ -253,7 +253,7 @@ def _unknown(name: str) -> str:
 
 
 def device_of(found: Calibration) -> Device:
-    """The device of a machine, by what was measured of it."""
+    """Return the device of a machine, from what was measured there."""
     return Device(
         name=found.device,
         sold_gb=0,
@@ -262,7 +262,7 @@ def device_of(found: Calibration) -> Device:
         memory_basis="as the machine says",
         bandwidth=max(rate for _, _, rate in found.elementwise.points),
         link="measured",
-        # Of one rank alone nobody asks.
+        # With one rank alone nobody asks for it.
         link_bandwidth=found.gathering or math.inf,
         bf16=True,
         fp8=True,
@@ -277,7 +277,7 @@ _SPEEDS = {"Gbps": _GIGA / 8, "GB/s": _GIGA, "MB/s": _GIGA / 1000}
 
 
 def link_speed(text: str) -> float:
-    """Bytes a second of what a user writes as `400Gbps` or `50GB/s`."""
+    """Return bytes a second from what a user writes as `400Gbps` or `50GB/s`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\S*)\s*", text)
     unit = found[2] if found else ""
     if not found or unit not in _SPEEDS:
@@ -302,8 +302,10 @@ Point = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """A rate by two sizes, the first of which is at most the second: between measured points a product of powers of
-    both, beyond them that of the nearest."""
+    """A rate by two sizes, the first of which is at most the second.
+
+    Between measured points it is a product of powers of both sizes, beyond them the rate of the nearest point.
+    """
 
     points: tuple[Point, ...]
 
@@ -315,7 +317,7 @@ class Surface:
 
 
 def _between(points: Sequence[tuple[float, float]], size: float) -> float:
-    """On straight lines through the logarithms."""
+    """Interpolate on straight lines through the logarithms."""
     sizes = [each for each, _ in points]
     place = bisect_left(sizes, size)
     if place in (0, len(points)):
@@ -327,18 +329,18 @@ def _between(points: Sequence[tuple[float, float]], size: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Of one rank, while as many others as a machine has did the same."""
+    """What one rank was measured to do, while as many others as a machine has did the same."""
 
     device: str
-    """What the machine calls it."""
+    """The machine's name for its device."""
     kind: str
     """cuda or cpu."""
     memory: int
     """Bytes of the device, or of the machine that its ranks share."""
     ranks: int
-    """Of the machine."""
+    """Ranks of the machine."""
     threads: int
-    """Of a rank, on a CPU."""
+    """Threads of a rank, on a CPU."""
     products: Mapping[str, Surface]
     """Operations a second, by the two shortest sides of a product. The key is the type: `2` and `4` bytes."""
     attention: Mapping[str, Surface]
@@ -346,15 +348,15 @@ class Calibration:
     elementwise: Surface
     """Bytes that are read and written in a second, by bytes (twice the same)."""
     per_operation: float
-    """Seconds that the host takes to begin one."""
+    """Seconds that the host takes to begin an operation."""
     per_collective: float
-    """Seconds of one that moves next to nothing. 0 with one rank."""
+    """Seconds of a collective that moves next to nothing. 0 with one rank."""
     gathering: float
     """Bytes a second that a rank gets from the others of its machine. 0 with one rank."""
     reducing: float
-    """The same, of a sum."""
+    """Bytes a second of a sum over the ranks of a machine. 0 with one rank."""
     reached: Mapping[str, float]
-    """Of the sum of its operations, by real steps of a small model, by type."""
+    """How much of the sum of their operations the steps of a small model reach, by type."""
     torch: str
     date: str
 
@@ -373,7 +375,7 @@ _KEYS = {
 
 
 def check_writable(path: Path) -> None:
-    """ConfigError if a calibration cannot be written there; an older one is replaced, another file is not."""
+    """Raise ConfigError if a calibration cannot be written there; an older one is replaced, another file is not."""
     if path.exists():
         read_calibration(path)
     if path.suffix != ".json":
@@ -395,7 +397,7 @@ def write_calibration(found: Calibration, path: Path) -> None:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """ConfigError if it is not one."""
+    """Read a calibration; raise ConfigError if the file is not one."""
     try:
         values = parse_json(read_file(path, limit=_LIMIT, links=True))
         return _of(values)
@@ -425,7 +427,7 @@ def _of(values: Any) -> Calibration:
 
 
 def _check_plain(values: Mapping[str, Any]) -> None:
-    """The texts and the numbers."""
+    """Check the texts and the numbers."""
     for name in ("device", "torch", "date"):
         if not (isinstance(values[name], str) and values[name].isprintable() and len(values[name]) <= 200):
             raise UnsoundError(f"has {name} {shown(values[name])}")

@@ -1,4 +1,4 @@
-"""What a run needs beside its GPUs: memory of the machines, and storage."""
+"""What a run needs besides its GPUs: memory of the machines, and storage."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.prediction import PROCESS, Prediction
 
 _FILES = 2
-"""Of the largest tensor, while weights are read, exported or merged: the project's own bound (docs/architecture.md)."""
+"""The most memory, in sizes of the largest tensor, while weights are read, exported or merged: the project's own bound
+(docs/architecture.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
-    """Bytes."""
+    """What a run needs besides its GPUs, in bytes."""
 
     loading: int
-    """Of a machine's memory, while weights are read."""
+    """Memory of a machine while weights are read."""
     training: int
     saving: int
-    """While a checkpoint is copied and written."""
+    """Memory of a machine while a checkpoint is copied and written."""
     exporting: int
-    """Of the one machine that does it."""
+    """Memory of the one machine that exports."""
     naive: int
-    """Of a machine, if every rank read the whole model, in 32 bits, as it is stored by default."""
+    """Memory of a machine if every rank read the whole model, in 32 bits, as it is stored by default."""
     checkpoint: int
     kept: Mapping[str, int]
-    """Of checkpoints at a time: those that stay, and the one that is being written."""
+    """The number of checkpoints at a time: those that stay, and the one that is being written."""
     by_clock: int
-    """As many more there may be at a time because of the clock, which only asks for them where there is room."""
+    """How many more there may be at a time because of the clock, which only asks for them where there is room."""
 
     @property
     def storage(self) -> int:
@@ -38,7 +39,7 @@ class HostNeeds:
 
 
 def beside(config: FinetuneConfig, found: Prediction) -> HostNeeds:
-    """On machines with as many ranks as the cluster says."""
+    """Return what a run needs besides its GPUs, on machines with as many ranks as the cluster says."""
     ranks = min(found.cluster.per_node, found.world)
     on_host = ranks * PROCESS
     if config.parallel.cpu_offload:  # weights and what the optimizer keeps; gradients, as large as trained weights
@@ -59,7 +60,7 @@ def beside(config: FinetuneConfig, found: Prediction) -> HostNeeds:
 
 
 def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
-    """How many checkpoints a run needs room for: those it has at a time at most, by what they are kept for."""
+    """Return how many checkpoints a run needs room for: the most it has at a time, by what they are kept for."""
     saves = plan.saves  # others, by the clock: see more_by_clock
     kept = {"newest": min(saves, chosen.keep_last or saves), "best": chosen.keep_best}
     if chosen.keep_every and chosen.keep_last:
@@ -73,7 +74,7 @@ def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:
 
 
 def more_by_clock(chosen: CheckpointConfig, plan: Plan) -> int:
-    """How many more a run has at a time at most where there is room: recovery points."""
+    """Return how many more checkpoints a run has at a time at most, where there is room: recovery points."""
     if not chosen.by_clock:
         return 0
     # Two until there is a planned one, and the next is written. Of the others one stays until the next is complete.

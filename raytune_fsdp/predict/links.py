@@ -9,8 +9,8 @@ from raytune_fsdp.predict.devices import Device
 from raytune_fsdp.step.traffic import Traffic
 
 _LINKS = 0.8
-"""Of a link's bandwidth, for collectives of the size of a unit: to plan for 80 to 85 % is a rule of thumb, which NCCL's
-all-reduce over NVLink meets (stas00/ml-engineering, network benchmarks)."""
+"""The share of a link's bandwidth that collectives of the size of a unit reach: to plan for 80 to 85 % is a rule of
+thumb, which NCCL's all-reduce over NVLink meets (stas00/ml-engineering, network benchmarks)."""
 
 _HOST_MEMORY = 200e9
 """Bytes a second that all processors of a machine read and write. An assumption: servers have 8 to 12 channels of DDR4
@@ -19,22 +19,22 @@ or DDR5 a socket, at 25 to 38 GB/s each."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What moves in a second, in one direction."""
+    """Links: the bytes that move over each in a second, in one direction."""
 
     per_node: int
     """Devices of a machine."""
     inside: float
-    """Of a device, to the others of its machine; bytes."""
+    """From a device to the others of its machine."""
     between: float | None
-    """Of a machine, to the others; None: nobody said."""
+    """From a machine to the others; None: nobody said."""
     to_host: float
-    """Of a device, to its host's memory."""
+    """From a device to its host's memory."""
     host_memory: float
-    """Of that memory, for each device of the machine."""
+    """In that memory, for each device of the machine."""
     reducing: float | None = None
-    """Inside of a machine, of what is summed; None: as fast as the rest."""
+    """Inside of a machine, for what is summed; None: as fast as the rest."""
     per_collective: float = 0.0
-    """Seconds of one that moves next to nothing."""
+    """Seconds of a collective that moves next to nothing."""
     share: float = _LINKS
 
 
@@ -49,9 +49,9 @@ class Moved:
 
 def network_of(device: Device, per_node: int, between: float | None) -> Network:
     found = device.measured
-    beside_it = {"to_host": device.host_bandwidth * _LINKS, "host_memory": _HOST_MEMORY / per_node}
+    host = {"to_host": device.host_bandwidth * _LINKS, "host_memory": _HOST_MEMORY / per_node}
     if found is None or found.ranks == 1:
-        return Network(per_node=per_node, inside=device.link_bandwidth, between=between, **beside_it)
+        return Network(per_node=per_node, inside=device.link_bandwidth, between=between, **host)
     # Measured at what collectives reach.
     return Network(
         per_node=per_node,
@@ -60,12 +60,12 @@ def network_of(device: Device, per_node: int, between: float | None) -> Network:
         reducing=found.reducing,
         per_collective=found.per_collective,
         share=1.0,
-        **beside_it,
+        **host,
     )
 
 
 def move(layout: Layout, network: Network, traffic: Traffic | None, collectives: float) -> Moved:
-    """All of so many collectives of a step."""
+    """Return time and bytes of all `collectives` of a step."""
     if traffic is None:
         return Moved(seconds=0.0, inside=0.0, between=0.0)
     reducing, outside = network.reducing or network.inside, network.between or network.inside
@@ -75,7 +75,7 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
     # its links together. Its slowest link decides.
     inside, between = gathered + scattered, 0.0
     seconds = gathered / network.inside + scattered / reducing
-    # Shards of one part of a layer lie `tensor` ranks apart: so many rings run side by side on a machine.
+    # Shards of one part of a layer lie `tensor` ranks apart: that many rings run side by side on a machine.
     copy = layout.shard_size * layout.tensor
     if copy > network.per_node:
         between += inside * min(layout.tensor, network.per_node)
@@ -99,7 +99,7 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
 
 
 def exchange(layout: Layout, network: Network, nbytes: float, times: float) -> Moved:
-    """Of so many bytes, what goes from each rank to the others with which it shares samples."""
+    """Return time and bytes where `nbytes` go from each rank to the others with which it shares samples."""
     members, per_node = layout.sequence, network.per_node
     here = min(members, max(1, per_node // layout.tensor))  # those of a machine follow one another
     inside = nbytes * (here - 1) / members
@@ -109,7 +109,8 @@ def exchange(layout: Layout, network: Network, nbytes: float, times: float) -> M
 
 
 def add_up(layout: Layout, network: Network, nbytes: float, times: float) -> Moved:
-    """Sums of so many bytes over the ranks that have each a part of a layer, sent there and back."""
+    """Return time and bytes of sums of `nbytes` over the ranks that have each a part of a layer, sent there and
+    back."""
     members, per_node = layout.tensor, network.per_node
     sent = 2 * nbytes * (members - 1) / members
     if members <= per_node:  # they are next to each other

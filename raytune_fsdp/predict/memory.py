@@ -1,4 +1,4 @@
-"""From a few traced blocks to the memory that a rank needs for a step of the whole network."""
+"""Find the memory that a rank needs for a step of the whole network, from a few traced layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytune_fsdp.predict.trace.live import Bytes, Kind, PhaseStart, Timeline, a
 from raytune_fsdp.predict.trace.trace import Trace
 
 _OFFLOADED: frozenset[Kind] = frozenset({"weights", "gradients", "optimizer"})
-"""What `parallel.cpu_offload` keeps in the memory of the host; traced as if it were on the device."""
+"""What `parallel.cpu_offload` keeps in the memory of the host; it is traced as if it were on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,29 +18,29 @@ class Memory:
     """Bytes of tensors on a rank, by what they are."""
 
     start: Bytes
-    """Before the step: what stays from one to the next."""
+    """What stays from one step to the next, as it is before the step."""
     peak: Bytes
-    """When they are most together."""
+    """What there is when the device has most."""
     where: str
     """What the rank does then."""
     elsewhere: frozenset[Kind]
-    """What of it the memory of the host has."""
+    """The kinds that are in the memory of the host."""
     sent: int = 0
-    """Bytes of activations that wait in the memory of the host, at the most, which may be before the peak."""
+    """The most bytes of activations that wait in the memory of the host, which may be before the peak."""
 
     @property
     def total(self) -> int:
-        """Of the device, at the peak."""
+        """Bytes of the device at the peak."""
         return _on_device(self.peak, self.elsewhere)
 
     @property
     def kept(self) -> int:
-        """Of the device, from step to step."""
+        """Bytes of the device that stay from step to step."""
         return _on_device(self.start, self.elsewhere)
 
     @property
     def on_host(self) -> int:
-        """Of the host, at the peak."""
+        """Bytes of the host at the peak."""
         return sum(self.peak.values()) - self.total
 
 
@@ -57,12 +57,12 @@ def _on_device(parts: Bytes, elsewhere: Container[Kind]) -> int:
 
 
 def memory_of(trace: Trace) -> Memory:
-    """The traced phases, each as often as the whole network goes through it, one after the other."""
+    """Go through the phases of the whole network, each as it was traced, and find the peak."""
     elsewhere = frozenset[Kind]({"host"}) | (_OFFLOADED if trace.offloaded else frozenset())
     phases = {phase.name: phase for phase in _phases(trace.timeline, elsewhere)}
     now = phases["start"].before
     used: set[int] = set()
-    for stands in trace.stands_for:  # what the blocks that were left out keep
+    for stands in trace.stands_for:  # what the layers that were left out keep
         now = add(now, trace.persistent[stands]) if stands in used else now
         used.add(stands)
     start, peak, where, sent = now, now, "start", 0
@@ -77,20 +77,20 @@ def memory_of(trace: Trace) -> Memory:
 
 
 def all_phases(trace: Trace, phases: Container[str]) -> Iterator[str]:
-    """The names of the phases of the whole network, in order."""
+    """Yield the names of the phases of the whole network, in order."""
     yield "start"
     for number in range(trace.passes):
         yield f"pass {number}"
         forward = (f"forward {number} {stands}" for stands in trace.stands_for)
-        yield from (name for name in forward if name in phases)  # the blocks of a network that also sees do not run
+        yield from (name for name in forward if name in phases)  # the layers of the part that sees do not run
         yield f"head {number}"
         backward = (f"backward {number} {stands}" for stands in reversed(trace.stands_for))
-        yield from (name for name in backward if name in phases)  # none below the first block that is trained
+        yield from (name for name in backward if name in phases)  # none below the first layer that is trained
     yield "update"
 
 
 def _phases(timeline: Timeline, elsewhere: Container[Kind]) -> Iterator[_Phase]:
-    """What is alive at the beginning, at the most and at the end of what is between two marks."""
+    """Yield what is alive at the beginning, at the most and at the end of each phase between two marks."""
     now: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     place = 0

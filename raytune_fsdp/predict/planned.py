@@ -1,4 +1,4 @@
-"""Everything that is found out about a config on a cluster."""
+"""Find out everything about a config on a cluster."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Planned:
     beside: HostNeeds
     advice: Sequence[Advice]
     largest_micro_batch: int | None
-    """That fits, whatever the batch is; None: not even one."""
+    """The largest that fits, whatever the batch is; None: not even one sample fits."""
     allowed_micro_batch: int
-    """That the batch has for every rank."""
+    """The largest that the batch has for every rank."""
     paying_micro_batch: int | None
-    """From which a larger one no longer pays; None: not known."""
+    """The size from which a larger one no longer pays; None: not known."""
     step_down: Alternative | None
     """The first change that learns the same and would free memory; None: there is none."""
     alternatives: Sequence[Alternative]
     shared: Alternative | None
-    """That of them in which the fewest ranks share each sample, or else every layer, so that it fits; None: it fits, or
-    no such mesh does."""
+    """The alternative in which the fewest ranks share each sample, or else every layer, so that it fits; None: it fits,
+    or no such mesh does."""
     price: float | None
-    """Of a GPU and hour."""
+    """The price of a GPU for an hour."""
     free: int | None
-    """Bytes at the place of the checkpoints; None: it is not on this machine."""
+    """Free bytes at the place of the checkpoints; None: it is not on this machine."""
     stopping: Stopping | None
-    """None: how fast its storage writes is not known."""
+    """How long saves and stops take; None: how fast its storage writes is not known."""
     basis: str
     """Where the network's sizes are from."""
 
@@ -65,7 +65,8 @@ def planned(
     writing: Writing | None = None,
     with_alternatives: bool = False,
 ) -> Planned:
-    """Plan a run on so many of these GPUs. Where it does not fit, alternatives are always looked for."""
+    """Plan a run on as many of these GPUs as `plan` has ranks. Where it does not fit, alternatives are always looked
+    for."""
     asked, config = config, as_long(config, plan)
     subject, world = ModelSpec.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)
@@ -94,7 +95,7 @@ def planned(
 
 
 def as_long(config: FinetuneConfig, plan: Plan) -> FinetuneConfig:
-    """As long as the run, also where that was given in epochs."""
+    """Return the config with its length in steps, also where that was given in epochs."""
     return config.model_copy(
         update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
     )

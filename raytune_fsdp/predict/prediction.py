@@ -1,4 +1,4 @@
-"""What a config needs on a cluster, and how fast it will be there: one call for everybody who asks."""
+"""Predict what a config needs on a cluster, and how fast it will be there: one call for everybody who asks."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from raytune_fsdp.step.traffic import Traffic
 GIB = 2**30
 
 CONTEXT = int(1.0 * GIB)
-"""What CUDA, its libraries and NCCL's buffers take of a device beside tensors. An assumption; not measured here."""
+"""Memory of a device that CUDA, its libraries and NCCL's buffers take besides tensors. An assumption; not measured
+here."""
 
 PROCESS = int(0.9 * GIB)
-"""Of a rank that has imported torch and transformers and holds no weights: about 930 MB in Hugging Face's article on
-fine-tuning Llama 2 70B, whose ranks above 0 hold nothing else. (1,506 MB with its share of a 7B's buffers.)"""
+"""Memory of a rank that has imported torch and transformers and holds no weights: about 930 MB in Hugging Face's
+article on fine-tuning Llama 2 70B, whose ranks above 0 hold nothing else. (1,506 MB with its share of a 7B's
+buffers.)"""
 
 HOLES = 0.03
-"""Of what comes and goes in a step, what the allocator cannot use in between. An assumption; with expandable segments,
-which runs have, holes are small."""
+"""Allocator fragmentation, as a share of what comes and goes in a step. An assumption; with expandable segments, which
+runs have, holes are small."""
 
 
 CALIBRATED_WITHIN = 0.25
-"""Of the measured time of a step, where the machine was measured before."""
+"""How far the predicted time of a step is off at most, as a share of the measured time, on a machine that was measured
+before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Where it is to run."""
+    """The devices on which a config is to run."""
 
     device: Device
     per_node: int = 8
     between: float | None = None
-    """Bytes a second from machine to machine."""
+    """Bytes a second from machine to machine. None: nobody said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +63,30 @@ class Prediction:
     seconds: Seconds
     traffic: Traffic | None
     flops: float
-    """Of a step, as MFU counts them."""
+    """Operations of a step, as MFU counts them."""
     parameters: ParameterCount
     active: int
-    """Of them, those that a token is multiplied with, or looked up in: with experts, fewer than all."""
+    """Weights that a token is multiplied with, or looked up in: with experts, fewer than all."""
     attention: str
     checkpoint: int
-    """Bytes of one."""
+    """Bytes of a checkpoint."""
     largest: int
     """Bytes of the largest weight."""
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
 
     rates: str
     """What the device's speed is based on."""
     reached: float
-    """What real steps reach of it."""
+    """How much of that speed real steps reach."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds of a step, as much of the roofline as half of the published runs reach, and on links that are better
-        or worse than planned; where the machine was measured, between which all cases of benchmarks/planned_time.py
-        are."""
+        """The range in which the seconds of a step are expected.
+
+        It is what half of the published runs reach of the roofline, on links that are better or worse than planned.
+        Where the machine was measured, all cases of benchmarks/planned_time.py are in the range.
+        """
         seconds = self.seconds
         if self.cluster.device.measured is not None:
             return seconds.step / (1 + CALIBRATED_WITHIN), seconds.step / (1 - CALIBRATED_WITHIN)
@@ -102,20 +107,23 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one device."""
+        """Tokens per second per device."""
         return self.tokens / self.seconds.step / self.world
 
 
 def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
-    """`plan`: the run's, or a number of GPUs where no more than a step is asked for."""
+    """Predict what a config needs. `plan` is the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
         plan = resolve(config if config.train.max_steps else _bounded(config), plan)
     return predict_from(traced(subject, config, plan, cluster), config, plan, cluster)
 
 
 def traced(subject: ModelSpec, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Trace:
-    """A step on such devices. One rank alone looks at their memory; of several the trace is the same on all of a
-    kind, as many on each machine."""
+    """Trace a step on the devices of a cluster.
+
+    One rank alone looks at their memory; of several, the trace is the same on all devices of a kind, as many on each
+    machine.
+    """
     config, device = with_torch_alone(config), cluster.device
     try:
         return trace(
@@ -133,7 +141,7 @@ def traced(subject: ModelSpec, config: FinetuneConfig, plan: Plan, cluster: Clus
 
 
 def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
-    """What a traced step takes on these devices."""
+    """Return what a traced step takes on these devices."""
     device, world, memory = cluster.device, plan.layout.world, memory_of(found)
     precision = config.parallel.precision
     rates = rates_of(
@@ -165,24 +173,26 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
 
 
 def _beside(device: Device, changing: int, offloaded: int) -> dict[str, int]:
-    """Bytes that no tensor of the trace has."""
+    """Return bytes of the device that no tensor of the trace has."""
     if device.kind == "cpu":
         return {"process and libraries": PROCESS}
     return {
         "context and libraries": CONTEXT,
         "holes of the allocator": int(HOLES * changing),
-        # Of the block that computes, and of the next one, whose copies are on their way (model/offload_activations.py).
+        # For the layer that computes, and for the next one, whose copies are on their way
+        # (model/offload_activations.py).
         **({"back from the host": 2 * offloaded} if offloaded else {}),
     }
 
 
 def _bounded(config: FinetuneConfig) -> FinetuneConfig:
-    """With a length: that of a run in epochs is not known without its data, and no step depends on it."""
+    """Return the config with a length: that of a run in epochs is not known without its data, and no step depends on
+    it."""
     return config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 1, "epochs": None})})
 
 
 def _flops(architecture: Architecture, plan: Plan, length: int) -> float:
-    """Of a step of full samples, each of one document."""
+    """Return the operations of a step of full samples, each of one document."""
     samples = plan.division.global_batch
     pairs = samples * length * (length + 1) // 2
     return training_flops(architecture, tokens=samples * length, targets=samples * length, attended_pairs=pairs)

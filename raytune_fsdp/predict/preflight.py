@@ -1,4 +1,4 @@
-"""Will it fit? Asked of the planner and of the storage before ranks are started.
+"""Ask the planner and the storage whether a run will fit, before ranks are started.
 
 The planner needs a process group of its own, so this runs in the process that starts ranks, before it joins any.
 """
@@ -39,14 +39,16 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 TOO_MUCH = 1.1
-"""A peak that is estimated to be this much more than the device has is refused; below it, only warned of: what no
-tensor has is assumed, and documents are shorter than a sample mostly."""
+"""A run is refused if its estimated peak is this many times what the device has; below that it is only warned of. What
+no tensor has is assumed, and most documents are shorter than a sample."""
 
 _LOOKING_SECONDS, _WARNING_SECONDS = 20.0, 5.0
-"""For how long what would fit is looked for: before a run is refused, and before one is started with a warning."""
+"""For how long something that would fit is looked for: before a run is refused, and before one is started with a
+warning."""
 
 _TRACING_SECONDS = 20.0
-"""That a start waits for its prediction. A 70B takes 1 to 3 s; a state-space model computed token by token, minutes."""
+"""How long a start waits for its prediction. A 70B takes 1 to 3 s; a state-space model computed token by token,
+minutes."""
 
 _ONE_TRACE_FOR_ALL = 1 << 50
 """Bytes of a device that is not known. Only one rank alone looks at them."""
@@ -65,8 +67,11 @@ def preflight(
     forced: bool,
     say: Callable[[str], None] = print,
 ) -> Predicted | NotPredicted:
-    """What a rank of this plan needs; refuses what cannot fit. `name` is that of the devices, as far as it is known,
-    and `memory` what one has, which so many `ranks` share. `per_node`: ranks that one machine has at the most."""
+    """Return what a rank of this plan needs; refuse what cannot fit.
+
+    `name` is that of the devices, as far as it is known, and `memory` what one of them has, shared by this many
+    `ranks`. `per_node`: the most ranks that one machine has.
+    """
     check_attention(config, prepared, kind)
     device = device_named(name)
     found = predict(config, prepared, plan, kind, device, per_node)
@@ -77,8 +82,10 @@ def preflight(
 
 
 def check_attention(config: FinetuneConfig, prepared: RunInputs, kind: str) -> None:
-    """Refuse ranks that would share samples on devices of a `kind` without a kernel for it. None is tried here: what
-    one fails for on a rank, that rank says."""
+    """Refuse ranks that would share samples on devices of a `kind` without a kernel for it.
+
+    No kernel is tried here: if one fails on a rank, that rank says so.
+    """
     sequence = config.parallel.mesh.sequence
     if sequence > 1:
         attention = choose(
@@ -97,19 +104,21 @@ def predict(
     per_node: int = 8,
     until: float | None = None,
 ) -> Predicted | NotPredicted:
-    """What a rank needs on a `cuda` or `cpu` `kind` of device, if that is found out `until` then (time.monotonic()).
-    Never raises: a run that was not predicted is trained all the same."""
+    """Return what a rank needs on a `kind` of device, `cuda` or `cpu`, if that is found out before `until`.
+
+    `until` is a time of time.monotonic(). Never raises: a run that was not predicted is trained all the same.
+    """
     if kind == "cuda" and prepared.needs.softcap and config.model.attention.startswith("flash_attention"):
         # What torch has for it instead, eager attention, keeps all scores: a run would be refused for their gigabytes.
         return NotPredicted("flash-attn, which alone computes a soft cap without keeping all scores, cannot be traced")
     try:
         until = time.monotonic() + _TRACING_SECONDS if until is None else until
         found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory), until)
-        memory, beside, seconds = memory_of(found), PROCESS, None
+        memory, assumed, seconds = memory_of(found), PROCESS, None
         here = Cluster(device=device or find_device("H100"), per_node=per_node)
         judged = predict_from(found, config, plan, here)
         if kind == "cuda":
-            beside = sum(judged.beside.values())
+            assumed = sum(judged.beside.values())
             # Between machines nobody knows how fast the network is.
             seconds = None if device is None or per_node < plan.layout.world else judged.seconds.step
     except Exception as error:  # of a network that operations on tensors without data do not suit
@@ -119,7 +128,7 @@ def predict(
         kept=memory.kept,
         peak=memory.total,
         where=memory.where,
-        beside=beside,
+        beside=assumed,
         checkpoint=judged.checkpoint,
         seconds=seconds,
     )
@@ -135,7 +144,7 @@ def _trace(
 
 
 def device_named(name: str | None) -> Device | None:
-    """The device that torch or Ray calls so; None if that is not known, or not which of several."""
+    """Return the device that torch or Ray calls `name`; None if it is not known, or not which of several."""
     try:
         return None if name is None else find_device(name)
     except ConfigError:
@@ -154,9 +163,9 @@ def check_memory(
     forced: bool,
     look: bool = True,
 ) -> None:
-    """Refuse a run that cannot fit a device of `memory` bytes, which so many ranks share, and warn where it may not.
+    """Refuse a run that cannot fit a device of `memory` bytes, shared by this many `ranks`, and warn where it may not.
 
-    `look`: for what would fit, which a rank cannot.
+    `look`: also look for what would fit, which a rank cannot do.
     """
     if isinstance(found, NotPredicted) or memory is None:
         return
@@ -179,12 +188,12 @@ def check_memory(
 
 
 def is_too_much(found: Predicted, room: int) -> bool:
-    """Whether a rank is refused so many bytes of a device, and not only warned of them."""
+    """Return whether a rank is refused on a device with this much room, and not only warned of it."""
     return found.kept > room or found.needed > TOO_MUCH * room
 
 
 def _lacking(found: Predicted, memory: int, ranks: int) -> str | None:
-    """What a rank needs more than its share of a device has; None if it has enough."""
+    """Return what a rank needs more than its share of a device has; None if it has enough."""
     room = memory // ranks
     if found.kept <= room and found.needed <= room:
         return None
@@ -202,7 +211,7 @@ def _lacking(found: Predicted, memory: int, ranks: int) -> str | None:
 
 
 def apart(one: float, other: float) -> tuple[str, str]:
-    """Two numbers of bytes, with as many digits as it takes to see that they differ."""
+    """Write two numbers of bytes with as many digits as it takes to see that they differ."""
     for digits in (1, 2, 3):
         said = f"{one / GIB:.{digits}f} GiB", f"{other / GIB:.{digits}f} GiB"
         if said[0] != said[1]:
@@ -211,8 +220,10 @@ def apart(one: float, other: float) -> tuple[str, str]:
 
 
 def _remedy(config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, room: int, seconds: float) -> str:
-    """What would fit, as traced: changes on top of each other, the cheapest first; else more ranks. The method, and so
-    what is learned, stays."""
+    """Return what would fit, as traced: changes on top of each other, the cheapest first; else more ranks.
+
+    The method, and so what is learned, stays.
+    """
     until, made = time.monotonic() + seconds, dict[str, Any]()
     for changes in _changes(config, world):
         made |= changes
@@ -283,8 +294,8 @@ def check_room(
 ) -> None:
     """Refuse a run for whose next checkpoint there is no room, and warn where there is none for all that it keeps.
 
-    An older one is only removed once a newer one is complete, so none makes room for the next. How much is left in an
-    object store, or of a quota, nobody says.
+    An older one is only removed once a newer one is complete, so none makes room for the next. Nobody says how much is
+    left in an object store, or of a quota.
     """
     place, chosen = prepared.place, config.checkpoint
     if prepared.dry:
@@ -322,5 +333,5 @@ def check_room(
 
 
 def more_at_once(config: FinetuneConfig, plan: Plan, checkpoints: str) -> int:
-    """How many checkpoints come to those that are there before one is removed."""
+    """Return how many checkpoints are added to those that are there before one is removed."""
     return sum(kept_at_once(config.checkpoint, plan).values()) - len(committed(checkpoints))

@@ -1,4 +1,4 @@
-"""The cheapest cluster on which a config ends in time."""
+"""Find the cheapest cluster on which a config ends in time."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suitable:
     changes: Mapping[str, Any]
-    """Fields of the config."""
+    """Fields of the config and their new values."""
     prediction: Prediction
     price: float | None
-    """Of the whole run."""
+    """The price of the whole run."""
 
     @property
     def hours(self) -> float:
@@ -53,7 +53,8 @@ def search(
     between: float | None,
     most_hours: float | None,
 ) -> list[Suitable]:
-    """Clusters on which it fits and ends in time, the cheapest first: by price where all have one, else by GPU-hours.
+    """Return clusters on which it fits and ends in time, the cheapest first: by price if all have one, else by
+    GPU-hours.
 
     How activations are kept is chosen for each; everything that decides what is learned stays.
     """
@@ -88,14 +89,15 @@ def search(
 
 
 def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
-    """1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has blocks, or parts of them."""
-    blocks = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
+    """Yield 1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has micro-batches, or parts of
+    them."""
+    batches = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
     size = 1
     while size < per_node:
-        if size <= blocks:
+        if size <= batches:
             yield size
         size *= 2
     nodes = 1
-    while nodes <= _MOST_NODES and nodes * per_node <= blocks:
+    while nodes <= _MOST_NODES and nodes * per_node <= batches:
         yield nodes * per_node
         nodes *= 2

@@ -2,8 +2,8 @@
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is longer. A pass takes as long as its
 operations or its collectives, whichever are longer, since FSDP gathers the next unit while one computes. What is not
-hidden: the first unit of a pass, the last reduction, the update of the weights. Of CPUs nothing is: the cores that
-compute also move.
+hidden: the first unit of a pass, the last reduction, the update of the weights. On CPUs nothing is hidden: the cores
+that compute also move.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from raytune_fsdp.predict.trace.trace import Trace
 from raytune_fsdp.predict.trace.work import Operation, Sort
 
 _COPIES = 0.9
-"""Of a memory's bandwidth. A large copy on an H200 reaches 4.3 of 4.8 TB/s (stas00/ml-engineering)."""
+"""The share of a memory's bandwidth that copies reach. A large copy on an H200 reaches 4.3 of 4.8 TB/s
+(stas00/ml-engineering)."""
 
 _FUSED = 0.35
-"""Of the bytes of what is no product, where blocks are compiled. By count: a norm reads and writes its input 12 times
-operation by operation, and 4 times as a graph; rotations and gates about as much."""
+"""The share of bytes that is left of what is no product, where layers are compiled. By count: a norm reads and writes
+its input 12 times operation by operation, and 4 times as a graph; rotations and gates about as much."""
 
 _NARROWING = 5 / 33 * 0.52
-"""The same, of what makes 8 bits of 16: operation by operation 33 bytes a number, as a graph 2 to find the largest, and
-3 to read and write it. A graph does about half of it at all: queries, keys and values have one input, both products of
-backward one gradient, and nothing is narrowed again for products that are kept (0.52 of a Llama 8B's block, by count).
-With it, an 8B at 8192 on 8 H100 is planned to be 1.14 times as fast as in bf16. torchtitan's first figures were 7,186
-tokens a second to 5,760, 1.25 times (https://github.com/pytorch/torchtitan/commit/7a04053): a plan errs on the slow
-side."""
+"""The share that is left of what makes 8 bits of 16: operation by operation 33 bytes a number, as a graph 2 to find the
+largest, and 3 to read and write it. A graph does about half of it at all: queries, keys and values have one input, both
+products of backward one gradient, and nothing is narrowed again for products that are kept (0.52 of a Llama 8B's layer,
+by count). With it, an 8B at 8192 on 8 H100 is planned to be 1.14 times as fast as in bf16. torchtitan's first figures
+were 7,186 tokens a second to 5,760, 1.25 times (https://github.com/pytorch/torchtitan/commit/7a04053): a plan errs on
+the slow side."""
 
 _NARROW = 2.0
-"""Times as many operations in 8 bits as in 16: the ratio of peaks in data sheets. Nobody's measurement is behind it."""
+"""How many operations in 8 bits take the time of one in 16: the ratio of peaks in data sheets. Nobody's measurement is
+behind it."""
 
 _NOT_MEASURED = f"; in 8 bits {_NARROW:g} times that, by data sheets, not measured"
 
@@ -44,23 +46,23 @@ _PER_OPERATION = 6e-6
 `--calibrate` replaces."""
 
 REACHED = 0.70
-"""Of the roofline, by real steps: the median of the six published rows that were set aside for this before anything was
-predicted (0.35, 0.66, 0.69, 0.71, 0.76, 0.85; `benchmarks/published_speed.py`)."""
+"""The share of the roofline that real steps reach: the median of the six published rows that were set aside for this
+before anything was predicted (0.35, 0.66, 0.69, 0.71, 0.76, 0.85; `benchmarks/published_speed.py`)."""
 
 MIDDLE = (0.81, 0.68)
-"""Of the roofline: the upper and the lower quartile of the scored rows."""
+"""The upper and the lower quartile of what the scored rows reach of the roofline."""
 
 LINKS_BETWEEN = (0.8 / 0.85, 0.8 / 0.6)
-"""Times as long as planned that collectives may take: at 85 % of their links' speed, the best of the rule of thumb, and
-at 60 %. The latter is an assumption."""
+"""How many times as long as planned collectives may take: at 85 % of their links' speed, the best of the rule of thumb,
+and at 60 %. The latter is an assumption."""
 
 _ATTENTION = {
-    # Of the peak, forward and backward together, causal, heads of 128. FlashAttention-2's paper: 190 to 230 TFLOP/s on
-    # A100; its kernels on H100: 335 to 400 (FlashAttention-3's paper). torch's own is FlashAttention-2.
+    # A share of the peak, forward and backward together, causal, heads of 128. FlashAttention-2's paper: 190 to 230
+    # TFLOP/s on A100; its kernels on H100: 335 to 400 (FlashAttention-3's paper). torch's own is FlashAttention-2.
     "A100": 0.60, "A800": 0.60, "H": 0.36, "GH": 0.36,
 }  # fmt: skip
 _OTHER_ATTENTION = 0.5
-"""On devices that nobody published it for."""
+"""That share on devices for which nobody published it."""
 
 _ATTENTION_SORTS = ("attention", "attention backward")
 
@@ -80,35 +82,36 @@ class Rates(Protocol):
 
     @property
     def hides(self) -> bool:
-        """Whether collectives run beside the computation, and take none of its time."""
+        """Whether collectives run during the computation, and take none of its time."""
         ...
 
     def seconds(self, operations: Sequence[Operation]) -> float:
-        """Of these operations, one after the other."""
+        """Return the seconds of these operations, one after the other."""
         ...
 
     def uncompiled(self) -> Rates:
-        """The same, where no graph is made of operations."""
+        """Return the rates where no graph is made of operations."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """By the measurements of others."""
+    """Rates by the measurements of others."""
 
     products: float
-    """Operations, in the type that the run computes in."""
+    """Operations a second, in the type that the run computes in."""
     wide_products: float
-    """In 32 bits."""
+    """Operations a second in 32 bits."""
     attention: float
     bandwidth: float
-    """Bytes read and written, of what is no product: more than the memory has, where operations are fused."""
+    """Bytes a second that are read and written by what is no product: more than the memory has, where operations are
+    fused."""
     copies: float
-    """Bytes read and written by one operation."""
+    """Bytes a second that are read and written by one operation."""
     narrowing: float
-    """Bytes read and written on the way to 8 bits."""
+    """Bytes a second that are read and written on the way to 8 bits."""
     per_operation: float
-    """Seconds of the host."""
+    """Seconds of the host for each operation."""
     basis: str
     reached: float = REACHED
     hides: bool = True
@@ -132,7 +135,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """By a calibration of the machine."""
+    """Rates by a calibration of the machine."""
 
     calibration: Calibration
     type: str
@@ -171,7 +174,7 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Of a step."""
+    """Seconds of a step, and the bytes that move in it."""
 
     operations: float
     """Forward and backward, if every operation were as fast as the fastest of its kind."""
@@ -182,9 +185,9 @@ class Seconds:
     moving: float
     """The collectives of all passes, hidden or not."""
     exposed: float
-    """Those that no computation hides."""
+    """The collectives that no computation hides."""
     offloading: float
-    """Copies to the memory of the host and back, beside both."""
+    """Copies to the memory of the host and back, at the same time as both."""
     inside: float
     """Bytes that a device sends to others of its machine in a step."""
     between: float
@@ -195,7 +198,7 @@ class Seconds:
     """Bytes of both that a device receives of sums over the ranks that have each a part of a layer."""
 
     def at(self, reached: float, links: float = 1.0) -> float:
-        """Of a step that reaches so much, and so many times as long on its way."""
+        """Return the seconds of a step that reaches this share of the roofline, and moves in `links` times as long."""
         moving, computing = links * self.moving, self.operations / reached
         return max(computing + links * self.exposed, moving, self.offloading) + self.updating / reached
 
@@ -222,12 +225,14 @@ class Seconds:
 
 
 def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int, narrow: bool = False) -> Rates:
-    """By what was measured on the device, or by published measurements. `itemsize`: of the numbers that are computed
-    with. `narrow`: layers multiply in 8 bits."""
-    beside = _NOT_MEASURED if narrow and device.kind == "cuda" else ""  # CPUs emulate it
+    """Return the rates that were measured on the device, or else those of published measurements.
+
+    `itemsize`: bytes of the numbers that are computed with. `narrow`: layers multiply in 8 bits.
+    """
+    caveat = _NOT_MEASURED if narrow and device.kind == "cuda" else ""  # CPUs emulate it
     if device.measured is not None:
         found = device.measured
-        basis = f"kernels of {found.device}, measured by {found.ranks} ranks at a time on {found.date}{beside}"
+        basis = f"kernels of {found.device}, measured by {found.ranks} ranks at a time on {found.date}{caveat}"
         fused = compiled and found.kind == "cuda"
         return Calibrated(calibration=found, type="2" if itemsize <= 2 else "4", compiled=fused, basis=basis)
     share = next((s for start, s in _ATTENTION.items() if device.name.startswith(start)), _OTHER_ATTENTION)
@@ -239,12 +244,12 @@ def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int, narro
         copies=device.bandwidth * _COPIES,
         narrowing=device.bandwidth * _COPIES / (_NARROWING if compiled else 1),
         per_operation=_PER_OPERATION / (5 if compiled else 1),
-        basis=f"products: {device.matmul_basis}{beside}",
+        basis=f"products: {device.matmul_basis}{caveat}",
     )
 
 
 def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory) -> Seconds:
-    """Of a step of the whole network."""
+    """Return the seconds of a step of the whole network."""
     phases, passes = dict(phases_of(trace)), plan.division.full_rounds
     operations = _of_all_passes(trace, {name: rates.seconds(each) for name, each in phases.items()}, passes)
     update = rates.uncompiled().seconds(phases["update"])
@@ -256,11 +261,11 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     nbytes, times = moved_in_blocks(trace, phases, passes, "exchange")
     exchanged = exchange(plan.layout, network, nbytes, times)
     added = add_up(plan.layout, network, *moved_in_blocks(trace, phases, passes, "sum"))
-    # What is gathered before the first block, and what is reduced after the last: of about as many units as blocks.
+    # What is gathered before the first layer, and what is reduced after the last: of about as many units as layers.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
     return Seconds(
         operations=operations,
-        # Of the traced blocks only; every weight takes as long.
+        # Of the traced layers only; every weight takes as long.
         updating=update * trace.trained_bytes / max(1, trace.trained_bytes_traced),
         reached=rates.reached,
         moving=moved.seconds + exchanged.seconds + added.seconds,
@@ -277,7 +282,8 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
 def moved_in_blocks(
     trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int, sort: Sort
 ) -> tuple[float, float]:
-    """Bytes that are exchanged for attention in a step, or added up, those that stay included, and how many times."""
+    """Return the bytes that are exchanged for attention in a step, or added up, those that stay included, and how
+    often."""
     found = {name: [each.nbytes for each in ops if each.sort == sort] for name, ops in phases.items()}
     of_all = [
         _of_all_passes(trace, {name: float(each(sizes)) for name, sizes in found.items()}, passes)
@@ -287,15 +293,15 @@ def moved_in_blocks(
 
 
 def _offloaded(trace: Trace, memory: Memory, passes: int) -> float:
-    """Bytes that a device sends to its host and gets from it in a step."""
+    """Return the bytes that a device sends to its host and gets from it in a step."""
     activations = 2 * memory.sent
-    # Of this rank's share, weights for forward and once more for backward, and gradients to the host.
+    # For this rank's share: weights for forward and once more for backward, and gradients to the host.
     weights = 2 * memory.start.get("weights", 0) + trace.trained_bytes if trace.offloaded else 0
     return float(passes * (activations + weights))
 
 
 def _of_all_passes(trace: Trace, by_phase: Mapping[str, float], passes: int) -> float:
-    """Of all blocks and passes, without what comes before the first and after the last."""
+    """Add up all layers and passes, without what comes before the first and after the last."""
     first = later = 0.0
     for name in all_phases(trace, by_phase):
         if name in ("start", "update"):

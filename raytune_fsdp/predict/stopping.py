@@ -12,7 +12,7 @@ from raytune_fsdp.predict.prediction import Prediction
 from raytune_fsdp.record import names
 
 _SAVES = 2
-"""That a stop waits for at most: the one that is being written as it comes, and the last."""
+"""The most saves that a stop waits for: the one that is being written as it comes, and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Writing:
     speed: float
     """Bytes a second, over all ranks."""
     measured: bool
-    """By the run itself, which has saved before; else somebody says so."""
+    """Whether the run itself has measured it, in an earlier save; else somebody says so."""
 
 
 def as_recorded(events: Iterable[Mapping[str, Any]]) -> Writing | None:
-    """As the last save of a run has written, by its events."""
+    """Return how fast the last save of a run has written, by its events; None if it has saved nothing."""
     found = None
     for event in events:
         if event["event"] == names.SAVED:
@@ -38,12 +38,12 @@ def as_recorded(events: Iterable[Mapping[str, Any]]) -> Writing | None:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Seconds."""
+    """The seconds that saves and stops take."""
 
     writing: Writing
     save: float
     stop: float
-    """At most, with the step that has begun."""
+    """The longest that a stop takes, with the step that has begun."""
 
     @classmethod
     def of(cls, found: Prediction, writing: Writing) -> Stopping:
@@ -51,12 +51,12 @@ class Stopping:
         return cls(writing, save, _SAVES * save + found.seconds.step)
 
     def saved_within(self, notice: float) -> float:
-        """The largest checkpoint that is written in so many seconds."""
+        """Return the size of the largest checkpoint that is written within this notice."""
         return notice * self.writing.speed
 
 
 def notices() -> dict[float, list[str]]:
-    """The clouds by the seconds of their notice, the longest first."""
+    """Return the clouds by the seconds of their notice, the longest first."""
     found: dict[float, list[str]] = {}
     for cloud, seconds in sorted(SPOT_NOTICE_SECONDS.items(), key=lambda each: -each[1]):
         found.setdefault(seconds, []).append(cloud)

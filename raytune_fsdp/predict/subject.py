@@ -1,4 +1,4 @@
-"""Which network a config is about, without its weights, its tokenizer, or a network."""
+"""Find out which network a config is about, without its weights, its tokenizer, or the internet."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ class ModelSpec:
     added: tuple[int, ...] = ()
     """Ids of new tokens."""
     numbers: int = 0
-    """Of all its weights."""
+    """The number of all its weights."""
     basis: str = "model.architecture"
     """Where its sizes are from."""
 
     @classmethod
     def of(cls, config: FinetuneConfig, architecture: Path | None = None) -> ModelSpec:
-        """`architecture`: a config.json that takes the place of the model's own."""
+        """Build the network of a config on the meta device, and find out what it needs.
+
+        `architecture` is a config.json that takes the place of the model's own.
+        """
         config = with_torch_alone(config)
         hf_config, basis = _read(config, architecture)
         text = hf_config.get_text_config()
-        # As if none of them were there already: that says the tokenizer, which is not read.
+        # As if none of them were there already: only the tokenizer, which is not read, could say so.
         added = tuple(range(text.vocab_size, text.vocab_size + len(config.model.add_tokens)))
         text.vocab_size += len(added)
         network = build_network(copy.deepcopy(hf_config), config, added)
@@ -55,8 +58,11 @@ class ModelSpec:
 
 
 def with_torch_alone(config: FinetuneConfig) -> FinetuneConfig:
-    """The config, without packages that need not be installed where a run is planned: flash-attn keeps for backward
-    what torch's own kernel keeps, and so does FlexAttention, which has no backward where it is traced."""
+    """Return the config without packages that need not be installed where a run is planned.
+
+    flash-attn keeps for backward what torch's own kernel keeps, and so does FlexAttention, which has no backward where
+    it is traced.
+    """
     if not config.model.attention.startswith(("flash_attention", "flex_attention")):
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
@@ -88,7 +94,7 @@ def _read(config: FinetuneConfig, architecture: Path | None) -> tuple[Pretrained
 
 @cache
 def bundled() -> dict[str, Any]:
-    """By the name of the hub: the number of parameters, and what of the config decides on shapes."""
+    """Return, by the names of the hub, the number of parameters, and what of the config decides shapes."""
     text = files("raytune_fsdp.predict").joinpath("architectures.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

@@ -3,8 +3,8 @@
 Before ranks start, in the order of a command:
 
     checks.py            rules that cost nothing to check, before torch is imported or Ray started
-    places.py            what its files name outside of its directory, and whether the user has chosen that
-    beginning.py         by which versions of what older trees did otherwise the run was begun
+    places.py            places outside of its directory that its files name, and whether the user chose them
+    beginning.py         which version of each changed behaviour the run began with
     resume.py            what makes it the same run, and the checkpoint to continue from
     length.py            how long it was planned to be, and what a longer plan would train
     prepare.py           everything that can be found wrong with model, tokenizer, data and census
@@ -13,16 +13,16 @@ Before ranks start, in the order of a command:
     trials/              what is tried small before it is relied on
     starting_weights.py  the weights that it begins with; base_model.py: the frozen ones; fetching.py: from the hub
     same_files.py        whether all ranks see the same files of a model
-    open_record.py       its directory, its attempts, its trackers; described.py: what those are told
+    open_record.py       its directory, its attempts, its trackers; described.py: what those receive
 
 On every rank:
 
-    standing.py          where the run is now; how all ranks agree on that at every start
+    standing.py          where the run is now, and how all ranks agree on that at every start
     assemble.py          a prepared run becomes objects on a rank, the only place where they are made
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
     evaluation/          what the model is worth
     saving.py            when a save begins, and what is recorded of it and kept
-    out_of_memory.py     a GPU ran out of memory: what took it, and what helps
+    out_of_memory.py     what took the memory of a GPU that ran out of it, and what helps
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

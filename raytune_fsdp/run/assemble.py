@@ -1,4 +1,4 @@
-"""A prepared run becomes its parts on this rank, in the order in which data flows. They are made here and only here."""
+"""Make the objects of a prepared run on this rank, in the order in which data flows. They are made only here."""
 
 from __future__ import annotations
 
@@ -94,23 +94,23 @@ def _nobody(_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherHooks:
-    """What a launcher provides to a rank. Every field has a default, which is to do without it."""
+    """What a launcher provides to a rank. Every field has a default, which does without it."""
 
     batches: Iterator[StepBatches | None] | None = None
-    """This rank's batches on the host, starting with the next step; of ranks that share blocks the first has them all,
-    and the others as many times None. None: the rank makes them itself."""
+    """This rank's batches on the host, starting with the next step. Of ranks that share micro-batches, the first gets
+    them all and the others get None for each step. None: the rank makes its batches itself."""
     console: TextIO | None = None
     """Where the progress of the run is printed. None: stdout."""
     trackers: Sequence[Tracker] = ()
-    """Rank 0's, besides those of the config."""
+    """Trackers of rank 0, in addition to those of the config."""
     saved: Callable[[Saved], None] = _nobody
     """Called on every rank for every committed checkpoint."""
     reached: Callable[[str], object] = _nobody
     """Called with the name of each phase before the first step, when this rank has finished it."""
     predicted: Predicted | NotPredicted | None = None
-    """What was predicted of a rank. None: nobody asked."""
+    """What was predicted for a rank. None: nobody asked."""
     notices: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that what may end the run leaves it for a last checkpoint."""
+    """Seconds that each cause of an early end leaves for a last checkpoint."""
 
 
 def assemble(
@@ -120,10 +120,10 @@ def assemble(
     device: torch.device,
     hooks: LauncherHooks | None = None,
 ) -> RankRun:
-    """Build everything. Collective: needs the process group."""
+    """Build everything that a rank trains with. Collective: needs the process group."""
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
     learner = _learner(config, prepared, standing, device, partial(print, file=hooks.console, flush=True))
-    # On the model itself: some architectures take position_ids and still let packed documents see each other.
+    # Checked on the model itself: some architectures take position_ids and still let packed documents see each other.
     dtype = computes_in(config.parallel.precision)
     check_network(learner.model, config.data.packing, device, dtype)
     if learner.groups.sequence is not None:
@@ -175,7 +175,7 @@ def assemble(
 def _batches(
     hooks: LauncherHooks, standing: ResumePoint, stream: Stream, together: dist.ProcessGroup | None
 ) -> Iterator[StepBatches]:
-    """What this rank trains on. Each step of it is collective where ranks share blocks."""
+    """Return the batches that this rank trains on. Taking one is collective where ranks share micro-batches."""
     plan, rank = standing.plan, dist.get_rank()
     if hooks.batches is None:
         whole = rank_batches(
@@ -209,7 +209,7 @@ def _meter(
 
 
 def _report(tracker: Tracker, learner: _Learner, saver: Saver, predicted: Predicted | NotPredicted | None) -> None:
-    """How the attempt lies in the devices' and the nodes' memory. Collective."""
+    """Report how the attempt uses the memory of devices and nodes. Collective."""
     match predicted:
         case Predicted():
             tracker.event(
@@ -225,7 +225,7 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver, predicted: Predic
 
 
 def _not_evaluated(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, exam: Evaluation) -> bool:
-    """Whether an evaluation is due where the run stands, and the attempt before has not come to its end. Collective."""
+    """Return whether an evaluation is due at the run's step and was not completed by an earlier attempt. Collective."""
     step, plan = standing.state.step, standing.plan
     if step == 0:
         return config.eval.at_start
@@ -235,7 +235,7 @@ def _not_evaluated(config: FinetuneConfig, prepared: RunInputs, standing: Resume
 
 
 def _early_stop(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> EarlyStop:
-    """What the evaluations of earlier attempts say, the same on every rank. Collective."""
+    """Return the early stop with the evaluations of earlier attempts, equal on every rank. Collective."""
     rule, step = config.eval.early_stop, standing.state.step
     if rule is None:
         return EarlyStop(None)
@@ -244,7 +244,8 @@ def _early_stop(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoi
 
 
 def _next_state(prepared: RunInputs, standing: ResumePoint, learner: _Learner) -> RunState:
-    """The state that this attempt starts from and saves: the checkpoint's, with the identity and the world of today."""
+    """Return the state that this attempt starts from and saves: the checkpoint's, with today's identity and world
+    size."""
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,
@@ -259,7 +260,7 @@ def _next_state(prepared: RunInputs, standing: ResumePoint, learner: _Learner) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Learner:
-    """What learns, as it is before the attempt's first step."""
+    """The network and what trains it, before the attempt's first step."""
 
     model: PreTrainedModel
     units: Sequence[nn.Module]
@@ -268,26 +269,26 @@ class _Learner:
     architecture: Architecture
     kernels: Mapping[str, KernelChoice]
     parallel: ParallelConfig
-    """The config's, with what one rank alone does better."""
+    """The config's `parallel`, changed where one rank alone does better otherwise."""
     objective: Objective
     compiler: Compiler | None
     sharding: Mapping[str, Any] | None
-    """For people: what is gathered when. None: nothing is."""
+    """For people: what is gathered when. None: nothing is gathered."""
     base: Mapping[str, Any] | None
-    """What checkpoints say about the weights that adapters are beside. None: there are no adapters."""
+    """What checkpoints record about the weights under the adapters. None: there are no adapters."""
     groups: SharingGroups
 
 
 def _learner(
     config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, device: torch.device, say: Callable[[str], None]
 ) -> _Learner:
-    """The network, sharded, and its optimizer."""
-    # Of its own, because the attention is noted in it.
+    """Build the network, shard and fill it, and build its optimizer."""
+    # A copy of the config, because building writes the attention into it.
     model = build_network(copy.deepcopy(prepared.hf_config), config, prepared.added)
     kernels = kernels_of(config, prepared, standing, model, device)
     architecture = count_architecture(model)  # before sharding: by the shapes of whole weights
     compiled = kernels["blocks"].name == COMPILED
-    # Hooks would break the graphs of blocks that are computed again.
+    # Hooks would break the graphs of layers that are recomputed.
     layout, micro_batches = standing.plan.layout, standing.plan.division.full_rounds
     groups, mesh = make_groups(layout, device), make_mesh(layout, device)
     routers = None if compiled else watch_routers(model, config.train, groups.sequence)
@@ -338,8 +339,10 @@ def _learner(
 
 
 def as_stored(model: PreTrainedModel, config: FinetuneConfig, layout: Layout, memory: int, kind: str) -> ParallelConfig:
-    """Give layers the type that they compute in, and frozen weights that which they are kept in; returns how the
-    network is spread on devices of this kind and so many bytes of memory. The network is whole, on the meta device."""
+    """Set compute and storage dtypes; return the parallel config for a device of this kind with `memory` bytes.
+
+    The network is whole, on the meta device.
+    """
     if isinstance(config.method, QloraMethod):
         quantize_layers(model, config.method.quantization)
     if config.parallel.precision == "fp8":
@@ -359,8 +362,10 @@ def spread(
     copies: Copies | None = None,
     per_node: int | None = None,
 ) -> None:
-    """Say how the blocks run in training, and shard the network. `copies`: what sends activations to the host.
-    `per_node`: the ranks of a node that sum gradients first."""
+    """Choose how the layers run in training, and shard the network.
+
+    `copies` sends activations to the host. `per_node` is the number of ranks of a node that sum gradients first.
+    """
     run_blocks(
         model,
         recompute=parallel.activation_checkpointing,

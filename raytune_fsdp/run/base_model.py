@@ -1,6 +1,6 @@
-"""The frozen weights that adapters are trained beside: a run goes on with the very files it began with, or not at all.
+"""The frozen weights under adapters: a run continues with the very files that it began with, or not at all.
 
-A checkpoint of such a run holds the adapters, and of the base its place and the hash of each of its files.
+A checkpoint of such a run holds the adapters, and the place of the base with a hash of each of its files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from raytune_fsdp.run.same_files import digests
 from raytune_fsdp.run.starting_weights import StartingWeights
 
 Base = Mapping[str, Any]
-"""`RunState.base`."""
+"""What `RunState.base` holds."""
 
 
 def files_of_base(config: FinetuneConfig, origin: StartingWeights | None) -> WeightFiles:
-    """The base's files. Refuses one that is no model directory."""
+    """Return the files of the base; refuse a config that has none."""
     if origin is None:
         raise ModelError(
-            f"method.type={config.method.type} trains beside the weights of a model, and model.init=random has none: "
+            f"method.type={config.method.type} trains adapters of a model's weights, and model.init=random has none: "
             "set model.init=pretrained and model.path"
         )
     assert isinstance(origin.stored, WeightFiles), "checked when the origin was looked for"
@@ -36,14 +36,14 @@ def files_of_base(config: FinetuneConfig, origin: StartingWeights | None) -> Wei
 
 
 def begun_with(config: FinetuneConfig, before: Base | None) -> str | None:
-    """The hub's commit of the base that the run has begun with, if `model.path` names it still."""
+    """Return the hub commit of the base that the run began with, if `model.path` still names that base."""
     return before["revision"] if before is not None and before["path"] == config.model.path else None
 
 
 def check_base(
     config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights | None, before: Base | None
 ) -> None:
-    """What can be found wrong with a base before a rank is started."""
+    """Check what can be found wrong with a base before ranks start."""
     check_exportable(config, network, origin)
     check_sizes(config, files_of_base(config, origin), before)
 
@@ -80,9 +80,9 @@ def check_sizes(config: FinetuneConfig, files: WeightFiles, before: Base | None)
 
 
 def agree_on_base(config: FinetuneConfig, origin: StartingWeights | None, before: Base | None, mode: FillMode) -> Base:
-    """What checkpoints say about the base, after comparing it with what they said `before`. Collective.
+    """Compare the base with what checkpoints recorded `before`, and return what they are to record. Collective.
 
-    With `checkpoint.verify: sizes` the hashes from before are believed.
+    With `checkpoint.verify: sizes`, the hashes from before are believed.
     """
     files = files_of_base(config, origin)
     assert origin is not None
@@ -103,9 +103,9 @@ def agree_on_base(config: FinetuneConfig, origin: StartingWeights | None, before
         raise _changed(config, files, name, before)
     local = is_local(str(config.model.path))
     return {
-        # As it is found from any directory.
+        # The path as it is found from any directory.
         "path": str(files.directory) if local else config.model.path,
-        # The commit, not the branch that it was the newest of: others look for the base by it.
+        # The commit, not the branch whose newest commit it was: others look for the base by it.
         "revision": None if local else commit_of(files.directory) or config.model.revision,
         "files": now,
         "added": added,
@@ -115,6 +115,6 @@ def agree_on_base(config: FinetuneConfig, origin: StartingWeights | None, before
 def _changed(config: FinetuneConfig, files: WeightFiles, name: str, before: Base) -> ResumeError:
     return ResumeError(
         f"model.path={config.model.path}: {files.directory / name} is not the file that this run's adapters are "
-        f"trained beside (it began with {before['path']}): restore that one, set model.path to where it is now, or "
-        "start anew under another run.name"
+        f"trained on (it began with {before['path']}): restore that one, set model.path to where it is now, or "
+        "start again under another run.name"
     )

@@ -1,4 +1,4 @@
-"""How a run begins, or was begun, where no checkpoint says it: by which versions of what older trees did otherwise."""
+"""Which version of each changed behaviour a run begins with, or began with, where no checkpoint says it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 
 
 def gradients_of(state: RunState) -> str:
-    """In which type a run that has saved this state adds the gradients of micro-batches, where it has a choice."""
-    return state.kernels.get("gradients", AS_WEIGHTS)  # before there was one, states named none
+    """Return the type in which a run with this saved state adds the gradients of micro-batches, where it has a
+    choice."""
+    return state.kernels.get("gradients", AS_WEIGHTS)  # before there was a choice, states named none
 
 
 def put_beginning(place: RunDir, state: RunState, adapters: str | None = None) -> None:
-    """Have a run that is not there yet begin as the one that has saved this state, with these `adapters_of`."""
+    """Make a run that does not exist yet begin like the run that saved this state, with these `adapters_of`."""
     values = {"format": 1, **orders_of(state), "gradients": gradients_of(state), "adapters": adapters}
     place.path.mkdir(parents=True, exist_ok=True)
     replace_durably(place.beginning, json.dumps(values))
@@ -64,13 +65,15 @@ def beginning_of(place: RunDir) -> tuple[RunState, str | None]:
 
 
 def orders_of(state: RunState) -> dict[str, int | None]:
-    """By which versions of the order a run with this state reads its rows, as `open_data` takes them."""
+    """Return the versions of the order in which a run with this state reads its rows, as `open_data` takes them."""
     return {"order_version": state.identity.get("data.order_version"), "newest_order": state.newest_order}
 
 
 def orders_on_record(place: RunDir) -> dict[str, int | None]:
-    """The same by the record of the run. None of a run that has saved nothing, and so begins again as a new one, or of
-    which only its checkpoints say it."""
+    """Return the versions of the order that the run's record names.
+
+    They are None if the run has saved nothing, and so begins again as a new one, or if only its checkpoints name them.
+    """
     known: dict[str, int | None] = {"order_version": None, "newest_order": None}
     if not any(each["event"] == names.SAVED for each in each_event(place.events)):
         return known

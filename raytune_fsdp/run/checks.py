@@ -29,7 +29,7 @@ _LR_OF_ALL = 5e-5
 
 
 def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
-    """The run's places. Checks what needs only the config, and that its storage can be written.
+    """Check what needs only the config, and that the run's storage can be written. Return the run's places.
 
     `world` is None where only torch can tell how many ranks there will be.
     """
@@ -40,7 +40,7 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
 
 
 def check_config(config: FinetuneConfig, world: int | None) -> None:
-    """The part of `check_first` that has the same outcome in every process of a run."""
+    """Check what has the same outcome in every process of a run: the part of `check_first` without its places."""
     check_device(config, config.cluster.device)
     check_trackers(config)
     check_early_stop(config)
@@ -50,7 +50,7 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
         if world is not None:
             layout_of(config, world)
     else:
-        plan = resolve(config, world or least_ranks(config))  # of the fewest ranks the least is asked
+        plan = resolve(config, world or least_ranks(config))  # the fewest ranks have the fewest demands
         check_best(config, plan)
         check_export(config, plan)
 
@@ -60,13 +60,13 @@ def check_sequence_length(config: FinetuneConfig) -> None:
     sequence, length, attention = config.parallel.mesh.sequence, config.data.seq_len, config.model.attention
     if length % sequence:
         raise ConfigError(
-            f"parallel.mesh.sequence={sequence} does not divide data.seq_len={length}: every rank of a group has as "
+            f"parallel.mesh.sequence={sequence} does not divide data.seq_len={length}: every rank gets equally "
             f"many tokens of a sample; set data.seq_len={-(-length // sequence) * sequence}, or another sequence"
         )
     if sequence > 1 and attention in ("eager", "sdpa", "flex_attention"):
         raise ConfigError(
-            f"model.attention={attention} with parallel.mesh.sequence={sequence}: only attention that is told where "
-            "documents begin can be shared by ranks; set model.attention=auto"
+            f"model.attention={attention} with parallel.mesh.sequence={sequence}: only attention that is given the "
+            "borders of documents can be shared by ranks; set model.attention=auto"
         )
 
 
@@ -105,7 +105,7 @@ def _check_places(config: FinetuneConfig, place: RunDir) -> None:
 
 
 def warn_of_method(config: FinetuneConfig) -> None:
-    """Say what can be meant, and mostly is not."""
+    """Warn of settings that can be meant, and mostly are not."""
     method = config.method
     if not isinstance(method, AdapterMethod):
         return
@@ -117,7 +117,7 @@ def warn_of_method(config: FinetuneConfig) -> None:
 
 
 def warn_of_saves(config: FinetuneConfig) -> None:
-    """Say what a new run without a checkpoint before its end stands to lose."""
+    """Warn that a new run without a checkpoint before its end can lose all of it."""
     if config.checkpoint.every is None:
         logger.warning(
             "checkpoint.every=null: the run saves nothing before its end, so a crash loses all that it has trained; "
@@ -141,7 +141,7 @@ def check_device(config: FinetuneConfig, device: str) -> None:
 
 
 def idle_gpus(cluster: ClusterConfig, device: str, workers: int, gpus: int) -> tuple[str, str] | None:
-    """Where `cluster.device: auto` takes CPUs although there are GPUs, as there are too few: that, and what to do."""
+    """Return what to say and what to do where `cluster.device: auto` takes CPUs because there are too few GPUs."""
     if device != "cpu" or cluster.device != "auto" or cluster.gpus_per_worker == 0 or not 0 < gpus < workers:
         return None
     s = "s" * (gpus != 1)
@@ -152,7 +152,7 @@ def idle_gpus(cluster: ClusterConfig, device: str, workers: int, gpus: int) -> t
 
 
 def _check_storage(field: str, wanted: Path) -> None:
-    """Refuse storage that cannot be written: here, before the ranks find out."""
+    """Refuse storage that cannot be written, before the ranks find out."""
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"{field}: {there} is a file, so {wanted} cannot be a directory; choose another path")
@@ -163,7 +163,7 @@ def _check_storage(field: str, wanted: Path) -> None:
 def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | None = None) -> None:
     """Refuse to keep the best checkpoints unless every checkpoint is evaluated, by a metric that exists.
 
-    `evaluations` are the metrics, None as long as they are not known.
+    `evaluations` are the names of the metrics; None as long as they are not known.
     """
     keep, best = config.checkpoint.keep_best, config.checkpoint.best
     known = None if evaluations is None else list(evaluations)
@@ -191,9 +191,9 @@ def _one_of(known: list[str] | None, otherwise: str) -> str:
 
 
 def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None = None) -> None:
-    """Refuse to end a run by evaluations that are not made, or by a metric that none has.
+    """Refuse `eval.early_stop` where nothing is evaluated, or by a metric that no evaluation has.
 
-    `evaluations` are the metrics, None as long as they are not known.
+    `evaluations` are the names of the metrics; None as long as they are not known.
     """
     rule, known = config.eval.early_stop, None if evaluations is None else list(evaluations)
     if rule is None:
@@ -217,7 +217,7 @@ def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None =
 
 
 def check_where(config: FinetuneConfig) -> None:
-    """Refuse what an evaluation beside training cannot do: it comes later, and only of committed checkpoints."""
+    """Refuse what an evaluation in a task of its own cannot do: it comes later, and sees only committed checkpoints."""
     chosen = config.eval
     if chosen.where != "task":
         return

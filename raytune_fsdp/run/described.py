@@ -1,4 +1,4 @@
-"""What trackers are told of a run besides its numbers: its data, and the commit of the code around it."""
+"""What trackers receive about a run besides its numbers: its data, and the commit of the code around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GIT_SECONDS = 5
 
 
 def used_data(config: FinetuneConfig, train: Windows, evals: Mapping[str, Windows]) -> tuple[UsedData, ...]:
-    """The datasets of a run, those it trains on first."""
+    """Return the datasets of a run, those it trains on first."""
     found = list(_used(config.data.train, train, "training"))
     listed = config.data.eval if isinstance(config.data.eval, list) else []
     if listed:
@@ -63,7 +63,7 @@ def _one(
 
 
 def commit_here() -> str | None:
-    """The git commit of the working directory; None if it is in no repository, or git is not installed."""
+    """Return the git commit of the working directory; None if it is in no repository, or git is not installed."""
     git = shutil.which("git")
     if git is None:
         return None

@@ -22,7 +22,7 @@ _PLAN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOnRecord:
-    """What a run's plan.json says of its length."""
+    """What a run's plan.json says about its length."""
 
     steps: int
     total_samples: int | None
@@ -30,7 +30,7 @@ class PlanOnRecord:
 
 
 def plan_on_record(place: RunDir) -> PlanOnRecord:
-    """The plan of the run's last attempt; ResumeError if there is none."""
+    """Return the plan of the run's last attempt; raise ResumeError if there is none."""
     try:
         plan = read_json(place.plan, limit=_PLAN_BYTES)
     except (OSError, ValueError) as error:
@@ -60,7 +60,7 @@ def check_extension(
         raise ResumeError(
             f"{_length_of(config)} adds {_steps(first, plan.steps)} with a learning rate of 0: the schedule has ended "
             f"there (optim.schedule.type={config.optim.schedule.type} over {plan.schedule_steps} steps, floor 0), so "
-            f"nothing would be trained; plan it anew with --optim.schedule_steps {_enough(config, plan, first)}, or "
+            f"nothing would be trained; plan it again with --optim.schedule_steps {_enough(config, plan, first)}, or "
             f"start a run from these weights with {_branch(config, place, checkpoint)}"
         )
 
@@ -77,27 +77,27 @@ def warn_of_schedule(config: FinetuneConfig, plan: Plan) -> None:
 
 
 def _steps_before(place: RunDir, state: RunState) -> int:
-    """The steps that the run had before it was extended."""
+    """Return the number of steps that the run had before it was extended."""
     try:
         return plan_on_record(place).steps
-    except ResumeError:  # only the checkpoints are left, which know the length it first had
+    except ResumeError:  # only the checkpoints are left, which know the first length
         return state.schedule_steps or 0
 
 
 def _rates_are_zero(config: FinetuneConfig, plan: Plan, first: int) -> bool:
-    """Whether all steps from this one on have the rate 0: past its end, no schedule rises again."""
+    """Return whether all steps from `first` on have the rate 0: past its end, no schedule rises again."""
     return lr_factor(first, config.optim, plan) == 0.0 == lr_factor(plan.steps, config.optim, plan)
 
 
 def _enough(config: FinetuneConfig, plan: Plan, first: int) -> int:
-    """A length for the schedule with which the added steps train."""
+    """Return a length for the schedule with which the added steps train."""
     # Some schedules reach their end in their last step, and not one later: a single step needs one more.
     rate = multiplier(first, config.optim, schedule_steps=plan.steps, warmup_steps=plan.warmup_steps)
     return plan.steps if rate else plan.steps + 1
 
 
 def _branch(config: FinetuneConfig, place: RunDir, checkpoint: CommittedCheckpoint) -> str:
-    """The options that begin another run with the weights of this one."""
+    """Return the options that begin another run with the weights of this one."""
     if isinstance(config.method, AdapterMethod):
         return f"--run.name NAME --method.adapter DIR, where `raytune-fsdp export {place.path} DIR` writes them"
     options = "--model.init pretrained " if config.model.init != "pretrained" else ""

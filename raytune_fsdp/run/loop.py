@@ -40,12 +40,12 @@ class RankRun:
     device: torch.device
     model: PreTrainedModel
     parallel: ParallelConfig
-    """The config's, as this attempt applies it."""
+    """The config's `parallel`, as this attempt applies it."""
     objective: Objective
     compiler: Compiler | None
-    """None: the blocks run as they are."""
+    """None: the layers run as they are."""
     generates_with: str
-    """The attention of transformers for answers."""
+    """The attention of transformers that writes answers."""
     tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
     scale: LossScale
@@ -59,9 +59,9 @@ class RankRun:
     saves: Saves
     tracker: Tracker
     state: RunState
-    """Where the run stands before its next batch."""
+    """The state of the run before its next batch."""
     not_evaluated: bool
-    """The evaluation that is due at the step where it stands is not on record."""
+    """Whether the evaluation that is due at the run's current step is not on record."""
     early_stop: EarlyStop
 
 
@@ -110,7 +110,10 @@ def train(parts: RankRun, stop: Stop) -> RunState:
 
 
 def _log(parts: RankRun, step: int, *, last: bool) -> None:
-    """Fetch and write the metrics of the steps since the last call; of the latest one too if it must be the `last`."""
+    """Fetch and write the metrics of the steps since the last call.
+
+    `last`: those of the latest step must be among them.
+    """
     rows = parts.meter.fetch(last=last)
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
     parts.documents.write(rows)
@@ -163,7 +166,7 @@ def _evaluate(parts: RankRun, step: int) -> None:
 
 
 def _saved(parts: RankRun, state: RunState, step: int) -> RunState:
-    """The state after the step that the run has ended with, saved unless it is already. Collective."""
+    """Return the state after the step that the run ended with, and save it unless it is saved already. Collective."""
     if state.step < step:
         state = _state_after(parts, state, step)
     parts.saves.last(state)
@@ -171,7 +174,7 @@ def _saved(parts: RankRun, state: RunState, step: int) -> RunState:
 
 
 def _state_after(parts: RankRun, before: RunState, step: int) -> RunState:
-    """Everything that is not a tensor, after a step whose metrics have been fetched."""
+    """Return everything that is not a tensor, after a step whose metrics have been fetched."""
     scale, compiler = parts.scale, parts.compiler
     gave_up = {"blocks": EAGER} if compiler is not None and compiler.failure is not None else {}
     return replace(

@@ -1,4 +1,4 @@
-"""What a run asks of its network, compared with what this architecture can do."""
+"""Compare what a run asks of its network with what this architecture can do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
 
 
 def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights) -> None:
-    """Say which rows of new tokens stay as they begin, and what trains them: whole weights, or none."""
+    """Warn which rows of new tokens stay as they begin, and say what trains them: whole weights, or none."""
     trained = [base_name(name) for name, parameter in network.named_parameters() if parameter.requires_grad]
     known = {base_name(name) for name, _ in network.named_parameters()}
     rows = sorted(name for name in {*origin.added, *origin.grown} if name in known)
@@ -71,7 +71,7 @@ def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Sta
 
 
 def _warn_of_experts(network: PreTrainedModel) -> None:
-    """Say which weights qlora leaves as they are."""
+    """Warn which weights qlora leaves as they are."""
     if stacked := frozen_experts(network):
         share = stacked.total() / sum(p.numel() for p in network.parameters() if not p.requires_grad)
         logger.warning(
@@ -81,17 +81,17 @@ def _warn_of_experts(network: PreTrainedModel) -> None:
 
 
 def _warn_of_bf16(network: PreTrainedModel) -> None:
-    """Say which linear layers of the blocks fp8 leaves as they are."""
+    """Warn which linear layers fp8 leaves as they are."""
     if left := left_in_bf16(network):
         name, why = next(iter(left.items()))
         logger.warning(
-            "parallel.precision=fp8: %d of %d linear layers of the blocks are computed in bf16 (%s: %s)",
+            "parallel.precision=fp8: %d of %d linear layers of the transformer layers are computed in bf16 (%s: %s)",
             len(left), len(left) + len(layers_in_fp8(network)), name, why,
         )  # fmt: skip
 
 
 def check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
-    """Refuse what this architecture cannot do, and say what may not be meant."""
+    """Refuse what this architecture cannot do, and warn of what may not be meant."""
     warn_of_method(config)
     if isinstance(config.method, LoraMethod) and config.method.init != "zero":
         check_ranks(network, config.method.init)

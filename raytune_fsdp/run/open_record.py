@@ -70,11 +70,11 @@ class Opened:
     """What was found when the run's directory was opened."""
 
     changed: Mapping[str, list[Any]]
-    """Old and new value of the settings that differ from the last attempt."""
+    """The old and the new value of each setting that differs from the last attempt."""
     aside: Sequence[Mapping[str, str]]
     """The damaged checkpoints that were set aside: path, problem, and where each is now."""
     lost: float
-    """Seconds that earlier attempts have trained since the checkpoint that this one goes on from."""
+    """Seconds that earlier attempts have trained since the checkpoint from which this one continues."""
 
 
 def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> Opened:
@@ -93,7 +93,7 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     if standing.checkpoint is not None:
         for found, now in set_aside(standing.damaged, standing.checkpoint):
             aside.append({"path": found.path, "problem": standing.damaged[found], "now": now})
-    if standing.state.step == 0:  # those of checkpoints that are gone
+    if standing.state.step == 0:  # the evaluations of checkpoints that are gone
         place.evaluations.unlink(missing_ok=True)
     replace_durably(place.config, recorded_text(config), private=True)
     if config.checkpoint.storage is not None:
@@ -117,7 +117,7 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
 
 
 def _commit_of_model(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str | None:
-    """The hub's commit of the model that the run has begun with; None if it is not the hub's, or is not known."""
+    """Return the hub commit of the model that the run began with; None if it is not from the hub, or is not known."""
     if standing.checkpoint is None:
         stored = None if prepared.origin is None else prepared.origin.stored
         return commit_of(stored.directory) if isinstance(stored, WeightFiles) else None
@@ -138,7 +138,7 @@ def put_mark(prepared: RunInputs) -> None:
 
 
 def keep_from_others(place: RunDir) -> None:
-    """Take from others than owner and group what older versions have let them read."""
+    """Take away the permissions on private files that older versions left to others than owner and group."""
     for path in place.private:
         take_from_others(path)
 
@@ -154,7 +154,7 @@ def clean_config(place: RunDir) -> None:
 
 
 def _versions() -> dict[str, str | None]:
-    """Of what decides the bits of a result."""
+    """Return the versions of what decides the bits of a result."""
     found: dict[str, str | None] = {}
     for package in ("raytune-fsdp", "torch", "transformers"):
         found[package] = None
@@ -164,7 +164,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def computed_on(device: torch.device) -> dict[str, object]:
-    """What the bits of an attempt's results depend on besides its config: the same again are the same bits."""
+    """Return what decides the bits of an attempt's results besides its config: equal entries mean equal bits."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads(), "versions": _versions()}
 
@@ -187,7 +187,7 @@ def start_tracker(
     console: TextIO | None,
     more: Sequence[Tracker] = (),
 ) -> Tracker:
-    """Rank 0's trackers, those of the config and `more`; the other ranks get one that does nothing."""
+    """Return rank 0's trackers, those of the config and `more`; other ranks get one that does nothing."""
     if dist.get_rank() != 0:
         return NullTracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
@@ -260,7 +260,7 @@ def _report_kernels(tracker: Tracker, kernels: Mapping[str, KernelChoice], befor
 
 
 def params_of(config: FinetuneConfig) -> dict[str, object]:
-    """What is not at its default, by dotted path, without secrets."""
+    """Return the settings that are not at their defaults, by dotted path, without secrets."""
     changed = differing(config)
     return {
         key: value
@@ -272,7 +272,7 @@ def params_of(config: FinetuneConfig) -> dict[str, object]:
 def mlflow_tracker(
     config: FinetuneConfig, place: RunDir, *, seconds: float = RANKS_WAIT_SECONDS, progress: Progress | None = None
 ) -> MlflowTracker:
-    """A tracker for this run, which at the end waits `seconds` at most."""
+    """Return a tracker for this run that waits at most `seconds` at the end."""
     uri, artifacts = mlflow_database(place.path.parent)
     chosen = config.tracking.mlflow.uri
     return MlflowTracker(
@@ -286,7 +286,7 @@ def mlflow_tracker(
 
 
 def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, attempt: int) -> RunStart:
-    """What trackers are given when an attempt starts."""
+    """Return what trackers are given when an attempt starts."""
     return RunStart(
         name=config.run.name,
         attempt=attempt,
@@ -303,7 +303,7 @@ def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint
 
 
 def mend_record(place: RunDir, standing: ResumePoint) -> None:
-    """Mend the record of a complete run, which no attempt will look at, if it is broken."""
+    """Mend the record of a complete run if it is broken, since no attempt will look at it."""
     steps = standing.state.step
     if not is_whole(place.metrics, steps):
         aside = place.metrics.with_name(f"{place.metrics.name}.damaged")
@@ -321,11 +321,11 @@ def last_tracking(
     seconds: float,
     progress: Progress | None,
 ) -> list[Follower]:
-    """Trackers of a run that is complete at `step`: they send what their receivers have not got; MLflow's, which comes
-    first, also the report, at its end.
+    """Return trackers of a run that is complete at `step`. They send what their receivers lack; MLflow's, which comes
+    first, also sends the report, at its end.
 
-    `before` is where the run stood when the command began. The seconds of importing MLflow pass in the tracker's
-    thread, while the export is written.
+    `before` is where the run stood when the command began. MLflow is imported in the tracker's thread while the export
+    is written.
     """
     found = list(_followers(config, prepared.place, seconds=seconds, progress=progress))
     events = read_events(prepared.place.events)
@@ -337,7 +337,7 @@ def last_tracking(
 
 
 def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | None:
-    """Register the export in MLflow, if that is asked for. Returns the model and its version; None if there is none."""
+    """Register the export in MLflow, if that is asked for. Return the model and its version; None if there is none."""
     name = config.tracking.mlflow.register
     if name is None:
         return None
@@ -352,7 +352,7 @@ def register_export(config: FinetuneConfig, place: RunDir, step: int) -> str | N
 
 
 def _plan_in_full(prepared: RunInputs, standing: ResumePoint) -> dict[str, Any]:
-    """The plan, and what of network and data a plan, which reads no path, cannot know."""
+    """Return the plan, with what it cannot know of network and data, because it reads no path."""
     return {
         **standing.plan.to_dict(),
         "parameters": asdict(prepared.parameters),

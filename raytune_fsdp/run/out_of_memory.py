@@ -31,7 +31,10 @@ def explain(
     rank: int,
     directory: Path,
 ) -> TrainingError:
-    """The error to raise instead, and a snapshot of the allocator in `directory`. `parallel` is what the run has."""
+    """Return the error to raise instead, and write a snapshot of the allocator to `directory`.
+
+    `parallel` is what the attempt uses, which may differ from the config's.
+    """
     used = consumers(model, optimizer, device, _peak(device))
     largest = sorted(used.items(), key=lambda item: item[1], reverse=True)[:3]
     shown = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in largest)
@@ -45,7 +48,7 @@ def explain(
 def explain_building(
     error: torch.OutOfMemoryError, config: FinetuneConfig, device: torch.device, *, rank: int
 ) -> TrainingError:
-    """The error to raise instead where there are no parts yet to be counted."""
+    """Return the error to raise instead where nothing is built yet whose bytes could be counted."""
     return TrainingError(
         f"rank {rank} ran out of memory on {device} while it made weights and moments, before the first step: "
         f"{first_line(error).rstrip('.')}. Cheapest change: {_spread_states(config.parallel)}"
@@ -53,7 +56,7 @@ def explain_building(
 
 
 def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak: int) -> dict[str, int]:
-    """Bytes on the device by what holds them; `peak` is the most that was allocated at a time."""
+    """Return bytes on the device by what holds them; `peak` is the most that was allocated at a time."""
     parameters = list(model.parameters())
     held: dict[str, Iterable[torch.Tensor]] = {
         "weights": parameters,
@@ -65,7 +68,7 @@ def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak
 
 
 def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:
-    """What to change, the cheapest first. All but the last change no result."""
+    """Return what to change, the cheapest first. All changes but the last leave results as they are."""
     states = 1 - used["activations and gathered weights"] / max(1, sum(used.values()))
     if states > _MOSTLY:
         return _spread_states(parallel)
@@ -95,7 +98,7 @@ def _peak(device: torch.device) -> int:
 
 
 def _snapshot(device: torch.device, path: Path) -> str:
-    """Write what the allocator holds, for pytorch.org/memory_viz; where to, in words."""
+    """Write what the allocator holds, for pytorch.org/memory_viz. Return a sentence that says where."""
     if device.type != "cuda":
         return ""
     try:

@@ -2,8 +2,8 @@
 
 A run directory travels, and where it is unpacked its files would decide what is read, written and asked: a URL of data,
 a cache, the directory of a base. So a run that is trained gets a mark: the places that its config names, and a hash of
-that list under a key that only this user has. To places that are in no mark of this user's a run is not followed,
-unless the command says so (`--trust-places`).
+that list under a key that only this user has. A run is not followed to places that are in no mark of this user, unless
+the command says so (`--trust-places`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ _MOST_SHOWN, _MOST_RUNS = 10, 100
 
 
 def places_in(tree: Any) -> set[str]:
-    """The places that a config names, as `field=text`. The tree may be a stranger's, and so be anything. What is on the
-    hub is no place."""
+    """Return the places that a config names, as `field=text`. The tree may be a stranger's, and so be anything.
+
+    What is on the hub is no place.
+    """
     named = [(".".join(keys), _value(tree, keys)) for keys in (*_MODELS, *_OTHERS)]
     for keys in _LISTS:
         rows = _value(tree, keys)
@@ -64,19 +66,19 @@ def places_in(tree: Any) -> set[str]:
 
 
 def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] | None:
-    """The mark of whoever trains this config; None where this user can have no key.
+    """Return the mark of whoever trains this config; None where this user can have no key.
 
-    `begins`: `check_beginning` has let it begin with `model.path`, and so with the places that this leads to.
+    `begins`: `check_beginning` has let the run begin with `model.path`, and so with the places to which that leads.
     """
     named, place = places_in(config.model_dump()), RunDir.of(config)
     if config.checkpoint.storage is not None:
         named.add(f"{_CHECKPOINTS}{place.checkpoints}")
     if config.model.path is not None and not is_url(config.model.path) and _is_directory(config.model.path):
-        # As checkpoints of adapters name it, and as the recipe does.
+        # Both as checkpoints of adapters name it, and as the recipe does.
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
     if begins and config.model.init == "pretrained" and config.model.path is not None:
         named |= {entry for _, _, led in _led_by(config.model.path) for entry in led}
-    # Where the base was before it moved: older checkpoints name that.
+    # Where the base was before it moved: older checkpoints name that place.
     before = chosen_by_this_user(place.model_files / MARK_FILE)
     return made_with({_marked(each) for each in named} | {each for each in before if each.startswith(_BASE)})
 
@@ -90,11 +92,11 @@ def check_places(
     exports: bool = False,
 ) -> None:
     """Refuse to follow a run, one of its checkpoints or its export to places outside of it that this user has not
-    chosen. Touches none of them.
+    chosen.
 
-    `trusted`: the command says that they are. `config`: what the command does, where that comes from the run's config.
-    `base`: where the command says that the base of adapters is. `exports`: the command writes a model; of one that also
-    sees it has what was not trained, from where the run began.
+    None of these places is touched. `trusted`: the command says that they are trusted. `config`: what the command does,
+    where that comes from the run's config. `base`: where the command says that the base of adapters is. `exports`: the
+    command writes a model; if the model also sees, what was not trained is read from where the run began.
     """
     if trusted:
         return
@@ -117,8 +119,10 @@ def check_places(
 
 
 def check_beginning(config: FinetuneConfig, *, trusted: bool) -> None:
-    """Refuse to begin with a checkpoint whose files lead to places that this user has not chosen: the base that it is
-    beside, and for the export of a model that also sees, what its run began with. Touches none of them."""
+    """Refuse to begin with a checkpoint whose files lead to places that this user has not chosen.
+
+    These are its base and, for the export of a model that also sees, what its run began with. None of them is touched.
+    """
     if not trusted and config.model.init == "pretrained" and config.model.path is not None:
         _check_led(config.model.path, chosen_by_this_user(RunDir.of(config).model_files / MARK_FILE))
 
@@ -129,8 +133,10 @@ def _check_led(checkpoint: str, chosen: set[str]) -> None:
 
 
 def _led_by(checkpoint: str) -> Iterator[tuple[str, str | None, set[str]]]:
-    """A checkpoint that a run begins with, and each that the run of the one before began with: with its run, and the
-    places that it leads to. Those of one are touched when the next is asked for."""
+    """Yield the checkpoint that a run begins with, then the one that the run of this checkpoint began with, and so on.
+
+    Each comes with its run and the places to which it leads, which are touched only when the next is asked for.
+    """
     for _ in range(_MOST_RUNS):  # a stranger's run may say that it began with itself
         if not looks_like_checkpoint(checkpoint):
             return
@@ -152,12 +158,13 @@ def _refuse(source: str, strange: set[str]) -> None:
 
 
 def _marked(entry: str) -> str:
-    """A place as a mark has it: without secrets, as the run's config is written."""
+    """Return a place as a mark has it: without secrets, as the run's config is written."""
     return str(redact(entry))
 
 
 def run_of(place: str) -> str | None:
-    """The directory or URL of the run that a path or URL is, or that a checkpoint or an export there belongs to."""
+    """Return the directory or URL of the run that a path or URL is, or that a checkpoint or an export there belongs
+    to."""
     if looks_like_checkpoint(place):
         return place.rstrip("/").rpartition("/")[0].rpartition("/")[0]
     path = Path(place)
@@ -179,15 +186,15 @@ def _is_place(field: str, text: str) -> bool:
     if not text or text.startswith("hf://"):
         return False
     if field == "data.chat_template":
-        from raytune_fsdp.data.rows.templates import is_shipped  # here, as below: few configs need it
+        from raytune_fsdp.data.rows.templates import is_shipped  # imported here, as below: few configs need it
 
         return not is_shipped(text)
-    # A directory may stand where a hub's name is expected, and is taken for it.
+    # A directory may stand where the name of a hub repository is expected, and is used in its place.
     return not (field.endswith(".hub") or tuple(field.split(".")) in _MODELS) or _is_directory(text)
 
 
 def _is_directory(text: str) -> bool:
-    """Whether the name of a model or dataset is a directory's or a URL, and not one of the hub's."""
+    """Return whether the name of a model or dataset is that of a directory or a URL, and not one of the hub."""
     if is_url(text) or text.startswith(("/", "~", ".")):
         return True
     from raytune_fsdp.model.directory.files import is_local
@@ -196,7 +203,7 @@ def _is_directory(text: str) -> bool:
 
 
 def _strange(run: str | None, named: set[str], chosen: set[str]) -> set[str]:
-    """Those of the places that are outside of the run, and that this user has not chosen."""
+    """Return the places that are outside of the run, and that this user has not chosen."""
     outside = {entry for entry in named if run is None or not _is_inside(run, entry.partition("=")[2])}
     return {entry for entry in outside if _marked(entry) not in chosen}
 
@@ -204,26 +211,26 @@ def _strange(run: str | None, named: set[str], chosen: set[str]) -> set[str]:
 def _is_inside(run: str, place: str) -> bool:
     if is_url(place) or is_url(run):
         return place.startswith(f"{run}/") and "/../" not in f"{place}/"
-    # Where links lead: a stranger's run may have them beside its own files.
+    # Follow links: a stranger's run may have them among its own files.
     return os.path.realpath(os.path.expanduser(place)).startswith(f"{os.path.realpath(run)}/")
 
 
 def _chosen_in(run: str | None) -> set[str]:
-    """The places in this user's mark on a run."""
+    """Return the places in this user's mark on a run."""
     with suppress(OSError, ValueError):
         return set() if run is None else chosen_in(_beside(run, MARK_FILE))
     return set()
 
 
 def _beside(run: str, name: str) -> bytes:
-    """One of the files of a run that travel with its checkpoints."""
+    """Read one of the files of a run that travel with its checkpoints."""
     if is_url(run):
         return ObjectStorage(run).read(MODEL_FILES, name, MOST_BYTES)
     return read_file(Path(run) / MODEL_FILES / name, limit=MOST_BYTES)
 
 
 def _named_by_config(run: Path, named: set[str]) -> set[str]:
-    """Those of these places that the run's own config names, and not the command's arguments.
+    """Return which of these places the run's own config names, and not the command's arguments.
 
     All of them where that config is invalid by itself: arguments may mend it, and then it names them all the same."""
     try:
@@ -233,7 +240,8 @@ def _named_by_config(run: Path, named: set[str]) -> set[str]:
 
 
 def _began_with(run: str) -> str | None:
-    """The directory of the model that a run began with, as an export reads it; None if that is none that also sees."""
+    """Return the directory of the model that a run began with, as an export reads it; None unless that model also
+    sees."""
     try:
         with TemporaryDirectory(prefix="raytune-model-") as copy:
             files = Path(copy) if is_url(run) else Path(run) / MODEL_FILES
@@ -246,11 +254,11 @@ def _began_with(run: str) -> str | None:
 
 
 def _named_by_model(place: str) -> set[str]:
-    """The directories of bases that checkpoints, or an exported adapter, say they are beside."""
+    """Return the directories of the bases that checkpoints, or an exported adapter, name."""
     paths = []
     with suppress(RaytuneError, OSError, ValueError):
         if not is_url(place) and (Path(place) / ADAPTER_CONFIG_FILE).is_file():
-            # One by itself is asked for by name: only in a run does a run choose it.
+            # An adapter by itself is asked for by name: only inside of a run does a run choose it.
             named = read_object(Path(place) / ADAPTER_CONFIG_FILE) if is_place_of_exports(Path(place)) else {}
             paths = [named.get("base_model_name_or_path")]
         else:

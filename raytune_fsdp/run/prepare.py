@@ -1,4 +1,4 @@
-"""Everything that can be found wrong with a run before a rank is started or a file is written.
+"""Find everything that can be wrong with a run before a rank is started or a file is written.
 
 The launcher calls `prepare` once, in its own process or on rank 0, and passes the result to every rank: other ranks
 need not see the model's files.
@@ -80,10 +80,10 @@ def prepare(
     dry: bool = False,
     trust_places: bool = False,
 ) -> tuple[RunInputs, ResumePoint]:
-    """Check everything, count the data, and find out where the run stands. Writes only caches (data, hub).
+    """Check everything, count the data, and find out where the run stands. Only caches (data, hub) are written.
 
-    `build` builds the windows to count. `dry`: for a run that saves and evaluates nothing. `trust_places`: also where a
-    checkpoint that it begins with leads, whether or not this user has chosen that.
+    `build` builds the windows to count. `dry`: the run saves and evaluates nothing. `trust_places`: follow a checkpoint
+    that the run begins with to other places, whether or not this user has chosen them.
     """
     place = _checked_place(config, world)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
@@ -142,7 +142,7 @@ def _built(hf_config: PretrainedConfig, config: FinetuneConfig, added: Mapping[i
 def _checked_needs(
     config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int
 ) -> KernelNeeds:
-    """What the network takes to be cut and shared, after checking what it can do."""
+    """Check what the network can do, and return what it needs of its attention and its loss."""
     check_network(config, network, world)
     needs, mesh = network_needs(config, hf_config, network), config.parallel.mesh
     check_cut(mesh.tensor, network, needs)
@@ -152,7 +152,7 @@ def _checked_needs(
 
 
 def _checked_place(config: FinetuneConfig, world: int) -> RunDir:
-    """The run's places, and the hub's answer to a push at the end."""
+    """Make the first checks, ask the hub about a push at the end, and return the run's places."""
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
@@ -167,20 +167,21 @@ def _counted(
     progress: Progress | None,
     build: Builder,
 ) -> tuple[Census | None, int]:
-    """The census, where the length of the run needs it, and how many windows were built."""
+    """Return the census, where the length of the run needs it, and how many windows were built."""
     # Evaluation data is counted in every run: its broken rows show now, not in the middle of training.
     built = sum(census(windows, progress=progress, build=build).built for windows in evals.values())
     if config.train.epochs is not None:
         counted = census(train, config.train.epochs, progress=progress, build=build)
         return counted, built + counted.built
-    # The first window only; the others are built during training. A wrong column or template shows in it already.
+    # Only the first window; the others are built during training. A wrong column or template shows in it already.
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
 
 
 def _check_plan(
     config: FinetuneConfig, standing: ResumePoint, evals: Iterable[str], tasks: Sequence[Questions], *, new: bool
 ) -> None:
-    """What can be refused, or of a new run warned of, once its length is known, and the names of its evaluations."""
+    """Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
+    evaluations are known."""
     metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
     metrics += [name for task in tasks for name in metrics_of(task)]
     check_best(config, standing.plan, metrics)
@@ -200,8 +201,10 @@ def _origin(
     *,
     trusted: bool,
 ) -> StartingWeights | None:
-    """The stored weights that the run begins with, or that its adapters are beside: of the commit whose config was read
-    in `directory`, or that it has begun with."""
+    """Return the stored weights that the run begins with, or the base of its adapters.
+
+    They are of the commit whose config was read in `directory`, or else of the commit that the run began with.
+    """
     check_beginning(config, trusted=trusted)
     commit = begun_with(config, before) if directory is None else commit_of(directory)
     origin = find_origin(config, network, added, commit)
@@ -213,7 +216,7 @@ def _origin(
 
 
 def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
-    """What of the model is gathered together on `world` ranks; None: nothing is. No weights are fetched."""
+    """Return what of the model is gathered together on `world` ranks; None: nothing is. No weights are fetched."""
     if not is_wrapped(config.parallel, world):
         return None
     hf_config, _, added = _fitted(config, model_directory(config))
@@ -221,13 +224,13 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
     needs = network_needs(config, hf_config, network)
     if isinstance(config.method, QloraMethod):
         quantize_layers(network, config.method.quantization)
-    layout, blocks = layout_of(config, world), config.train.global_batch // config.train.micro_batch
+    layout, batches = layout_of(config, world), config.train.global_batch // config.train.micro_batch
     if layout.tensor > 1:
         check_cut(layout.tensor, network, needs)
         cut_shapes(network, layout.tensor)
     units = sharding_units(network, config.parallel, ends=needs.ends)
     return describe(
-        network, units, config.parallel, layout, micro_batches=-(-blocks // layout.data_ranks), heads=needs.heads,
+        network, units, config.parallel, layout, micro_batches=-(-batches // layout.data_ranks), heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len,
     )  # fmt: skip
 
@@ -235,10 +238,10 @@ def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
 def prepare_data(
     config: FinetuneConfig, progress: Progress | None = None
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
-    """The tokenizer and the data of a config, in the order of its run; no weights are fetched."""
+    """Return the tokenizer and the data of a config, in the order of its run. No weights are fetched."""
     place, orders, commit = RunDir.of(config), orders_of(RunState()), None
     check_links(place.path)
-    if is_url(place.checkpoints):  # what looks at the data would have to wait for a store
+    if is_url(place.checkpoints):  # a look at the data would have to wait for an object store
         orders = orders_on_record(place)
     else:
         with suppress(RaytuneError):
@@ -253,21 +256,21 @@ def prepare_data(
 def _fitted(
     config: FinetuneConfig, directory: Path | None
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, dict[int, tuple[int, ...]]]:
-    """The architecture and the tokenizer, fitted to each other, and the tokens that were added."""
+    """Return the architecture and the tokenizer, fitted to each other, and the tokens that were added."""
     hf_config = load_architecture(config.model, directory)
     tokenizer = load_tokenizer(config, directory)
     added = add_tokens(tokenizer, config.model.add_tokens)
     if not added and getattr(config.method, "train_added_tokens", False):
         raise ConfigError(
             "method.train_added_tokens=true: this tokenizer has all tokens of model.add_tokens already, and their rows "
-            "are not told from others: set it to false, or name embedding and head in method.modules_to_save"
+            "are not distinguished from others: set it to false, or name embedding and head in method.modules_to_save"
         )
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
     return hf_config, tokenizer, added
 
 
 def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that the config names, or else the one in the model's `directory`."""
+    """Return the tokenizer that the config names, or else the one in the model's `directory`."""
     name = config.model.tokenizer or config.model.path
     if name is None:
         raise ConfigError(
@@ -295,13 +298,13 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
 
 
 def set_template(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer the config's chat template. Kept in it, prompts and the exported model have it, too."""
+    """Give the tokenizer the config's chat template, so that prompts and the exported model have it, too."""
     if config.data.chat_template is not None:
         tokenizer.chat_template = load_template(config.data.chat_template)
 
 
 def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
-    """The generation config of the model's makers: an exported model keeps their end tokens and sampling."""
+    """Return the generation config of the model's makers: an exported model keeps their end tokens and sampling."""
     if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
         try:
             return GenerationConfig.from_pretrained(directory)

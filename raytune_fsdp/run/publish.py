@@ -1,4 +1,4 @@
-"""A checkpoint in the form that others use: a Hugging Face model directory with its card, also on the hub if asked."""
+"""Write a checkpoint in the form that others use: a Hugging Face model directory with its card, on the hub if asked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from raytune_fsdp.run.trials.export_proof import check_acts
 logger = logging.getLogger(__name__)
 
 _AVERAGED = 3
-"""How many checkpoints a mean is of, if nobody says."""
+"""How many checkpoints are averaged, if nobody says."""
 
 
 def publish(
@@ -50,12 +50,12 @@ def publish(
 ) -> str | None:
     """Export to `destination`, then push that under the name `chosen.push`.
 
-    Returns its URL on the hub, None if no name is set. `base`: where the model is now that adapters are beside, or that
-    a run of all weights began with. `events`: the run's, if not beside its checkpoints.
+    Return its URL on the hub; None if no name is set. `base`: where the base of the adapters is now, or the model that
+    a run of all weights began with. `events`: the run's events, if they are not next to its checkpoints.
     """
-    beside = read_state(checkpoint).base
-    if chosen.push is not None and beside is not None and not chosen.merge:
-        check_found_by_others(base or beside["path"], chosen.push)
+    found = read_state(checkpoint).base
+    if chosen.push is not None and found is not None and not chosen.merge:
+        check_found_by_others(base or found["path"], chosen.push)
     export_checkpoint(
         checkpoint, destination, chosen,
         trust_remote_code=trust_remote_code, verified=verified, base=base, events=events,
@@ -79,7 +79,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a model directory, after comparing it with its manifest, unless it is `verified`.
 
-    A run of adapters has those written alone, unless they are to be merged (`export.merge`).
+    The adapters of a run are written alone, unless they are to be merged (`export.merge`).
     """
     if not verified:
         _check_whole(checkpoint)
@@ -102,8 +102,8 @@ def export_checkpoint(
             prove=partial(check_acts, network=network, named=named),
         )
         return
-    moved, beside = _bases(checkpoint, files, base)
-    written = written_of(checkpoint, files, merged_weights(checkpoint, files, beside), beside=beside, moved=moved)
+    moved, frozen = _bases(checkpoint, files, base)
+    written = written_of(checkpoint, files, merged_weights(checkpoint, files, frozen), beside=frozen, moved=moved)
     card = model_card(checkpoint, files, dtype=chosen.dtype, sentence=written.sentence)
     export(
         written.source,
@@ -120,13 +120,13 @@ def export_checkpoint(
 
 
 def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int | None) -> list[CommittedCheckpoint]:
-    """The checkpoints of a run of these `steps`, or the `last` ones, oldest first, all of them whole.
+    """Return the checkpoints of a run of these `steps`, or the `last` ones, oldest first, all of them whole.
 
-    Without steps and a number the last three, or both where there are two. Where two attempts have saved a step, the
-    later one counts.
+    Without steps and a number, these are the last three, or both where there are two. Where two attempts have saved a
+    step, the later one counts.
     """
     root = checkpoints_below(run) if is_url(run) else checkpoints_of(Path(run).resolve())
-    # Of recovery points only those that are named: the clock does not choose what a mean is of.
+    # Of recovery points, only those that are named: the clock must not choose what a mean is of.
     there = {found.step: found for found in committed(root) if found.lasting or found.step in (steps or ())}
     missing = [step for step in steps or () if step not in there]
     if missing or not there:
@@ -154,12 +154,12 @@ def average(
     trust_remote_code: bool = False,
     base: str | None = None,
 ) -> None:
-    """Write the mean of checkpoints of one run, oldest first, as a model directory; adapters are merged before."""
+    """Write the mean of checkpoints of one run, oldest first, as a model directory. Adapters are merged before."""
     newest = checkpoints[-1]
     files = model_files(newest)
-    moved, beside = _bases(newest, files, base)  # one for all: a run goes on beside no other
-    mean = MeanTensors([merged_weights(found, files, beside) for found in checkpoints])
-    written = written_of(newest, files, mean, beside=beside, moved=moved)
+    moved, frozen = _bases(newest, files, base)  # one for all: a run never changes its base
+    mean = MeanTensors([merged_weights(found, files, frozen) for found in checkpoints])
+    written = written_of(newest, files, mean, beside=frozen, moved=moved)
     steps = [found.step for found in checkpoints]
     card = model_card(newest, files, dtype=chosen.dtype, mean_of=steps, sentence=written.sentence)
     export(
@@ -176,24 +176,24 @@ def average(
 
 
 def _bases(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> tuple[str | None, WeightFiles | None]:
-    """Where the user says that a run of all weights has its base, or what the adapters of a checkpoint are beside."""
+    """Return where the user says that a run of all weights has its base, or else the files of the adapters' base."""
     if base is not None and read_state(checkpoint).base is None and sees(files):
         return base, None
     return None, base_of(checkpoint, base)
 
 
 def _beside_which(named: Named) -> str | None:
-    """For the card of an adapter."""
+    """Return the sentence on an adapter's card about the class that its names belong to; None if none is needed."""
     kind = type(named.network).__name__
     if named.unbuilt is not None:
-        return f"Its names are those of a `{kind}`, the language model alone: load it beside that one."
+        return f"Its names are those of a `{kind}`, the language model alone: load it on top of that one."
     if named.is_own:
         return None
-    return f"Its names are those of a `{kind}`, the class that the base's config names: load it beside that one."
+    return f"Its names are those of a `{kind}`, the class that the base's config names: load it on top of that one."
 
 
 def _say_alone(checkpoint: CommittedCheckpoint, written: WrittenAs, destination: Path, events: Path | None) -> None:
-    """Say, and note among the run's events, that an export has the language model alone."""
+    """Warn, and note among the run's events, that an export has the language model alone."""
     if written.alone is None or written.form is None:
         return
     fields = {"step": checkpoint.step, "path": str(destination), "model": type(written.form.network).__name__,
@@ -213,5 +213,6 @@ def _check_whole(checkpoint: CommittedCheckpoint) -> None:
 
 
 def _is_older_export(destination: Path, state: RunState) -> bool:
-    """Whether an export of a version that left no mark may have written this: by its place, or by its card's hash."""
+    """Return whether an export of a version that left no mark may have written this: by its place, or by its card's
+    hash."""
     return is_place_of_exports(destination) or is_of_same_run(destination, state)

@@ -1,4 +1,4 @@
-"""Whether a run continues, and from where: what makes it the same run, and the checkpoint it continues from."""
+"""Whether a run continues, and from where: what makes it the same run, and the checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from raytune_fsdp.run.beginning import adapters_of, beginning_of
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED, _NAMES_BYTES = 100_000, 8 << 20
-"""Files that a checkpoint names beside their hashes, and the characters of all names: they may take more room than all
-else in its state. Without them, a message about other data says only which dataset it is."""
+"""The most files that a checkpoint names next to their hashes, and the most characters of all names: they could take
+more room than the rest of its state. Without them, a message about other data says only which dataset it is."""
 
 _LENGTH = ("max_steps", "epochs", "log_every")
 
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
-    """Everything that decides the trajectory, by the names a user knows. Paths do not decide it; their content does."""
+    """Return everything that decides the trajectory, by the names a user knows. Paths do not decide it; their content
+    does."""
     architecture = {
         f"model.{key}": value
         for key, value in hf_config.to_diff_dict().items()
@@ -58,7 +59,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         "model.init": config.model.init,
         "model.revision": config.model.revision,
         **({"model.add_tokens": added} if added != ABSENT["model.add_tokens"] else {}),
-        "method": named("method", config.method, exclude=("adapter",)),  # its values are, as first weights are
+        "method": named("method", config.method, exclude=("adapter",)),  # its values decide, not its path
         "run.seed": config.run.seed,
         "parallel.precision": config.parallel.precision,
         **_rounding(config.parallel),
@@ -69,24 +70,26 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
 
 
 def _rounding(parallel: ParallelConfig) -> dict[str, Any]:
-    """What else decides how numbers are rounded. Not how weights travel in 8 bits: they come out the same."""
+    """Return what else decides how numbers are rounded. How weights travel in 8 bits does not: they come out the
+    same."""
     found = {"parallel.fp8_scaling": parallel.fp8_scaling} if parallel.precision == "fp8" else {}
     return {**found, "parallel.reduce_dtype": "bf16"} if parallel.reduce_dtype == "bf16" else found
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:
-    """The part of it that decides the order of the samples, but for the seed."""
+    """Return the part of the identity that decides the order of the samples, but for the seed."""
     return _normal({_data_key(key): value for key, value in train.identity.items() if key != "seed"})
 
 
 def _normal(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """As a checkpoint will return it, and without what may not be in one."""
+    """Return an identity as a checkpoint will return it, and without what may not be in one."""
     normal: dict[str, Any] = redact_shapes(json.loads(json.dumps(identity, default=str)))
     return normal
 
 
 def _by_its_meaning(config: FinetuneConfig) -> OptimConfig:
-    """Moments in fp32 beside weights in fp32 are the same run, whichever way that is written."""
+    """Return `optim` in one spelling: moments in fp32 next to weights in fp32 are the same run, however that is
+    written."""
     chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32", "fp8")
     if not (chosen.type == "adamw" and chosen.moments == "fp32" and wide):
         return config.optim
@@ -98,7 +101,7 @@ def _data_key(key: str) -> str:
 
 
 def files_of(train: Windows) -> dict[str, list[str]]:
-    """The names of the files whose hashes are in the identity, by its keys; none if there are too many."""
+    """Return the names of the files whose hashes are in the identity, by its keys; none if there are too many."""
     found = {_data_key(key): files for key, files in files_by_key(train.sources).items()}
     named = sum(map(len, found.values())) <= _MOST_NAMED
     return found if named and sum(len(name) for files in found.values() for name in files) <= _NAMES_BYTES else {}
@@ -106,7 +109,7 @@ def files_of(train: Windows) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The checkpoint to continue from, its state, and the damaged ones passed over. Without one: the beginning."""
+    """The checkpoint to continue from, its state, and the damaged ones passed over; without one, the beginning."""
 
     checkpoint: CommittedCheckpoint | None = None
     state: RunState
@@ -118,7 +121,7 @@ class Resumed:
 def find_resume(
     place: RunDir, *, resume: Literal["auto", "always", "never"], damaged: Damaged | None = None
 ) -> Resumed:
-    """The newest whole checkpoint in the run's directory, following `run.resume`; `check_same_run` it.
+    """Return the newest whole checkpoint in the run's directory, following `run.resume`; then call `check_same_run`.
 
     Only the sizes of tensor files are compared here: the ranks hash them together.
     """
@@ -134,7 +137,7 @@ def find_resume(
         if resume == "always":
             raise ResumeError(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
-                "or set run.resume=auto to start anew"
+                "or set run.resume=auto to start from scratch"
             )
         state, adapters = beginning_of(place)
         return Resumed(state=state, damaged={}, adapters=adapters)
@@ -150,7 +153,7 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
     """Refuse to continue from a checkpoint of another run."""
     if found.checkpoint is not None:
         before = redact_shapes(found.state.identity)
-        # Of a config whose weights were drawn at random: it was kept then, and meant nothing.
+        # From a config whose weights were drawn at random: it was kept there then, and meant nothing.
         before.pop("model.quantization_config", None)
         if isinstance(before.get("method"), dict):
             before["method"] = {key: unordered(key, value) for key, value in before["method"].items()}
@@ -159,7 +162,8 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
 
 
 def check_same_adapters(found: Resumed, config: FinetuneConfig, network: PreTrainedModel) -> None:
-    """Refuse to go on with fewer adapters than a run has: older versions let PEFT take an expression for last names."""
+    """Refuse to continue with fewer adapters than a run has: older versions let PEFT read an expression as last
+    names."""
     targets = getattr(config.method, "target_modules", None)
     if not is_expression(targets):
         return
@@ -186,26 +190,27 @@ def check_same_adapters(found: Resumed, config: FinetuneConfig, network: PreTrai
 
 
 def _module_of(name: str) -> str:
-    """The module that a tensor of LoRA adapts."""
+    """Return the module that a tensor of LoRA adapts."""
     return base_name(name.partition(".lora_")[0])
 
 
 def _check_never_saved(place: RunDir) -> None:
-    """Refuse to start a run anew whose checkpoints are not where they should be: its record would be cut."""
+    """Refuse to start a run from scratch whose checkpoints are not where they should be: its record would be cut."""
     saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
     saved = [fields for fields in saved if {"step", "path"} <= fields.keys()]
     if saved:
         raise ResumeError(
             f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
-            f"{saved[-1]['path']}: mount that storage, or set checkpoint.storage back to it; to start anew, choose "
+            f"{saved[-1]['path']}: mount that storage, or set checkpoint.storage back to it; to start again, choose "
             f"another run.name or remove {place.path}"
         )
 
 
 def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[Any]]:
-    """Old and new value of every setting that differs from the run's last attempt. None decides the trajectory.
+    """Return the old and the new value of every setting that differs from the run's last attempt.
 
-    Both without secrets: another one in the same place is no change.
+    None of these settings decides the trajectory. Values are without secrets: another secret in the same place is no
+    change.
     """
     tree = last_config(place)
     if not tree:
@@ -216,7 +221,7 @@ def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[An
 
 
 def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the fields that have come since it was written: at their defaults they are no change."""
+    """Return the tree with the fields that are newer than it: at their defaults they are no change."""
     try:
         return FinetuneConfig.model_validate(tree).model_dump()
     except ValidationError:  # a value that is hidden, or a field that is gone
@@ -224,7 +229,8 @@ def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_config(place: RunDir) -> dict[str, Any]:
-    """The config.yaml of the run's last attempt, as a tree; an empty one if there is none, or none that can be read."""
+    """Return the config.yaml of the run's last attempt as a tree; an empty one if there is none, or none that can be
+    read."""
     try:
         tree = spelled(parse(read_file(place.config, limit=MAX_BYTES, links=True).decode())[0])
     except FileNotFoundError:

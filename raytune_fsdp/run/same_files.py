@@ -1,4 +1,4 @@
-"""Whether all ranks see the same files of a model. Every node may have a copy of its own, and copies may differ."""
+"""Check that all ranks see the same files of a model. Every node may have a copy of its own, and copies may differ."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def check_copies(files: WeightFiles) -> None:
 
 
 def digests(files: WeightFiles, *, alone: bool) -> dict[str, str]:
-    """The hash of each file, the same on all ranks. Collective.
+    """Return the hash of each file, the same on all ranks. Collective.
 
-    Ranks that see the very same files hash a part each, and copies are compared. `alone`: only rank 0 sees them.
+    Ranks that see the very same files hash a part each, and copies are compared. `alone`: only rank 0 sees the files.
     """
     if alone:
         return on_rank0(lambda: _hashed(files, list(files.sizes())), what="hash the files of the model")
@@ -46,11 +46,11 @@ def digests(files: WeightFiles, *, alone: bool) -> dict[str, str]:
 
 
 Mark = tuple[str, int, int, int, str]
-"""Name, size, inode and time of change of a file, and the machine if the disk is its own: of machines that began as one
-image the rest is alike."""
+"""Name, size, inode and time of change of a file, and the machine if the disk is that machine's own: on machines that
+began as one image, the rest is equal."""
 
 _OWN = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
-"""File systems that one machine has."""
+"""File systems that belong to one machine."""
 
 
 def _marks_of_all(files: WeightFiles) -> list[tuple[Mark, ...]]:
@@ -66,7 +66,7 @@ def _marks_of_all(files: WeightFiles) -> list[tuple[Mark, ...]]:
 
 
 def _kind_of(directory: Path) -> str:
-    """The file system that a directory is on."""
+    """Return the type of the file system that a directory is on."""
     place, all_mounts = f"{directory.resolve()}/", []
     with suppress(OSError):  # where mounts may not be read, every machine's copy counts as shared
         all_mounts = psutil.disk_partitions(all=True)

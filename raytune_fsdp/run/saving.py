@@ -1,4 +1,4 @@
-"""When a save begins, and what is recorded of it: what all ranks agree on between two steps."""
+"""Decide when a save begins, and record it, as all ranks agree between two steps."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.step.optim.update import Optimizer
 
-_LOOK_SECONDS = 0.2  # between two looks for a writer that was given up, or is to be waited for
-_PATIENCE_SECONDS = 60.0  # with a recovery point that is being written when a planned save is due
+_LOOK_SECONDS = 0.2  # between two looks at a writer that was given up, or is to be waited for
+_PATIENCE_SECONDS = 60.0  # for a recovery point that is still being written when a planned save is due
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Boundary:
 
 
 def stopped(reason: StopReason, step: int) -> RaytuneError:
-    """What ends an attempt that has saved this step because it had to stop."""
+    """Return the error that ends an attempt which has saved this step because it had to stop."""
     after = f"stopped {reason.words} after step {step}, which is saved"
     if reason.ends_run:
         return Interrupted(f"{after}; the same command continues from there")
@@ -70,19 +70,19 @@ class Saves:
     saved: Callable[[Saved], None]
     """Called on every rank for every committed checkpoint."""
     clock: Clock | None = None
-    """Rank 0's, if the clock asks for checkpoints, too."""
+    """Rank 0's clock, if the clock asks for checkpoints, too."""
     notices: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that what may end the run leaves it, if saves are still to be compared with them."""
+    """Seconds that each cause of an early end leaves the run, as long as saves are still to be compared with them."""
     committed: int = 0
     """The newest step that is committed; 0 if none is."""
     recovery: int = 0
-    """The same, if it is committed as a recovery point only."""
+    """The newest step that is committed, if that is a recovery point only; else 0."""
     _due: bool = False
     """A checkpoint was due while the previous one was still being written."""
     _lasting: bool = True
     """Whether the save that begins next is of a step that the clock has not chosen."""
     _told: bool = False
-    """That storage has no room for recovery points."""
+    """Whether it was reported that storage has no room for recovery points."""
     _ends_run: bool = False
     """Whether the save that has begun is the run's last one."""
     _room_made: bool = False
@@ -108,7 +108,7 @@ class Saves:
         )  # fmt: skip
 
     def _by_clock(self) -> bool:
-        """Whether this rank's clock asks for a recovery point, and there is room for it."""
+        """Return whether this rank's clock asks for a recovery point, and there is room for it."""
         if self.clock is None or not self.clock.due():
             return False
         cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
@@ -123,7 +123,7 @@ class Saves:
         return False
 
     def _make_room(self) -> bool:
-        """Whether recovery points were removed for the next save. On rank 0."""
+        """Remove recovery points to make room for the next save, on rank 0. Return whether any were removed."""
         with waiting(self.saver.seconds):
             self.tracker.sync()  # raises if the run, with its checkpoints, is another command's by now
             removed = self.saver.make_room(for_last=self._ends_run)
@@ -132,7 +132,8 @@ class Saves:
         return bool(removed)
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
-        """Whether to save after this step. A save that is due while another is being written begins after that one."""
+        """Return whether to save after this step. A save that is due while another is being written begins after that
+        one."""
         wanted = planned or boundary.asked or self._due
         if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
             boundary = self._recovered(boundary)
@@ -147,7 +148,9 @@ class Saves:
 
     def _recovered(self, boundary: Boundary) -> Boundary:
         """Wait for a recovery point that is being written: where the planned saves are must not depend on the clock.
-        Not for long: storage that stands still postpones them as ever. Collective."""
+
+        It does not wait for long: storage that stands still postpones planned saves as always. Collective.
+        """
         looks = round(_PATIENCE_SECONDS / _LOOK_SECONDS)  # counted, so that all ranks wait for as long
         while looks and not boundary.free:
             time.sleep(_LOOK_SECONDS)
@@ -183,13 +186,13 @@ class Saves:
 
     def _save_last(self, state: RunState) -> None:
         self._finish()
-        # It was due there anyway. A run that has come to its end leaves more than a recovery point.
+        # A save was due at this step anyway. But a run that has come to its end leaves more than a recovery point.
         if self.committed == state.step and (self._stop is not None or self.recovery != state.step):
             return
         self._lasting, self._ends_run = True, self._stop is None
         outcome = self._tried(state)
         left = ""
-        if self._room_made:  # as much as a checkpoint has taken, so one more try is enough
+        if self._room_made:  # that is as much as a checkpoint has taken, so one more try is enough
             self._ends_run = False  # what is left now stays
             outcome, left = self._tried(state), ", if there is one besides those that were removed to make room"
         if outcome is None or outcome.saved is None:
@@ -240,7 +243,7 @@ class Saves:
             time.sleep(_LOOK_SECONDS)
 
     def _record(self, outcome: Outcome) -> None:
-        """Answer requests for it, write the event, call `saved`; raise if the state is not worth saving."""
+        """Answer requests for this save, write its event, and call `saved`; raise if the state is not worth saving."""
         if dist.get_rank() == 0:
             self.requests.answer(outcome.step, outcome.saved.path if outcome.saved else None, outcome.problem)
         if outcome.saved is not None:
@@ -269,7 +272,7 @@ class Saves:
                     self.clock.room_made()
 
     def _compare(self, saved: Saved) -> None:
-        """Say so, once, if a save takes longer than it would be given at the end."""
+        """Report, once, if a save takes longer than the run would be given at its end."""
         short = {what: seconds for what, seconds in self.notices.items() if seconds < saved.seconds}
         if short:
             self.notices = {}
@@ -279,7 +282,7 @@ class Saves:
 
 
 class NothingSaved(Saves):
-    """Those of a dry run: it ends, or is stopped, and there is nothing to go on from."""
+    """The saves of a dry run: none. It ends, or is stopped, and there is nothing to continue from."""
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
         return False
@@ -291,8 +294,8 @@ class NothingSaved(Saves):
 # The saves of an attempt, by its config: what is kept of them, and when the clock asks for one.
 
 LOST = "lost_seconds"
-"""Of the event that an attempt has started: what those before it have trained since its checkpoint. They may all have
-failed before the clock asked for the next one."""
+"""The field of the event that an attempt has started: seconds that earlier attempts have trained since its checkpoint.
+They may all have failed before the clock asked for the next one."""
 
 
 def open_saves(
@@ -307,8 +310,11 @@ def open_saves(
     lost: float,
     notices: Mapping[str, float],
 ) -> Saves:
-    """Collective. `lost`: the seconds that earlier attempts have trained since the newest checkpoint. `notices`: those
-    that what may end the run leaves it."""
+    """Return the saves of an attempt. Collective.
+
+    `lost`: the seconds that earlier attempts have trained since the newest checkpoint. `notices`: the seconds that each
+    cause of an early end leaves the run.
+    """
     clock, intervals = None, intervals_of(config.checkpoint)
     if intervals is not None and dist.get_rank() == 0 and not prepared.dry:
         clock = Clock(intervals, fresh=standing.checkpoint is None, lost=lost)
@@ -325,7 +331,7 @@ def open_saves(
 
 
 def _not_said(place: RunDir, notices: Mapping[str, float]) -> dict[str, float]:
-    """Those that no attempt has said to be too short."""
+    """Return the notices that no attempt has reported as too short."""
     said = [
         event["fields"].get("notices") for event in each_event(place.events) if event["event"] == names.NOTICE_SHORT
     ]
@@ -334,8 +340,10 @@ def _not_said(place: RunDir, notices: Mapping[str, float]) -> dict[str, float]:
 
 
 def lost_seconds(place: RunDir, step: int) -> float:
-    """How long earlier attempts have trained since the checkpoint of this step, the run's newest, was made. To be asked
-    before the record of what they have trained is cut."""
+    """Return how long earlier attempts have trained since the checkpoint of this step, the run's newest, was made.
+
+    Call this before the record of what they have trained is cut.
+    """
     started: dict[str, Any] = {}
     for event in each_event(place.events):
         if event["event"] == names.ATTEMPT_STARTED:
@@ -346,7 +354,7 @@ def lost_seconds(place: RunDir, step: int) -> float:
 
 
 def intervals_of(chosen: CheckpointConfig) -> Intervals | None:
-    """How long the clock waits; None if it never asks for a checkpoint."""
+    """Return how long the clock waits; None if it never asks for a checkpoint."""
     if chosen.every == "auto":
         return Intervals()
     minutes = chosen.every.minutes if isinstance(chosen.every, SaveEvery) else None
@@ -354,7 +362,7 @@ def intervals_of(chosen: CheckpointConfig) -> Intervals | None:
 
 
 def keep_of(chosen: CheckpointConfig) -> Keep:
-    """Which checkpoints a config keeps."""
+    """Return which checkpoints a config keeps."""
     highest = highest_is_best(chosen.best, chosen.best_is)
     return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)
 

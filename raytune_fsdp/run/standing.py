@@ -60,11 +60,11 @@ class RunInputs:
     parameters: ParameterCount
     """The size of the network."""
     needs: KernelNeeds
-    """What it needs of its attention."""
+    """What the network needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
     tasks: Sequence[Questions] = ()
-    """What evaluations ask."""
+    """The questions of evaluations."""
     added: Collection[int] = ()
     """The ids of new tokens."""
     dry: bool = False
@@ -92,7 +92,8 @@ class ResumePoint:
     ended_early: bool = False
     """Whether the run's evaluations have ended it (`eval.early_stop`)."""
     owes_evaluation: bool = False
-    """All steps are trained, and a crash has kept the last evaluation, or answers of it, from being made."""
+    """Whether all steps are trained, and a crash has kept the last evaluation, or some of its answers, from being
+    made."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
 
@@ -111,7 +112,7 @@ class ResumePoint:
 def stand(
     config: FinetuneConfig, prepared: RunInputs, world: int, found: Resumed, *, windows_built: int = 0
 ) -> ResumePoint:
-    """The standing of a run that continues from `found` on `world` ranks."""
+    """Return the resume point of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     if found.checkpoint is not None:
         check_extension(config, prepared.place, plan, found.checkpoint, found.state)
@@ -130,7 +131,7 @@ def stand(
 
 
 def look(config: FinetuneConfig, prepared: RunInputs, world: int, damaged: Damaged | None = None) -> ResumePoint:
-    """Where the run is now. Checkpoints committed since the command began count, whatever `run.resume` says.
+    """Return where the run is now. Checkpoints committed since the command began count, whatever `run.resume` says.
 
     Checkpoints known to be `damaged` are passed over.
     """
@@ -140,13 +141,13 @@ def look(config: FinetuneConfig, prepared: RunInputs, world: int, damaged: Damag
 
 
 def on_world(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, world: int) -> ResumePoint:
-    """The same standing on another number of ranks."""
+    """Return the same resume point for another number of ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=standing.state.schedule_steps)
     return replace(standing, plan=plan)
 
 
 def agree(config: FinetuneConfig, prepared: RunInputs, begin: Callable[[], ResumePoint]) -> ResumePoint:
-    """The standing from which all ranks begin an attempt. Collective.
+    """Return the resume point from which all ranks begin an attempt. Collective.
 
     `begin` is called on rank 0 and says where the run is. All ranks then verify that checkpoint together; if it is
     damaged, rank 0 looks for an older one, until one is intact.
@@ -172,15 +173,16 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
-    """With the number of the attempt that begins now: as late as possible, as another start of the run may be near."""
-    # From both, as either may have been removed: a number used twice could give two checkpoints the same name.
+    """Number the attempt that begins now. This is done as late as possible: another start of the run may be near."""
+    # From events and checkpoints, as either may have been removed: a number used twice could give two checkpoints the
+    # same name.
     earlier = [line["attempt"] for line in read_events(prepared.place.events)]
     earlier += [checkpoint.attempt for checkpoint in committed(prepared.place.checkpoints)]
     return replace(standing, attempt=1 + max(earlier, default=0))
 
 
 def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, problem: str) -> ResumePoint:
-    """Where the run is without the checkpoint of this standing, which is damaged."""
+    """Return where the run is without the checkpoint of this resume point, which is damaged."""
     found = standing.checkpoint
     assert found is not None
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
@@ -189,8 +191,10 @@ def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumeP
 
 
 def _ended_early(config: FinetuneConfig, prepared: RunInputs, step: int) -> bool:
-    """Whether the evaluations up to the checkpoint of this step end the run. Only of a run that has one: what earlier
-    attempts have measured after it is cut from the record."""
+    """Return whether the evaluations up to the checkpoint of this step end the run.
+
+    Without a checkpoint they do not: what earlier attempts have measured after it is cut from the record.
+    """
     if config.eval.early_stop is None or step == 0:
         return False
     try:

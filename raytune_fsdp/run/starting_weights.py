@@ -68,14 +68,14 @@ class StartingWeights:
     grown: Mapping[str, int]
     """Embeddings that get more rows than are stored, by name."""
     added: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
-    """Rows of new tokens by embedding: the rows whose mean each one starts as; none means all."""
+    """Rows of new tokens by embedding, each with the rows whose mean it starts as; none means all."""
     beside: WeightFiles | None = None
-    """Of a checkpoint that holds adapters: the files of their base."""
+    """The files of the base, if `stored` is a checkpoint that holds adapters."""
     base: Mapping[str, Any] = field(default_factory=dict)
-    """And what it says about those."""
+    """What that checkpoint records about the files of its base."""
 
     def weights(self, model: PreTrainedModel) -> Weights:
-        """The source to fill the network from. Opens no model file yet: this rank may not see any."""
+        """Return the source to fill the network from. No model file is opened yet: this rank may not see any."""
         weights: Weights
         if isinstance(self.stored, CommittedCheckpoint):
             weights = merged_weights(self.stored, model_files(self.stored), self.beside)
@@ -84,7 +84,7 @@ class StartingWeights:
         return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
 
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of the files, to compare what different ranks see. OSError if there are none."""
+        """Return the sizes of the files, to compare what different ranks see. Raise OSError if there are none."""
         if isinstance(self.stored, CommittedCheckpoint):
             base = {} if self.beside is None else self.beside.sizes()
             return {**storage_at(self.stored.root).sizes(self.stored.name), **{f"base/{n}": s for n, s in base.items()}}
@@ -96,9 +96,9 @@ class StartingWeights:
 
 
 def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
-    """The run's own copy of config and tokenizer, if it began with a checkpoint of another run and has one of its own.
+    """Return the run's own config and tokenizer, if it began with another run's checkpoint and has one of its own.
 
-    The other checkpoint may be gone by then: its run prunes it as it goes on.
+    The other checkpoint may be gone by then: its run prunes it as it continues.
     """
     path = config.model.path
     if path is None or config.model.init != "pretrained" or not looks_like_checkpoint(path):
@@ -111,7 +111,7 @@ def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
 
 
 def model_directory(config: FinetuneConfig, commit: str | None = None) -> Path | None:
-    """The directory of the model's config and tokenizer. The weights of a hub model are not fetched."""
+    """Return the directory of the model's config and tokenizer. The weights of a hub model are not fetched."""
     path = config.model.path
     if path is None:
         return None
@@ -122,7 +122,7 @@ def model_directory(config: FinetuneConfig, commit: str | None = None) -> Path |
 
 
 def _checkpoint(path: str) -> CommittedCheckpoint | None:
-    """The checkpoint that `model.path` names; None if it names a model. A whole run is refused."""
+    """Return the checkpoint that `model.path` names; None if it names a model. Refuse a whole run."""
     local = not is_url(path)
     place = str(Path(path).expanduser().resolve()) if local else path
     try:
@@ -145,10 +145,10 @@ def _checkpoint(path: str) -> CommittedCheckpoint | None:
 def find_origin(
     config: FinetuneConfig, network: PreTrainedModel, added: Mapping[int, Sequence[int]], commit: str | None = None
 ) -> StartingWeights | None:
-    """The stored weights for this network, after checking that they fit it. None if `model.init=random`.
+    """Return the stored weights for this network, after checking that they fit it; None if `model.init=random`.
 
-    Of a network with adapters they are those of the network without. `added`: the ids of new tokens, with those of the
-    tokens that they start as the mean of. `commit`: the one of a hub model that its config was read from.
+    For a network with adapters, they are those of the network without. `added`: the ids of new tokens, each with the
+    ids of the tokens that it starts as the mean of. `commit`: the commit of a hub model from which its config was read.
     """
     if config.model.init != "pretrained" or config.model.path is None:
         return None
@@ -161,8 +161,8 @@ def find_origin(
     network = without_adapters(config, network)
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
-        base, beside = read_state(checkpoint).base or {}, located_base(checkpoint, fetch=False)
-        origin = StartingWeights(stored=checkpoint, match=Match(key_of={}), grown={}, beside=beside, base=base)
+        base, frozen = read_state(checkpoint).base or {}, located_base(checkpoint, fetch=False)
+        origin = StartingWeights(stored=checkpoint, match=Match(key_of={}), grown={}, beside=frozen, base=base)
     else:
         files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
         origin = StartingWeights(stored=files, match=match_keys(network, files), grown={})
@@ -175,16 +175,18 @@ def find_origin(
 
 
 def without_adapters(config: FinetuneConfig, network: PreTrainedModel) -> PreTrainedModel:
-    """The same network, as its weights are stored."""
+    """Return the same network without adapters, as its weights are stored."""
     if not is_adapted(network):
         return network
-    # Building writes what `model.attention` asks for into the config, and in this one is what was chosen.
+    # Building writes what `model.attention` asks for into the config, and this one holds what was chosen.
     return build_base(copy.deepcopy(network.config), config.model, config.parallel.precision)
 
 
 def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | None) -> AdapterFiles | None:
-    """The adapter that a run begins with, after checking that it fits; None: a new one. `base`: the directory of the
-    model's config."""
+    """Return the adapter that a run begins with, after checking that it fits; None: a new one.
+
+    `base` is the directory of the model's config.
+    """
     path = getattr(config.method, "adapter", None)
     if path is None:
         return None
@@ -229,22 +231,23 @@ class AdapterFiles:
 
     files: WeightFiles
     key_of: Mapping[str, str]
-    """The key of every tensor, by its name in the network. Of parts that see or hear it may have none: those begin as
-    new ones do."""
+    """The key of every tensor, by its name in the network. Parts that see or hear may have none: they begin as in a new
+    adapter."""
 
     def weights(self) -> Weights:
         return FileWeights(self.files, self.key_of)
 
 
 def _rows_of_tokens(network: PreTrainedModel) -> list[str]:
-    """The embeddings and the head: a block's tensor may have as many rows as there are tokens by chance."""
-    inside = {id(tensor) for block in layers_of(network) for tensor in block.parameters()}
+    """Return the names of the embeddings and the head. A tensor of a layer may have as many rows as there are tokens by
+    chance."""
+    inside = {id(tensor) for layer in layers_of(network) for tensor in layer.parameters()}
     owned = owned_tensors(network)
     return [name for name in rows_of_tokens(network) if id(owned[name]) not in inside]
 
 
 def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None:
-    """A checkpoint must have exactly the network's own names; the keys of files were matched to them."""
+    """Refuse a checkpoint that has not exactly the network's own names; the keys of files were matched to them."""
     differ = sorted(set(owned_tensors(network)) ^ set(weights.shapes()))
     if differ:
         raise ModelError(
@@ -261,9 +264,9 @@ def first_weights(
     adapter: AdapterFiles | None = None,
     checkpoint: CommittedCheckpoint | None = None,
 ) -> tuple[Weights | None, PrincipalInit | None]:
-    """The source to fill `model` from, None if rank 0 reads for this rank, and what all ranks must turn to the tensor
-    that is filled next, if any. Collective.
+    """Return the source to fill `model` from, and what all ranks must turn to the tensor that is filled next.
 
+    The source is None if rank 0 reads for this rank; the other is None if nothing has to be turned. Collective.
     `checkpoint`: the one that a run of adapters continues from; the base is not in it.
     """
     if origin is None:
@@ -290,7 +293,7 @@ def _with_adapters(
     adapter: AdapterFiles | None,
     checkpoint: CommittedCheckpoint | None,
 ) -> tuple[Weights | None, PrincipalInit | None]:
-    """The weights of a network with adapters, from those of the one without. Collective."""
+    """Return the weights of a network with adapters, from those of the network without. Collective."""
     method, seed = config.method, config.run.seed
     start, beginning = None if adapter is None else adapter.weights(), None
     if isinstance(method, LoraMethod) and method.init != "zero":
@@ -327,7 +330,7 @@ def _check_whole(config: FinetuneConfig, problem: str | None) -> None:
 
 
 def fill_mode(config: FinetuneConfig, origin: StartingWeights | None, adapter: AdapterFiles | None = None) -> FillMode:
-    """`sharded` if every rank sees the files that rank 0 sees, else `rank0`. Collective."""
+    """Return `sharded` if every rank sees the files that rank 0 sees, else `rank0`. Collective."""
     if origin is None:
         return "sharded"
     if config.model.fill == "rank0":

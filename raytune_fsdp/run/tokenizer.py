@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: Sequence[NewToken]) -> dict[int, tuple[int, ...]]:
-    """Add tokens. Returns, by the id of each new one, the ids whose rows it starts as the mean of; none means all.
+    """Add tokens. Return, by the id of each new one, the ids of the rows that it starts as the mean of; none means all.
 
-    What is a token already stays as it is, with the row it has: so it is when a run branches from one that added it.
+    What is a token already stays as it is, with the row it has, for example where a run branches from one that added
+    it.
     """
     known = tokenizer.get_vocab()
     likes = [_ids(tokenizer, each) for each in wanted]  # before any is added: a description is of what was there

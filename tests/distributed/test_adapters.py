@@ -243,7 +243,7 @@ def test_a_run_goes_on_beside_the_very_files_it_began_with(tmp_path: Path) -> No
     file.write_bytes(content)
     with pytest.raises(AssertionError, match="model.safetensors is not the file that this run's adapters"):
         trajectory(there, 2)
-    with pytest.raises(Exception, match="is not the file that these adapters were trained beside"):
+    with pytest.raises(Exception, match="is not the file that these adapters were trained on"):
         load_for_inference(run_dir(config), torch.device("cpu"), base=str(moved))
     length = int.from_bytes(content[:8], "little")  # of the header, which may end in spaces
     file.write_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])

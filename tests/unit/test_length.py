@@ -60,7 +60,7 @@ def test_steps_that_would_train_nothing_are_refused_with_ways_out_that_work(tmp_
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
     # What it says, word for word.
-    (anew,) = re.findall(r"plan it anew with (--optim.schedule_steps 5), or ", said)
+    (anew,) = re.findall(r"plan it again with (--optim.schedule_steps 5), or ", said)
     (branch,) = re.findall(r"start a run from these weights with (--run.name NAME .*?)(?:, where |$)", said)
     branch = branch.replace("NAME", "branch").replace("DIR", str(run / "export"))
     assert finetune(load_config(file, [*shlex.split(branch), "--train.max_steps=3"])).trained == 3

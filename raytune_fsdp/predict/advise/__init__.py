@@ -1,4 +1,4 @@
-"""What would be better.
+"""Advice: what would be better.
 
 advice.py        what may not be meant
 changes.py       a config with a few fields changed

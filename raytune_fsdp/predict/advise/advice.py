@@ -1,4 +1,4 @@
-"""What may not be meant, or could be better: each with an id, a threshold and a source."""
+"""Warnings and suggestions about a config, each with an id, a threshold and a source."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NOTICED = 0.5
 _MANY = 64
 _MANY_GBPS = 1000
 _SLOW_STORAGE = 100e6
-"""Bytes a second that any storage of checkpoints should write: below it `doctor` warns."""
+"""Bytes a second that any storage of checkpoints should write: below that `doctor` warns."""
 
 _RATE, _RATE_TOKENS, _RATE_TIMES = 2e-5, 64 * 4096, 10
-"""Llama 2's rate and tokens a step. Ten times what the square root of the batch makes of it is called high: what the
-recipes of others use is within that."""
+"""Llama 2's rate and tokens a step. A rate is called high at ten times what the square root of the batch makes of it:
+the recipes of others are below that."""
 
 
 def advice(
@@ -42,8 +42,11 @@ def advice(
     faster: Sequence[Alternative] | None = None,
     stopping: Stopping | None = None,
 ) -> list[Advice]:
-    """`faster`: what was found to make a step wait less for its links; None: nobody has looked. `stopping`: how long
-    saves take; None: that is not known."""
+    """Return warnings and suggestions about a config.
+
+    `faster`: what was found to make a step wait less for its links; None: nobody has looked. `stopping`: how long saves
+    take; None: that is not known.
+    """
     return [
         *_of_learning(config, found),
         *_of_hardware(config, found),
@@ -113,7 +116,7 @@ def _of_hardware(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
         yield Advice(
             id="fillers",
             text=f"{found.plan.division.fillers} of {found.plan.division.blocks + found.plan.division.fillers} passes "
-            "of a step only keep ranks aligned: choose a world size that divides the blocks",
+            "of a step only keep ranks aligned: choose a world size that divides the micro-batches",
             source="this plan",
         )
 

@@ -1,7 +1,7 @@
 """Other ways to train the same thing on the same cluster, or on more or less of it.
 
 How weights are spread, what is computed again and how many samples go at a time change how long a run takes, never what
-it learns; another method does.
+it learns. Another method changes that, too.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 
 _HIDDEN = 0.5
-"""Of the computation's time: collectives that take no longer are behind it."""
+"""A share of the computation's time: collectives that take no longer are hidden behind it."""
 
 _MOST_SAMPLES = 1024
 
 _PAYS = 0.95
-"""Of the throughput that ever larger micro-batches come to: from there on a larger one no longer pays."""
+"""A share of the throughput that ever larger micro-batches come to: from there on a larger one no longer pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     changes: Mapping[str, Any]
-    """Fields of the config, as they are written; `world` for the number of GPUs."""
+    """Fields of the config and their new values, as they are written; `world` for the number of GPUs."""
     prediction: Prediction
 
     @property
@@ -49,16 +49,16 @@ class Alternative:
 
     @property
     def gpu_seconds(self) -> float:
-        """Of a step."""
+        """GPU-seconds of a step."""
         return self.prediction.seconds.step * self.prediction.world
 
 
 def alternatives(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster) -> list[Alternative]:
-    """Other methods, ways to spread weights, and numbers of GPUs; in order."""
+    """Return other methods, ways to spread weights, and numbers of GPUs, in order."""
     found: list[Alternative] = []
     moves: dict[Any, bool] = {}
     for how, changes, changed in _candidates(config, world, cluster):
-        # Less sharding only saves what moves: not looked at where that is hidden behind the computation.
+        # Less sharding only saves traffic: it is not looked at where that is hidden behind the computation.
         if changed.parallel.strategy != "full_shard" and not moves.get(how, True):
             continue
         best = _largest_batch(subject, changed, world, cluster)
@@ -75,12 +75,12 @@ def alternatives(subject: ModelSpec, config: FinetuneConfig, world: int, cluster
 
 
 def in_order(found: Iterable[Alternative]) -> list[Alternative]:
-    """Those that fit first, the cheapest first."""
+    """Sort alternatives: those that fit first, then the cheapest."""
     return sorted(found, key=lambda each: (not each.prediction.fits, each.gpu_seconds))
 
 
 def _sizes(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster) -> Iterator[Alternative]:
-    """Half as many GPUs, and twice as many, until it fits."""
+    """Yield half as many GPUs, and twice as many, until it fits."""
     for size in (world // 2, world * 2, world * 4, world * 8):
         try:
             prediction = predict(subject, config, size, cluster) if size else None
@@ -93,13 +93,13 @@ def _sizes(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Clus
 
 
 def cheapest_fit(found: list[Alternative]) -> Alternative | None:
-    """What makes it fit for the least: what learns the same first, then the fewest changes, then the fastest."""
+    """Return what makes it fit for the least: what learns the same first, then the fewest changes, then the fastest."""
     fitting = [each for each in found if each.prediction.fits]
     return min(fitting, key=lambda each: (not each.learns_the_same, len(each.changes), each.gpu_seconds), default=None)
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
-    """For a line of a table: the last names of fields."""
+    """Return changes for a line of a table, with the last names of fields."""
     short = {"activation_checkpointing": "recompute"}
     words = []
     for name, value in changes.items():
@@ -112,7 +112,7 @@ def in_words(changes: Mapping[str, Any]) -> str:
 
 
 def as_flags(changes: Mapping[str, Any]) -> str:
-    """To be copied behind a command."""
+    """Return changes as flags, to be copied behind a command."""
     names = {"world": "world-size"}
     return " ".join(
         f"--{names.get(name, name)} {str(value).lower() if isinstance(value, bool) else value}"
@@ -121,10 +121,10 @@ def as_flags(changes: Mapping[str, Any]) -> str:
 
 
 def micro_batches(subject: ModelSpec, config: FinetuneConfig, known: Prediction) -> tuple[int | None, int | None]:
-    """The largest number of samples at a time that fits, whatever the batch is (None: not even one), and the number
-    from which a larger one no longer pays, whether it fits or not (None: not known).
+    """Return the largest micro-batch that fits, and the one from which a larger one no longer pays.
 
-    `known`: what is planned of the config itself.
+    The first is independent of the batch (None: not even one sample fits), the second of what fits (None: not known).
+    `known`: the prediction for the config itself.
     """
     world, cluster, division = known.world, known.cluster, known.plan.division
 
@@ -159,24 +159,25 @@ def micro_batches(subject: ModelSpec, config: FinetuneConfig, known: Prediction)
 
 
 def _paying(one: Seconds, two: Seconds) -> int | None:
-    """None: it is further away than anybody goes, as where the host decides how long a pass takes."""
+    """Return the size from which a larger micro-batch no longer pays; None: it is further away than anybody goes, as
+    where the host decides how long a pass takes."""
     slope = max(1e-9, two.compute - one.compute)
-    fixed, beside = max(0.0, one.compute - slope), one.update
+    fixed, update = max(0.0, one.compute - slope), one.update
     for size in range(1, _MOST_SAMPLES):
-        step = max(fixed + slope * size, one.moving) + beside
+        step = max(fixed + slope * size, one.moving) + update
         if slope * size >= _PAYS * step:
             return size
     return None
 
 
 def allowed_micro_batch(config: FinetuneConfig, world: int) -> int:
-    """The most samples at a time that the batch of a step has for every rank, or for all that share samples."""
+    """Return the most samples at a time that the batch of a step has for every rank, or for all that share samples."""
     batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
     return max((size for size in range(1, batch // data_ranks + 1) if batch % size == 0), default=1)
 
 
 def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
-    """One pass of so many samples in each step."""
+    """Return the config with one pass of `size` samples in each step."""
     batch = size * world // config.parallel.mesh.together
     train = config.train.model_copy(update={"micro_batch": size, "global_batch": batch})
     return config.model_copy(update={"train": train})
@@ -185,7 +186,7 @@ def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneC
 def _candidates(
     config: FinetuneConfig, world: int, cluster: Cluster
 ) -> Iterator[tuple[object, dict[str, Any], FinetuneConfig]]:
-    """Method and what is computed again; what that changes; and the config that it makes."""
+    """Yield method and recomputation, what that changes, and the config that results."""
     methods: list[Mapping[str, Any] | None] = [None]
     if config.method.type == "full":
         methods += [METHODS["lora"], METHODS["qlora"]]
@@ -218,7 +219,7 @@ def _strategies(config: FinetuneConfig, world: int, cluster: Cluster) -> list[di
 def _largest_batch(
     subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster
 ) -> tuple[int, Prediction] | None:
-    """How many samples at a time are the fastest that fit and give every rank a block: two sizes are traced."""
+    """Return the fastest micro-batch that fits and leaves every rank one, with its prediction. Two sizes are traced."""
     if certainly_too_much(subject, config, world, cluster):
         return None
     batch, data_ranks = config.train.global_batch, world // config.parallel.mesh.together
@@ -231,7 +232,7 @@ def _largest_batch(
     one = of(1)
     if not one[1].fits or len(sizes) < 2:
         return one
-    # What a sample more takes is about what the first one takes beside weights, gradients and the optimizer's state.
+    # What a sample more takes is about what the first one takes besides weights, gradients and the optimizer's state.
     changing = one[1].memory.peak.get("activations", 0)
     room = cluster.device.memory - one[1].needed
     more = max((size for size in sizes if (size - 1) * changing <= room), default=1)
@@ -242,7 +243,7 @@ def _largest_batch(
 
 
 def certainly_too_much(subject: ModelSpec, config: FinetuneConfig, world: int, cluster: Cluster) -> bool:
-    """Whether weights and what the optimizer keeps of them are more than the device has, by their number alone."""
+    """Return whether weights and optimizer state are more than the device has, by their number alone."""
     if config.method.type != "full" or config.parallel.cpu_offload:
         return False
     width = MASTER_DTYPE[config.parallel.precision].itemsize
@@ -255,20 +256,22 @@ def certainly_too_much(subject: ModelSpec, config: FinetuneConfig, world: int, c
 # What one small change of a config would do: free memory, make it fit, or have a step wait less for its links.
 
 _FASTER = 0.97
-"""Of a step's time: what saves less is not worth a word."""
+"""A share of a step's time: what saves less is not worth a word."""
 
 _RECOMPUTE = "parallel.activation_checkpointing"
 
 _AXES: Mapping[str, tuple[Kind, ...]] = {"sequence": ("activations",), "tensor": ("activations", "gathered")}
-"""Of a mesh, in the order in which they are tried, and the parts of the peak that they divide."""
+"""Axes of a mesh, in the order in which they are tried, and the parts of the peak that they divide."""
 
 _MEMBERS = (2, 4, 8)
-"""Ranks that compute together: more than a machine has would exchange over its links to others."""
+"""Numbers of ranks that compute together: more than a machine has would exchange over its links to others."""
 
 
 def step_down(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -> Alternative | None:
-    """The first change that learns the same and would free memory of the device. (Other methods are among the
-    alternatives: tracing one takes a 70B's first page three seconds.)"""
+    """Return the first change that learns the same and would free memory of the device.
+
+    Other methods are among the alternatives: to trace one takes three seconds for the first page of a 70B.
+    """
     for changes in _down(config, found):
         other = _with(subject, config, found, changes)
         if other is not None and other.prediction.needed < found.needed:
@@ -290,28 +293,29 @@ def _down(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
 
 
 def shared(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -> Alternative | None:
-    """The fewest ranks that have to share each sample for a config to fit whose activations are too much, or else every
-    layer; with everything computed again, if that does not do. None: it fits, or no such mesh makes it fit."""
+    """Return the change with the fewest ranks that share each sample, or else every layer, so that a config fits whose
+    activations are too much. If that does not do, everything is computed again, too. None: it fits, or no such mesh
+    makes it fit."""
     if found.fits:
         return None
     recomputed = config.parallel.activation_checkpointing == "full"
     for axis, freed in _AXES.items():
         if found.needed - sum(found.memory.peak.get(part, 0) for part in freed) > found.cluster.device.memory:
             continue
-        for beside in ({},) if recomputed else ({}, {_RECOMPUTE: "full"}):
+        for more in ({},) if recomputed else ({}, {_RECOMPUTE: "full"}):
             for members in _MEMBERS:
                 if members <= getattr(config.parallel.mesh, axis) or found.world % members:
                     continue
                 if axis == "sequence" and config.data.seq_len % members:
                     continue
-                other = _with(subject, config, found, {**_mesh(config, found.world, axis, members), **beside})
+                other = _with(subject, config, found, {**_mesh(config, found.world, axis, members), **more})
                 if other is not None and other.prediction.fits:
                     return other
     return None
 
 
 def _mesh(config: FinetuneConfig, world: int, axis: str, members: int) -> dict[str, Any]:
-    """What a config with so many of them has to say; of ranks with samples of their own there are fewer then."""
+    """Return what a config with `members` ranks on an axis has to say: then fewer ranks have samples of their own."""
     mesh, before = config.parallel.mesh, getattr(config.parallel.mesh, axis)
     changes = {f"parallel.mesh.{axis}": members}
     if mesh.shard is not None:
@@ -322,7 +326,7 @@ def _mesh(config: FinetuneConfig, world: int, axis: str, members: int) -> dict[s
 
 
 def moving_less(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -> list[Alternative]:
-    """Of what learns the same, what fits and is faster, the fastest first."""
+    """Return the changes that learn the same, fit and are faster, the fastest first."""
     tried = (_with(subject, config, found, changes) for changes in _less(config, found))
     faster = [
         each
@@ -346,7 +350,7 @@ def _less(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, An
 def _with(
     subject: ModelSpec, config: FinetuneConfig, found: Prediction, changes: Mapping[str, Any]
 ) -> Alternative | None:
-    """None: what does not go together, or cannot fit."""
+    """Return the alternative with these changes; None if they do not go together, or cannot fit."""
     try:
         changed = with_changes(config, changes)
         if certainly_too_much(subject, changed, found.world, found.cluster):

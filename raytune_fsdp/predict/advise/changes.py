@@ -1,4 +1,4 @@
-"""A config with a few fields changed."""
+"""Change a few fields of a config."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from raytune_fsdp.config import FinetuneConfig
 
 
 def with_changes(config: FinetuneConfig, changes: Mapping[str, Any]) -> FinetuneConfig:
-    """The config with these values, by the paths of their fields (`train.micro_batch`) or sections (`method`).
-    ValidationError if they do not go together.
+    """Return the config with these values, by the paths of their fields (`train.micro_batch`) or sections (`method`).
 
-    What is not named stays unwritten if it was: one GPU alone may then do better than full_shard.
+    Raise ValidationError if they do not go together. A field that is not named stays unwritten if it was: one GPU alone
+    may then do better than full_shard.
     """
     values = config.model_dump(exclude_unset=True)
     for path, value in changes.items():

@@ -1,4 +1,4 @@
-"""The page itself: one file that brings all it needs, and asks for nothing but points of its own server."""
+"""The page itself: one file that brings all it needs, and asks only its own server for points."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raytune_fsdp.record.report.page import embedded, hash_of
 _HERE = Path(__file__).parent
 
 _CONTROLS = {
-    # Of each: what it is called, and how it looks.
+    # For each control: its label, and how it looks.
     "model": ("Model", "list"),
     "device": ("GPU", "list"),
     "gpus": ("Number of GPUs", "slider"),
@@ -50,7 +50,7 @@ _MEMORY = (
 
 
 def live_page(title: str, start: Chosen, among: Offered, *, price: float | None, notes: Iterable[str]) -> str:
-    """A page that asks the server it is from."""
+    """Return a page that asks the server it is from."""
     return _page(
         title,
         start={name: getattr(start, name) for name in _CONTROLS if hasattr(start, name)},
@@ -62,7 +62,7 @@ def live_page(title: str, start: Chosen, among: Offered, *, price: float | None,
 
 
 def static_page(points: Mapping[str, Any]) -> str:
-    """A page that has its points inside, by model, method, length, recomputation and number of GPUs."""
+    """Return a page that has its points inside, by model, method, length, recomputation and number of GPUs."""
     among = {
         "model": list(points),
         "device": grid.ON,
@@ -152,14 +152,14 @@ def _page(
 LOCAL = "127.0.0.1"
 
 _WAITING = 8
-"""Requests that are computed or wait for it: the page has one at a time."""
+"""The most requests that are computed or wait for it: the page has one at a time."""
 
 _MOST_FIELDS = 16
 _IDLE_SECONDS = 30
 
 
 class PlanServer(ThreadingHTTPServer):
-    """Threads, as browsers open connections that they do not use; what is computed is computed one at a time."""
+    """A server with threads, as browsers open connections that they do not use; points are computed one at a time."""
 
     daemon_threads = True
 
@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(HTTPStatus.OK, "application/json", json.dumps(answer).encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server refuses by itself: another method than GET, a broken request."""
+        """Answer what http.server refuses by itself: another method than GET, a broken request."""
         unsupported = code == HTTPStatus.NOT_IMPLEMENTED
         self._refuse(
             HTTPStatus.METHOD_NOT_ALLOWED if unsupported else HTTPStatus(code),
@@ -252,4 +252,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal shows the address."""
+        """Log nothing: the terminal shows the address."""

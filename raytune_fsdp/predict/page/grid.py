@@ -53,7 +53,7 @@ COMMON = (
     "memory.assumed.context and libraries", "memory.assumed.holes of the allocator",
     *(f"host.{when}" for when in ("loading", "training", "saving", "exporting", "naive")), "storage.checkpoint",
 )  # fmt: skip
-"""Of a point: the same on every device."""
+"""Fields of a point that are the same on every device."""
 
 OF_DEVICE = (
     "fits", "step_seconds", "step_seconds_between", "compute_seconds", "moving_seconds", "update_seconds", "bound",
@@ -64,7 +64,7 @@ _DIGITS = 5
 
 
 def config_of(model: str, method: str, length: int, recompute: str, gpus: int) -> FinetuneConfig:
-    """A step of one sample on every GPU."""
+    """Return the config of a step with one sample on every GPU."""
     return FinetuneConfig.model_validate(
         {
             "run": {"name": "planned", "storage": "runs"},
@@ -83,7 +83,7 @@ def cluster_of(device: str) -> Cluster:
 
 
 def compute(models: Sequence[Shown] = MODELS, processes: int = 1) -> dict[str, Any]:
-    """All points, by model and method; of each method, by length, recomputation and number of GPUs."""
+    """Compute all points, by model and method; for each method, by length, recomputation and number of GPUs."""
     jobs = [(each.model, method, tuple(gpus)) for each in models for method, gpus in each.gpus.items()]
     if processes > 1:
         # A process each: the planner has a process group of its own.
@@ -107,7 +107,7 @@ def _points(job: tuple[str, str, Sequence[int]]) -> list[Any]:
 
 
 def _point(subject: ModelSpec, config: FinetuneConfig) -> list[Any]:
-    """What all devices have in common, and a row for each of them."""
+    """Return what all devices have in common, and a row for each of them."""
     plan = resolve(config, config.train.global_batch)
     trace: Trace | None = None
     rows: list[list[Any]] = []
@@ -123,7 +123,7 @@ def _point(subject: ModelSpec, config: FinetuneConfig) -> list[Any]:
 
 
 def value_at(point: Mapping[str, Any], name: str) -> Any:
-    """`memory.peak.weights`; 0 for a part that there is not."""
+    """Return a value by its dotted name, as `memory.peak.weights`; 0 for a part that there is not."""
     value: Any = point
     for key in name.split("."):
         value = value.get(key, 0)

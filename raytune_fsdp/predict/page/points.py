@@ -1,4 +1,4 @@
-"""What the planner says of a choice, computed when it is asked for."""
+"""Compute what the planner says about a choice, when it is asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
 
-# What can be chosen on the page beside a config, and the config that a choice makes of it.
+# What can be chosen on the page besides a config, and the config that a choice makes of it.
 
 Value = int | str
 
@@ -37,7 +37,7 @@ _LENGTHS = tuple(2**power for power in range(9, 18))
 _SAMPLES = tuple(2**power for power in range(7))
 _BATCHES = tuple(2**power for power in range(13))
 _MOST_SHOWN = 60
-"""Characters of what somebody has asked for, in the answer that refuses it."""
+"""How many characters of what somebody has asked for are in the answer that refuses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Chosen:
 
 
 Offered = Mapping[str, Sequence[Value]]
-"""By the name of a choice's field: everything that it may be."""
+"""Everything that a field of a choice may be, by the field's name."""
 
 
 def start_of(config: FinetuneConfig, device: str, gpus: int) -> Chosen:
-    """The config as it is written."""
+    """Return the config as it is written, as a choice."""
     return Chosen(
         device=device,
         gpus=gpus,
@@ -71,7 +71,7 @@ def start_of(config: FinetuneConfig, device: str, gpus: int) -> Chosen:
 
 
 def offered(start: Chosen, per_node: int) -> Offered:
-    """What the page has controls for; what the config says is always among it."""
+    """Return what the page has controls for; what the config says is always among it."""
     return {
         "device": tuple(DEVICES),
         "gpus": _with(sizes(per_node), start.gpus),
@@ -85,7 +85,7 @@ def offered(start: Chosen, per_node: int) -> Offered:
 
 
 def sizes(per_node: int) -> list[int]:
-    """1, 2, 4 … GPUs of a machine, then 1, 2, 4 … machines."""
+    """Return the numbers of GPUs to choose from: 1, 2, 4 … of a machine, then 1, 2, 4 … machines."""
     found = [2**power for power in range(9) if 2**power < per_node]
     nodes = 1
     while nodes * per_node <= _MOST_GPUS:
@@ -101,7 +101,8 @@ def _with(values: Sequence[Value], one: Value) -> tuple[Value, ...]:
 
 
 def read_choice(asked: Sequence[tuple[str, str]], start: Chosen, among: Offered) -> Chosen:
-    """What a request asks for; what it does not name stays as in the config. ConfigError for anything else."""
+    """Return what a request asks for; what it does not name stays as in the config. Raise ConfigError for anything
+    else."""
     found: dict[str, Value] = {}
     known = [field.name for field in fields(Chosen)]
     for name, text in asked:
@@ -120,7 +121,7 @@ def _shown(text: str) -> str:
 
 
 def changed(config: FinetuneConfig, choice: Chosen, per_node: int) -> FinetuneConfig:
-    """The config with what was chosen."""
+    """Return the config with what was chosen."""
     start, changes = start_of(config, choice.device, choice.gpus), dict[str, Any]()
     written = {
         "data.seq_len": "seq_len", "train.micro_batch": "micro_batch", "train.global_batch": "global_batch",
@@ -140,7 +141,7 @@ def changed(config: FinetuneConfig, choice: Chosen, per_node: int) -> FinetuneCo
 
 
 def _method(config: FinetuneConfig, wanted: str) -> Mapping[str, Any]:
-    """With the adapters that the config describes, if it has some."""
+    """Return the method as the config writes it, with the adapters that the config describes, if it has some."""
     if wanted not in METHODS:
         return {"type": wanted}
     if config.method.type not in METHODS:
@@ -156,7 +157,8 @@ _ANSWERS, _TRACES = 4096, 32
 
 
 class Points:
-    """Answers by choice. They are kept, and so are the last traces: of several GPUs one serves every device."""
+    """Answers by choice. They are kept, and so are the last traces: with several GPUs, one trace serves every
+    device."""
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Points:
         self._ended = False
 
     def of(self, choice: Chosen) -> dict[str, Any]:
-        """`point`, as `plan --json` has it; or `problem`, in words."""
+        """Return `point`, as `plan --json` has it; or `problem`, in words."""
         with self._one_at_a_time:
             if self._ended:
                 return {"problem": "the command has ended: start it again"}

@@ -17,7 +17,7 @@ from raytune_fsdp.predict.stopping import Stopping, notices
 WIDTH = 100
 _LABEL = 12
 _CHANGES = 47
-"""Width of what is changed."""
+"""The width of the column of changes."""
 
 _PARTS = {
     "weights": "stay between steps",
@@ -214,7 +214,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _a(name: str) -> str:
-    """With its article: an A100, an H100, a B200."""
+    """Return a name with its article: an A100, an H100, a B200."""
     return f"{'an' if name[0] in 'AHLR' else 'a'} {name}"
 
 
@@ -243,7 +243,7 @@ def _duration(each: float) -> str:
 
 
 def search_as_page(found: Sequence[Suitable], most_hours: float | None) -> str:
-    """Clusters, the cheapest first."""
+    """Return a table of clusters, the cheapest first."""
     within = f" within {most_hours:g} hours" if most_hours is not None else ""
     if not found:
         way = "more hours, other GPUs, or another method (method.type=lora)"
@@ -279,7 +279,7 @@ def search_as_data(found: Sequence[Suitable]) -> list[dict[str, Any]]:
 
 
 def as_data(planned: Planned) -> dict[str, Any]:
-    """Numbers in bytes, seconds and bytes a second."""
+    """Return a plan as plain data: numbers in bytes, seconds and bytes a second."""
     found = planned.prediction
     return {
         "network": {
@@ -314,7 +314,7 @@ def as_data(planned: Planned) -> dict[str, Any]:
 
 
 def point_as_data(found: Prediction, each: HostNeeds, notes: Iterable[Advice], price: float | None) -> dict[str, Any]:
-    """What one prediction says, without other ways."""
+    """Return what one prediction says, without other ways."""
     return {
         **_figures(found, price),
         "memory": {

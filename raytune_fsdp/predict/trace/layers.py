@@ -1,4 +1,4 @@
-"""Which blocks of a network stand for which: a few are traced, and say what all of them need."""
+"""Decide which layers of a network stand for which: a few are traced, and say what all of them need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.step.parallel import reached_by_backward, sharding_units
 
 _MARGIN = 2
-"""Units that are kept at either end of a stretch of alike ones: what is fetched ahead, and what is still on its way,
+"""Units that are kept at either end of a stretch of equal ones: what is fetched ahead, and what is still on its way,
 belongs to a neighbour."""
 
 _NUMBERED = ("idx", "index", "layer_id", "layer_number", "layer_num")
@@ -20,27 +20,27 @@ _NUMBERED = ("idx", "index", "layer_id", "layer_number", "layer_num")
 
 
 def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
-    """Cut blocks out of a network on the meta device that is not sharded yet; returns what stands for each of all."""
-    blocks = layers_of(model)
+    """Cut layers out of a network on the meta device that is not sharded yet; return which kept one stands for each."""
+    layers = layers_of(model)
     units = sharding_units(model, parallel.model_copy(update={"wrap": 1}), ends=ends)
     reached = [
         flag for unit, flag in zip(units, reached_by_backward(model, units), strict=True) if unit.name == "block"
     ]
     every = parallel.recompute_every if parallel.activation_checkpointing == "every_n" else 1
     kinds = [
-        (*_kind(block), flag, number % (every or 1), number % parallel.wrap)
-        for number, (block, flag) in enumerate(zip(blocks, reached, strict=True))
+        (*_kind(layer), flag, number % (every or 1), number % parallel.wrap)
+        for number, (layer, flag) in enumerate(zip(layers, reached, strict=True))
     ]
     stands_for = representatives(kinds, _MARGIN * parallel.wrap)
     kept = sorted(set(stands_for))
-    # A network that also sees or hears has a list for each of its parts, and blocks that are in none.
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(b in blocks for b in m)]
-    cut = {number: _list_with(blocks[number], lists) for number in range(len(blocks)) if number not in kept}
+    # A network that also sees or hears has a list for each of its parts, and layers that are in none.
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(layer in layers for layer in m)]
+    cut = {number: _list_with(layers[number], lists) for number in range(len(layers)) if number not in kept}
     if None in cut.values():
-        return list(range(len(blocks)))
+        return list(range(len(layers)))
     for number, parent in cut.items():
         assert parent is not None
-        del parent[[*parent].index(blocks[number])]
+        del parent[[*parent].index(layers[number])]
     return [kept.index(number) for number in stands_for]
 
 
@@ -49,7 +49,7 @@ def _list_with(block: nn.Module, lists: Sequence[nn.ModuleList]) -> nn.ModuleLis
 
 
 def _kind(block: nn.Module) -> tuple[Hashable, ...]:
-    """What makes two blocks need the same: what they are made of, and their settings."""
+    """Return what makes two layers need the same: what they are made of, and their settings."""
     weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
     settings = tuple(
         (key, value)
@@ -61,8 +61,10 @@ def _kind(block: nn.Module) -> tuple[Hashable, ...]:
 
 
 def representatives(kinds: Sequence[Hashable], margin: int) -> list[int]:
-    """For each of a sequence, one that stands for it: repetitions are taken out of the middle of what is periodic, but
-    for so many at either end."""
+    """Return, for each item of a sequence, the one that stands for it.
+
+    Repetitions are taken out of the middle of what is periodic, except for `margin` items at either end.
+    """
     stands_for = list(range(len(kinds)))
     kept = list(range(len(kinds)))
     while cut := _largest_cut([kinds[number] for number in kept], margin):
@@ -74,7 +76,7 @@ def representatives(kinds: Sequence[Hashable], margin: int) -> list[int]:
 
 
 def _largest_cut(kinds: Sequence[Hashable], margin: int) -> tuple[int, int, int] | None:
-    """[start, stop) of what can be left out, and the period that it repeats."""
+    """Return [start, stop) of what can be left out, and the period that it repeats; None if nothing can."""
     best: tuple[int, int, int] | None = None
     for period in range(1, len(kinds) // 2 + 1):
         first = 0

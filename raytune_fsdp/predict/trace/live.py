@@ -1,4 +1,4 @@
-"""The bytes that are alive while operations run, and what they are. Works on fake tensors, and on real ones."""
+"""Follow the bytes that are alive while operations run, and what they are, on fake tensors and on real ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, to
 
 @dataclass(slots=True)
 class _Storage:
-    """A piece of memory that tensors share."""
+    """Memory that tensors share."""
 
     ref: weakref.ref[torch.UntypedStorage]
     size: int
@@ -45,7 +45,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A piece of memory was taken, given back, or made larger."""
+    """Memory was taken, given back, or made larger."""
 
     storage: int
     by: int
@@ -54,7 +54,7 @@ class _Change:
 class PhaseStart(NamedTuple):
     name: str
     changes: int
-    """How many came before it."""
+    """How many changes came before it."""
     operations: int
 
 
@@ -66,7 +66,7 @@ class Timeline:
     marks: list[PhaseStart] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     kinds: dict[int, Kind] = field(default_factory=dict)
-    """Of each piece of memory, as far as it is known."""
+    """The kind of each storage, as far as it is known."""
 
     def kind(self, storage: int) -> Kind:
         return self.kinds.get(storage, "activations")
@@ -77,7 +77,7 @@ class TookTooLong(Exception):
 
 
 class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In here, what operations make is followed from when it is made to when nothing holds it.
+    """Follows what operations make, from when it is made to when nothing holds it.
 
     FSDP gives the memory of gathered weights back, and takes it again, without an operation: their storages are asked
     for their size after each one.
@@ -132,7 +132,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _look_at_narrowed(self, func: Any, result: Any) -> None:
-        """Say of the operations that lead to 8 bits that they do. torchao begins with absolute values."""
+        """Mark the operations that lead to 8 bits as such. torchao begins with absolute values."""
         operations = self.timeline.operations
         if func is torch.ops.aten.abs.default:
             self._narrowed_from = len(operations) - 1
@@ -151,7 +151,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.timeline.kinds[self._see(tensor)] = kind
 
     def follow_gathered(self, model: nn.Module) -> None:
-        """Look for the memory that the model's gathered weights come into, which FSDP keeps between passes without
+        """Look for the memory into which the model's gathered weights come, and which FSDP keeps between passes without
         bytes."""
         self._groups = groups_of(model)
 
@@ -164,7 +164,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def sending_to_host(self) -> Iterator[None]:
-        """What is first written in here is in the memory of the host."""
+        """Count what is first written in here as memory of the host."""
         with _Destinations(self):
             yield
 
@@ -198,7 +198,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._resize(number, storage.nbytes())
 
     def _pass_by(self, size: int, kind: Kind) -> None:
-        """Memory that an operation has only while it runs."""
+        """Count memory that an operation has only while it runs."""
         number = len(self._storages)
         gone: Any = lambda: None  # noqa: E731
         self._storages[number] = _Storage(ref=gone, size=0)
@@ -208,7 +208,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names what is copied into."""
+    """Counts what is copied into as memory of the host."""
 
     def __init__(self, live: MemoryTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,12 +221,12 @@ class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    """What a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
+    """Return what a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
     return tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])
 
 
 def _promoted(args: Sequence[Any]) -> int:
-    """The bytes of copies of tensors in the type that they all have in common."""
+    """Return the bytes of copies of tensors in the type that they all have in common."""
     tensors = [each for each in args if isinstance(each, torch.Tensor) and each.ndim]
     if len({each.dtype for each in tensors if each.dtype != torch.bool}) < 2:
         return 0

@@ -1,7 +1,7 @@
-"""One step of a few blocks of a network, as a rank of the run computes it, on tensors that have no data.
+"""Compute one step of a few layers of a network as a rank of the run does, on tensors that have no data.
 
 The network is built, spread and stepped by the code that does it in a run. The collectives are those of a process group
-that talks to nobody; a rank among 16 of a 70B needs 0.8 s for this, and no memory to speak of.
+that talks to nobody. A rank among 16 of a 70B needs 0.8 s for this, and no memory to speak of.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ from raytune_fsdp.step.train_step import LossScale, train_step
 
 
 class Recorder:
-    """Marks the timeline where passes, blocks and the update begin, and says what is what."""
+    """Marks the timeline where passes, layers and the update begin, and says what is what."""
 
     def __init__(
         self, live: MemoryTrace, model: PreTrainedModel, blocks: Sequence[nn.Module], optimizer: Optimizer
     ) -> None:
-        """`blocks`: as they were found before FSDP gave their classes other names."""
+        """`blocks`: the layers, as they were found before FSDP gave their classes other names."""
         self._live, self._model, self._optimizer = live, model, optimizer
         self._blocks = blocks
         self._pass = -1
         weights = [_local(each) for each in (*model.parameters(), *model.buffers())]
         live.name(weights, "weights")
         live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
-        self.persistent = tuple(self._kept(block) for block in self._blocks)
-        self.trained = [_trained(block.parameters()) for block in self._blocks]
+        self.persistent = tuple(self._kept(layer) for layer in self._blocks)
+        self.trained = [_trained(layer.parameters()) for layer in self._blocks]
         self.rest = _trained(model.parameters()) - sum(self.trained)
 
     def record(self, step: Any) -> None:
         """Follow a step."""
         hooks = [self._model.register_forward_pre_hook(self._begins)]
-        for number, block in enumerate(self._blocks):
-            hooks.append(block.register_forward_pre_hook(self._marker(number)))
-            hooks.append(block.register_forward_hook(self._behind(number)))
+        for number, layer in enumerate(self._blocks):
+            hooks.append(layer.register_forward_pre_hook(self._marker(number)))
+            hooks.append(layer.register_forward_hook(self._behind(number)))
         try:
             self._live.follow_gathered(self._model)
             with self._live:
@@ -113,7 +113,7 @@ class Recorder:
         return begins
 
     def _behind(self, number: int) -> Any:
-        """The end of the last block's forward, and where backward comes to a block."""
+        """Mark the end of the last layer's forward, and where backward comes to a layer."""
         last = number == len(self._blocks) - 1
 
         def behind(_: nn.Module, __: Any, output: Any) -> None:
@@ -165,33 +165,33 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What happened on a rank in a step of a few blocks."""
+    """What happened on a rank in a step of a few layers."""
 
     timeline: Timeline
     stands_for: tuple[int, ...]
-    """For each block of the whole network, the traced one that is like it."""
+    """For each layer of the whole network, the traced one that is like it."""
     persistent: tuple[Bytes, ...]
-    """What each traced block keeps from step to step."""
+    """What each traced layer keeps from step to step."""
     passes: int
     """Forward and backward passes that were traced: two stand for all."""
     parallel: ParallelConfig
-    """The config's, with what one rank alone does better."""
+    """The config's `parallel`, changed where one rank alone does better otherwise."""
     attention: str
     """The kernel, as transformers knows it."""
     architecture: Architecture
     parameters: ParameterCount
     asleep: int
-    """Of them, those that a token is not multiplied with."""
+    """The number of weights that a token is not multiplied with."""
     traffic: Traffic | None
-    """Of a step; None: nothing is spread."""
+    """The traffic of a step; None: nothing is spread."""
     largest: int
     """Bytes of the largest weight, as it is trained."""
     trained_bytes: int
-    """Of this rank's trained weights, in the whole network."""
+    """Bytes of this rank's trained weights, in the whole network."""
     trained_bytes_traced: int
-    """In the traced blocks and what is beside them."""
+    """Bytes of this rank's trained weights, in the traced layers and outside of layers."""
     offloaded: bool
-    """Weights, gradients and the optimizer's state are in the memory of the host."""
+    """Whether weights, gradients and the optimizer's state are in the memory of the host."""
 
 
 def trace(
@@ -208,10 +208,10 @@ def trace(
     whole: bool = False,
     until: float | None = None,
 ) -> Trace:
-    """Compute one step of rank 0 on devices of so many bytes of `memory`.
+    """Compute one step of rank 0 on devices with `memory` bytes.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every block. `until`: TookTooLong is raised then.
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `until`: TookTooLong is raised then.
     """
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
@@ -224,7 +224,7 @@ def trace(
         mesh, per_node = _share(model, plan), _together(parallel, plan, per_node)
         traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
         kept = range(len(layers_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
-        blocks, passes = layers_of(model), min(2, plan.division.full_rounds)
+        layers, passes = layers_of(model), min(2, plan.division.full_rounds)
         (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
         units = sharding_units(model, parallel, ends=needs.ends)
         live = MemoryTrace(
@@ -236,7 +236,7 @@ def trace(
         model.train()
         with fake:
             optimizer = optimizer_of(config, plan, parallel, model, units, passes)
-            recorder = Recorder(live, model, blocks, optimizer)
+            recorder = Recorder(live, model, layers, optimizer)
             recorder.record(lambda: one_step(config, plan, parallel, model, recorder, batches, CPU))
     return Trace(
         timeline=live.timeline,
@@ -264,7 +264,8 @@ def optimizer_of(
     units: Sequence[Unit],
     passes: int,
 ) -> Optimizer:
-    """With its state, and with gradients that are added as in a new run. `passes`: the micro-batches of a step."""
+    """Build the optimizer with its state, and make gradients add up as in a new run. `passes`: the micro-batches of a
+    step."""
     if parallel.precision == "bf16_pure":
         add_in_fp32(model, units, parallel, plan.layout, passes)
     optimizer = build_optimizer(model, config.optim, config.method)
@@ -273,7 +274,7 @@ def optimizer_of(
 
 
 def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
-    """Have the network compute what a rank computes of blocks and of layers; returns the mesh to shard it over."""
+    """Make the network compute what a rank computes of samples and of layers; return the mesh to shard it over."""
     mesh, members = make_mesh(plan.layout, CPU), make_groups(plan.layout, CPU).sequence
     if plan.layout.tensor > 1:
         split_layers(model, mesh[TENSOR])
@@ -283,7 +284,7 @@ def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
 
 
 def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:
-    """How many ranks sum gradients before those of other machines do."""
+    """Return how many ranks sum gradients before those of other machines do; None: no ranks do."""
     if parallel.reduce != "hierarchical" or per_node is None:
         return None
     nodes = [rank // per_node for rank in range(plan.layout.world)]
@@ -314,7 +315,7 @@ def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> N
 
 
 class _ToHost:
-    """Copies of activations to the memory of the host, and none back: where they are in use is for the plan to say."""
+    """Copies activations to the memory of the host, and none back: where they are in use is for the plan to say."""
 
     def __init__(self, live: MemoryTrace) -> None:
         self._live = live
@@ -338,7 +339,7 @@ def one_step(
     batches: StepBatches,
     device: torch.device,
 ) -> None:
-    """A run's step, beside which nothing is watched or recorded."""
+    """Compute a run's step, without anything that is watched or recorded."""
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
@@ -347,7 +348,7 @@ def one_step(
 
 
 def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: KernelNeeds, device: str) -> str:
-    """Give the network what ranks on such a device would choose, if nothing is installed beside torch; returns its
+    """Give the network what ranks on such a device would choose if nothing is installed besides torch; return its
     attention."""
     check_cut(config.parallel.mesh.tensor, model, needs)
     check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
@@ -370,7 +371,7 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Kernel
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:
-    """Blocks without padding, every token but the first trained on: no real one needs more."""
+    """Return micro-batches without padding, every token but the first trained on: no real one needs more."""
     length, vocabulary = config.data.seq_len, hf_config.get_text_config().vocab_size
     ids = (np.arange(length) % vocabulary).astype(np.int32)
     positions = np.arange(length, dtype=np.int32)
@@ -381,15 +382,15 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
         source_ids=np.zeros_like(ids),
         id=0,
     )
-    block = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
-    blocks: tuple[MicroBatch, ...] = tuple(replace(block, index=index) for index in range(passes))
-    assert all(each.index != FILLER_INDEX for each in blocks)
+    micro_batch = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
+    micro_batches: tuple[MicroBatch, ...] = tuple(replace(micro_batch, index=index) for index in range(passes))
+    assert all(each.index != FILLER_INDEX for each in micro_batches)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
-    return StepBatches(step=1, blocks=blocks, counts=counts)
+    return StepBatches(step=1, blocks=micro_batches, counts=counts)
 
 
 def _repeated(one: MicroBatch, times: int) -> MicroBatch:
-    """A block of so many samples alike. To put millions of tokens together sample by sample takes seconds."""
+    """Return a micro-batch of `times` equal samples. To put millions of tokens together one by one takes seconds."""
     first_tokens = torch.arange(times)[:, None] * one.input_ids.numel()
     starts = (one.borders.starts[:-1] + first_tokens).flatten()
     targets = one.targets
@@ -418,7 +419,7 @@ def _repeated(one: MicroBatch, times: int) -> MicroBatch:
 
 @contextmanager
 def _same_random_state() -> Iterator[None]:
-    """Whatever is drawn in here, what is drawn after it is the same: tensors without data draw names from `random`."""
+    """Restore the random state at the end: tensors without data draw names from `random`."""
     before = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -429,7 +430,7 @@ def _same_random_state() -> Iterator[None]:
 
 @contextmanager
 def as_rank_of(world: int) -> Iterator[None]:
-    """In here this process is rank 0 of so many, of which there are no others."""
+    """Make this process rank 0 of `world` ranks, of which there are no others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a process of a run has a process group already"

@@ -11,20 +11,20 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 Sort = Literal["products", "attention", "attention backward", "narrowing", "rest", "collective", "exchange", "sum"]
-"""`narrowing`: to 8 bits, with the search for the largest number. `exchange`: tokens for heads, among the ranks that
-share samples. `sum`: of what the ranks have computed that have each a part of a layer. `collective`: all others, whose
-bytes are known."""
+"""What an operation does. `narrowing`: to 8 bits, with the search for the largest number. `exchange`: tokens for heads,
+among the ranks that share samples. `sum`: adds up what the ranks have computed that have each a part of a layer.
+`collective`: all others, whose bytes are known."""
 
 
 class Operation(NamedTuple):
     sort: Sort
     flops: float
     nbytes: int
-    """Read and written; of an exchange, all that it sends; of a sum, what is added up."""
+    """Bytes that are read and written; for an exchange, all that it sends; for a sum, what is added up."""
     itemsize: int
-    """Of the numbers that are multiplied: 2 in 16 bits, 1 in 8."""
+    """Bytes of each number that is multiplied: 2 in 16 bits, 1 in 8."""
     sides: tuple[int, int] = (0, 0)
-    """Of a product its two shortest sides, of attention the width of a head and the length of a document: they decide
+    """For a product its two shortest sides, for attention the width of a head and the length of a document: they decide
     how much of a device it can use."""
 
 
@@ -45,11 +45,11 @@ _NOTHING = (
     "detach", "alias", "lift_fresh", "_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided",
     "new_empty_strided",
 )  # fmt: skip
-"""Beside those that say themselves that they return views: nothing is computed."""
+"""Operations that compute nothing, besides those that say themselves that they return views."""
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors, those of a DTensor as this rank has them."""
+    """Return all tensors, those of a DTensor as this rank has them."""
     found: list[torch.Tensor] = []
     for each in pytree.tree_leaves(values):
         if isinstance(each, DTensor):
@@ -60,7 +60,10 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, longest: int) -> Operation | None:
-    """What an operation does; None if it only looks at something in another way. `longest`: tokens of a document."""
+    """Return what an operation does; None if it only looks at something in another way.
+
+    `longest`: tokens of a document.
+    """
     name = func._schema.name.partition("::")[2]
     made = tensors_in(result)
     if func.is_view or name in _NOTHING or (not made and func.namespace != "aten"):
@@ -91,12 +94,13 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 
 
 def _product(matrices: Sequence[torch.Tensor]) -> float:
-    """Of (.., m, k) and (.., k, n). Experts' products have the tokens of all experts in one matrix."""
+    """Count the operations of (.., m, k) times (.., k, n). Experts' products have the tokens of all experts in one
+    matrix."""
     left, right = matrices
     return 2.0 * left.numel() * right.shape[-1]
 
 
 def _pairs(tokens: int, longest: int, window: int) -> float:
-    """Queries and the keys that they see, in documents that are all equally long."""
+    """Count pairs of a query and a key that it sees, in documents that are all equally long."""
     seen = min(longest, window) if window else longest
     return tokens * (seen - seen * (seen - 1) / (2 * max(1, longest)))

@@ -1,4 +1,4 @@
-"""What a run's model is worth.
+"""Measure what a run's model is worth.
 
 exam.py        what an evaluation consists of
 losses.py      the loss on each dataset, and whether the network computes what it should

@@ -1,4 +1,4 @@
-"""What a model answers: to a prompt, or to the last message of a conversation. The same tokens as in training."""
+"""Let a model answer a prompt or the last message of a conversation, with the same tokens as in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _WORDS = "Yes."
 
 
 def asked(prompt: str | ConversationConfig) -> dict[str, Any]:
-    """A prompt of the config as fields of the event that records the answer: the question, and a whole conversation."""
+    """Return a prompt of the config as fields of the event that records the answer: its question, and all its
+    messages."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     messages = prompt.model_dump()["messages"]
@@ -51,8 +52,7 @@ def answers(
     device: torch.device,
     attention: str,
 ) -> list[dict[str, Any]]:
-    """What was asked and the model's answer, for each prompt, by greedy decoding with transformers' `attention`.
-    Collective."""
+    """Return each question with the model's answer, by greedy decoding with transformers' `attention`. Collective."""
     found = []
     with evaluating(model), without_borders(model, attention), beating(model):
         for question in map(asked, prompts):
@@ -64,7 +64,7 @@ def answers(
 
 @contextmanager
 def beating(model: PreTrainedModel) -> Iterator[None]:
-    """Every token is a sign of life: many long answers take longer than any step."""
+    """Report a beat for every token: many long answers take longer than any step."""
     hook = model.register_forward_pre_hook(lambda *_: beat())
     try:
         yield
@@ -83,9 +83,10 @@ def answer(
     streamer: TextStreamer | None = None,
     together: bool = False,
 ) -> str:
-    """The answer to one prompt. With a chat template a text is a user's message; without one it is continued.
+    """Return the answer to one prompt. With a chat template, a text is a user's message; without one, it is continued.
 
-    `together`: all ranks make as many passes, also if the last bits of their sums differ, and so a token (collective).
+    `together`: all ranks make the same number of passes, even if the last bits of their sums, and so a token, differ
+    (collective).
     """
     ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
     check_ids(ids, model)
@@ -108,7 +109,7 @@ def answer(
 
 
 def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
-    """Refuse tokens that the model has no row for, which end in an error of its embedding or of the device."""
+    """Refuse tokens that the model has no row for: they would end in an error of its embedding or of the device."""
     rows = model.config.get_text_config().vocab_size
     if (most := int(ids.max())) >= rows:
         raise DataError(
@@ -119,7 +120,7 @@ def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
 
 @contextmanager
 def in_words(model: PreTrainedModel) -> Iterator[None]:
-    """An error of `generate` as one line: it does what the configs say, and draws from what is computed."""
+    """Turn an error of `generate` into one line: the configs decide what it does, and computed values what it draws."""
     try:
         yield
     except RuntimeError as error:
@@ -137,8 +138,10 @@ def in_words(model: PreTrainedModel) -> Iterator[None]:
 
 
 def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What ends an answer and what comes after it, for `generate`: the tokenizer's end token, and the one with which
-    its chat template ends a turn, as some models have one of each."""
+    """Return what ends an answer, and what follows it, for `generate`.
+
+    The end is the tokenizer's end token, or the token with which its chat template ends a turn: some models have both.
+    """
     tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         try:
@@ -155,7 +158,8 @@ def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, positions: int) -> torch.Tensor:
-    """Token ids of a prompt, as a batch of one. DataError if it is empty or leaves no position for an answer."""
+    """Return the token ids of a prompt as a batch of one. Raise DataError if it is empty or leaves no position for an
+    answer."""
     shown = repr((prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))[:40])
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -193,7 +197,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, prompt:
 
 
 class Talk:
-    """A conversation with a model. What was said is rendered anew for every answer, so it is what training saw."""
+    """A conversation with a model. All of it is rendered again for every answer, so the model sees it as in
+    training."""
 
     def __init__(
         self,
@@ -219,10 +224,10 @@ class Talk:
         self.turns = []
 
     def ask(self, text: str, *, show: Callable[[str], None], note: Callable[[str], None]) -> str:
-        """The answer, of which each word is given to `show` as soon as it is there. Ctrl-C ends it.
+        """Return the answer, and give each word of it to `show` as soon as it is there. Ctrl-C ends the answer.
 
-        If not all of it fits into the model, the oldest questions are forgotten with their answers, as `note` is told.
-        Raises DataError if the question alone is too long, and then leaves the conversation as it was.
+        If the conversation does not fit into the model, the oldest questions are forgotten with their answers, and
+        `note` is called. Raise DataError if the question alone is too long, and leave the conversation as it was.
         """
         before = self.turns
         self.turns = [*before, {"role": "user", "content": text}]
@@ -237,7 +242,7 @@ class Talk:
                     device=self._device, temperature=self._temperature, streamer=said,
                 )  # fmt: skip
             except KeyboardInterrupt:
-                said.end()  # with what it holds back until a word is complete
+                said.end()  # also shows what it holds back until a word is complete
                 whole = said.text.strip()
         except DataError:
             self.turns = before
@@ -259,7 +264,7 @@ class Talk:
 
 
 class _Shown(TextStreamer):  # type: ignore[misc]
-    """Gives the words of an answer to `show` as they come, and keeps them."""
+    """A streamer that gives the words of an answer to `show` as they come, and keeps them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

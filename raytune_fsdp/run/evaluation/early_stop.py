@@ -1,8 +1,8 @@
-"""When a run ends before its last step: its evaluations have not improved for a while.
+"""End a run before its last step once its evaluations have not improved for a while.
 
-That follows from the evaluations on record and nothing else, so a run that has crashed, or goes on with other ranks,
-ends at the step at which it would have ended anyway. Nothing of it is in a checkpoint: with another
-`eval.early_stop`, also a run that has ended is looked at anew, and may go on.
+The evaluations on record decide that, and nothing else, so a run that has crashed, or continues with other ranks, ends
+at the step at which it would have ended anyway. Checkpoints hold nothing of it: with another `eval.early_stop`, a run
+that has ended is judged again, and may continue.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from raytune_fsdp.record.names import higher_is_better, score
 T = TypeVar("T")
 
 _ROUNDING = 1e-6
-"""Relative. Losses in fp32 differ by 1e-7 with the number of ranks (docs/architecture.md), and a model that has stopped
-learning must not seem to improve on one of them only."""
+"""A relative difference that is no improvement. Losses in fp32 differ by 1e-7 with the number of ranks
+(docs/architecture.md), and a model that has stopped learning must not seem to improve with only some of these
+numbers."""
 
 
 def ended_by(rule: EarlyStopConfig | None, evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, Any] | None:
-    """Why the last of these evaluations ends the run, as the fields of an event; None if it does not.
+    """Return why the last of these evaluations ends the run, as the fields of an event; None if it does not.
 
     An evaluation whose value is not finite has not improved. One that lacks the metric, which the config may have named
     later, does not count.
@@ -38,7 +39,7 @@ def ended_by(rule: EarlyStopConfig | None, evaluations: Mapping[int, Mapping[str
             continue
         found = score(values, rule.metric)
         now = -math.inf if found is None else sign * found
-        # The first one is compared with nothing: a run is not over before it has got a chance to improve.
+        # The first one is compared with nothing: a run is not over before it has had a chance to improve.
         least = best + max(rule.min_delta, _ROUNDING * abs(best)) if math.isfinite(best) else -math.inf
         if best_step is None or now > least:
             best, best_step, waited = now, step, 0
@@ -51,21 +52,21 @@ def ended_by(rule: EarlyStopConfig | None, evaluations: Mapping[int, Mapping[str
 
 @dataclass(slots=True)
 class EarlyStop:
-    """The evaluations of a run so far, and whether they have ended it. The same on every rank."""
+    """The evaluations of a run so far, and whether they have ended it; equal on every rank."""
 
     rule: EarlyStopConfig | None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By step, those of earlier attempts too."""
+    """Values by step, including those of earlier attempts."""
     over: dict[str, Any] | None = None
-    """Why the run is over, once it is."""
+    """Why the run is over. None: it is not."""
 
     def add(self, step: int, values: Mapping[str, float]) -> dict[str, Any] | None:
-        """Take an evaluation; why it ends the run, if it does."""
+        """Add an evaluation. Return why it ends the run; None if it does not."""
         self.evaluations[step] = dict(values)
         self.over = ended_by(self.rule, self.evaluations)
         return self.over
 
     def until(self, items: Iterator[T]) -> Iterator[T]:
-        """The items, until the run is over."""
+        """Yield the items until the run is over."""
         while self.over is None and (item := next(items, None)) is not None:
             yield item

@@ -1,4 +1,4 @@
-"""What an evaluation consists of, whoever makes it: the ranks of a run, a task beside training, a command."""
+"""What an evaluation measures, whoever makes it: the ranks of a run, a task during training, or a command."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from raytune_fsdp.run.evaluation.tasks import measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Nothing, unless it says what."""
+    """What an evaluation measures; nothing by default."""
 
     datasets: Mapping[str, Windows] = field(default_factory=dict)
     tasks: Sequence[Questions] = ()
     prompts: Sequence[str | ConversationConfig] = ()
     max_new_tokens: int = 1
-    """Of an answer to a prompt."""
+    """The most tokens that an answer to a prompt may have."""
 
     @classmethod
     def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Evaluation:
-        """That of a run, whose datasets and questions have been opened."""
+        """Return the evaluation of a run whose datasets and questions have been opened."""
         chosen = config.eval
         return cls(datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens)
 
@@ -45,7 +45,8 @@ class Evaluation:
         device: torch.device,
         attention: str,
     ) -> dict[str, float]:
-        """By the names of metrics. `attention` of transformers writes answers. Collective."""
+        """Return the measured values by the names of metrics. Answers are written with transformers' `attention`.
+        Collective."""
         found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device)
         return found | measure(
             model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention
@@ -54,7 +55,7 @@ class Evaluation:
     def answers(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, attention: str
     ) -> list[dict[str, Any]]:
-        """What each prompt has asked, and what the model has answered. Collective."""
+        """Return what each prompt asked and what the model answered. Collective."""
         if not self.prompts:
             return []
         longest = self.max_new_tokens

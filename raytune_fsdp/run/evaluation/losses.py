@@ -30,27 +30,28 @@ from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
 
-# Separates rounding, far below, from another document's tokens, far above. The same products with other tokens beside
-# them give the same bits, but experts in 16 bits get batches of other sizes.
+# These bounds separate rounding, far below, from the effect of another document's tokens, far above. The same products
+# next to other tokens give the same bits, but experts in 16 bits get batches of other sizes.
 _LEAK, _LEAK_OF_EXPERTS = 1e-5, 2e-2
 
 _ERROR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""A kernel's largest error, relative to its largest value. One that leaks, or ignores a window, is off by 1."""
+"""A kernel's largest error, relative to its largest value. A kernel that leaks, or ignores a window, is off by 1."""
 
 
 def losses(
     model: PreTrainedModel, datasets: Mapping[str, Windows], *, micro_batch: int, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    """Loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective."""
+    """Return loss per target token and accuracy of each dataset, by the names of metrics, over all ranks.
+    Collective."""
     results: dict[str, float] = {}
     rank = dist.get_rank()
     data_rank = layout.data_rank(rank)
     with evaluating(model):
         for name, windows in datasets.items():
             sums = torch.zeros(3, dtype=torch.float64, device=device)
-            blocks = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
-            for block in to_device((own_part(block, layout, rank) for block in blocks), device):
-                sums += eval_step(model, block)
+            batches = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
+            for batch in to_device((own_part(batch, layout, rank) for batch in batches), device):
+                sums += eval_step(model, batch)
             dist.all_reduce(sums)
             total, right, targets = sums.tolist()
             results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
@@ -60,17 +61,16 @@ def losses(
 def document_losses(
     model: PreTrainedModel, samples: Sequence[PackedSample], *, micro_batch: int, device: torch.device
 ) -> list[list[tuple[float, int]]]:
-    """Of each document of each packed sample, the sum of the losses of its target tokens, and how many those are.
-    Collective."""
+    """Return the summed loss and the number of target tokens for each document of each packed sample. Collective."""
     found: list[list[tuple[float, int]]] = []
     with evaluating(model):
         for first in range(0, len(samples), micro_batch):
             some = samples[first : first + micro_batch]
-            (block,) = to_device([to_batch(some, index=0, after=Cursor())], device)
-            each = block_loss(model, block).each.double().cpu().numpy()
-            starts = block.borders.starts.cpu().numpy()
-            # Of each target the segment that it is in: a document or, without targets, the padding of a sample.
-            segment = np.searchsorted(starts, block.targets.places.cpu().numpy(), side="right") - 1
+            (batch,) = to_device([to_batch(some, index=0, after=Cursor())], device)
+            each = block_loss(model, batch).each.double().cpu().numpy()
+            starts = batch.borders.starts.cpu().numpy()
+            # The segment that each target is in: a document or, without targets, the padding of a sample.
+            segment = np.searchsorted(starts, batch.targets.places.cpu().numpy(), side="right") - 1
             sums = np.bincount(segment, weights=each, minlength=len(starts))
             targets = np.bincount(segment, minlength=len(starts))
             real = np.stack([sample.source_ids for sample in some]) != PADDING
@@ -82,15 +82,17 @@ def document_losses(
 
 def check_network(model: PreTrainedModel, packing: str, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse an attention or a loss that computes something else, and packing where one document sees another.
-    Collective. `dtype` is what the network computes in, which may not be the type of its weights."""
+
+    Collective. `dtype` is what the network computes in, which may not be the type of its weights.
+    """
     with evaluating(model):
         mine = (
             error_of_kernel(model, device),
             leak_between_documents(model, device) if packing != "none" else 0.0,
             error_of_loss(model, device),
         )
-    # All ranks judge the same values, the worst of all, so if one refuses all do. A NaN is the worst: max() of a tensor
-    # returns it, and no bound holds for it.
+    # All ranks judge the same values, the largest on any rank, so if one refuses all do. A NaN is the worst: max() of a
+    # tensor returns it, and no bound holds for it.
     error, change, loss = torch.tensor(on_all_ranks(lambda: mine), dtype=torch.float64).amax(0).tolist()
     if not error <= _ERROR[dtype]:
         found = "are not finite" if math.isnan(error) else f"are off by up to {error:.1e} from attention by the book"
@@ -114,10 +116,10 @@ def check_network(model: PreTrainedModel, packing: str, device: torch.device, dt
 
 
 def check_parts(model: PreTrainedModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-    """Make the network compute parts of blocks, and refuse one that computes something else then. Collective."""
+    """Make the network compute parts of micro-batches, and refuse one that then computes something else. Collective."""
     with evaluating(model):
-        block = documents(model, device)
-        whole = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
+        batch = documents(model, device)
+        whole = logits_of(model, batch.input_ids, batch.position_ids, batch.borders).flatten(0, 1)
         split_tokens(model, group)
         mine = error_of_parts(model, group, whole, device)
     error = max(on_all_ranks(lambda: mine))

@@ -1,7 +1,7 @@
-"""What the ranks of a run measure, and which evaluation it still owes.
+"""What the ranks of a run measure, and which evaluation the run still owes.
 
 An evaluation comes after the checkpoint of its step. A crash between the two would lose it, and after the last step no
-attempt would come by again: the run's own record says whether it was due there, and what of it is missing.
+attempt would return to it. So the run's own record says whether it was due there, and what of it is missing.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from raytune_fsdp.run.evaluation.exam import Evaluation
 logger = logging.getLogger(__name__)
 
 EVALUATES = "evaluates"
-"""Of the event that an attempt has started: what its evaluations consist of."""
+"""The field of the event that an attempt has started which says what the attempt's evaluations consist of."""
 
 
 def exam_of(
     config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions], *, dry: bool = False
 ) -> Evaluation:
-    """What the ranks measure: nothing, where a task does, or the run is dry."""
+    """Return what the ranks measure: nothing if a task measures instead, or the run is dry."""
     return Evaluation.of(config, evals, tasks) if config.eval.where == "ranks" and not dry else Evaluation()
 
 
 def described(exam: Evaluation) -> dict[str, Any]:
-    """The exam in the event that an attempt has started; nothing, if there is nothing to measure."""
+    """Return the fields that describe the evaluation in the event that an attempt has started; none if it measures
+    nothing."""
     measured, prompts = bool(exam.datasets or exam.tasks), len(exam.prompts)
     return {EVALUATES: {"values": measured, "prompts": prompts}} if measured or prompts else {}
 
 
 def is_missing(place: RunDir, step: int, exam: Evaluation) -> bool:
-    """Whether something of this exam, after this step, is not on record."""
+    """Return whether anything that this evaluation measures after this step is not on record."""
     return _missing(place, step, values=bool(exam.datasets or exam.tasks), prompts=len(exam.prompts))
 
 
 def owes(place: RunDir, step: int, exam: Evaluation) -> bool:
-    """Whether a run that has come to its end at this step has not been measured there, although it was to be.
+    """Return whether a run that ended at this step was to be measured there, and was not.
 
-    Runs of older versions do not say whether they were; what is missing of those is only said.
+    Runs of older versions do not say whether they were to be; for them, what is missing is only logged.
     """
     due, finished = None, False
     for event in each_event(place.events):
@@ -55,7 +56,7 @@ def owes(place: RunDir, step: int, exam: Evaluation) -> bool:
             due, finished = event["fields"].get(EVALUATES), False
         elif event["event"] == names.ATTEMPT_ENDED:
             finished = event["fields"].get("status") == "finished"
-    if finished:  # which an attempt says after its last evaluation
+    if finished:  # an attempt says so after its last evaluation
         return False
     try:
         if isinstance(due, dict):
@@ -71,7 +72,7 @@ def owes(place: RunDir, step: int, exam: Evaluation) -> bool:
                 "`raytune-fsdp eval %s` makes it",
                 step, place.path,
             )  # fmt: skip
-    except RaytuneError:  # a broken record: what a complete run does first is to mend it
+    except RaytuneError:  # a broken record: a complete run mends it first of all
         pass
     return False
 
@@ -86,4 +87,4 @@ def _missing(place: RunDir, step: int, *, values: bool, prompts: int) -> bool:
         for event in each_event(place.events)
         if event["event"] == names.ANSWERED and event["fields"].get("step") == step
     )
-    return max(answered.values(), default=0) < prompts  # an attempt answers all of them, if nothing ends it
+    return max(answered.values(), default=0) < prompts  # an attempt answers all prompts, if nothing ends it

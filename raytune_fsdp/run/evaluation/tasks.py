@@ -1,7 +1,7 @@
-"""Questions with known answers, put to a model: how many does it get right?
+"""Put questions with known answers to a model, and count how many it gets right.
 
-All ranks call these together. Which rank does what changes nothing: blocks and batches are cut before they are given
-to ranks, and each is computed whole by one of them.
+All ranks call these together. Which rank does what changes nothing: micro-batches and batches are formed before they
+are given to ranks, and each is computed whole by one of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def measure(
     device: torch.device,
     attention: str,
 ) -> dict[str, float]:
-    """The shares of right answers, by the names of metrics. `attention` of transformers writes answers. Collective."""
+    """Return the shares of right answers, by the names of metrics. Answers are written with transformers' `attention`.
+    Collective."""
     values: dict[str, float] = {}
     for task in tasks:
         with evaluating(model):
@@ -57,14 +58,14 @@ def measure(
 
 
 def metrics_of(task: Questions) -> list[str]:
-    """The names of a task's metrics."""
+    """Return the names of a task's metrics."""
     kinds = ACCURACY_OF_CHOICES if isinstance(task, Choices) else (EXACT_MATCH,)
     subjects = [None, *sorted({subject for subject in task.subjects if subject is not None})]
     return [evaluation_of(task.name, kind, subject) for subject in subjects for kind in kinds]
 
 
 def _shares(name: str, kind: str, right: np.ndarray[Any, Any], subjects: Sequence[str | None]) -> dict[str, float]:
-    """The share of right answers over all questions, and over those of each subject."""
+    """Return the share of right answers over all questions, and over those of each subject."""
     found = {evaluation_of(name, kind, None): float(right.mean())}
     for subject in sorted({each for each in subjects if each is not None}):
         of_it = np.array([each == subject for each in subjects])
@@ -75,21 +76,22 @@ def _shares(name: str, kind: str, right: np.ndarray[Any, Any], subjects: Sequenc
 def _choose(
     model: PreTrainedModel, task: Choices, micro_batch: int, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    """Whether the right choice is the most likely one after its question: as it is, and for its length."""
+    """Measure whether the right choice is the most likely one after its question: as it is, and for its length."""
     log_probabilities = np.zeros(len(task.characters))
-    for block, numbers in to_device(_blocks(task, micro_batch, layout), device):
-        losses = block_loss(model, block)
+    for batch, numbers in to_device(_blocks(task, micro_batch, layout), device):
+        losses = block_loss(model, batch)
         # Added on the host, in order: a GPU adds to the same place in any order, and a tie must be one every time.
         each = losses.each.double().cpu().numpy()
-        np.subtract.at(log_probabilities, numbers[block.targets.datasets.cpu().numpy()], each)
+        np.subtract.at(log_probabilities, numbers[batch.targets.datasets.cpu().numpy()], each)
     sums = torch.from_numpy(log_probabilities)
-    # Each was computed by one rank, so this adds zeros to it; or its tokens by several that share a block.
+    # Each sum was computed by one rank, so this adds zeros to it, or its tokens by several ranks that share a
+    # micro-batch.
     dist.all_reduce(sums)
     by_character = log_probabilities / task.characters
     found: dict[str, float] = {}
     for kind, scores in zip(ACCURACY_OF_CHOICES, (log_probabilities, by_character), strict=True):
         right = np.array([
-            # What is not finite says nothing, and is not right by chance.
+            # A value that is not finite says nothing, and must not be right by chance.
             np.isfinite(scores[first:end]).all() and int(scores[first:end].argmax()) == answer
             for first, end, answer in zip(task.first, task.first[1:], task.right, strict=False)
         ])  # fmt: skip
@@ -98,8 +100,8 @@ def _choose(
 
 
 def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[MicroBatch, np.ndarray[Any, Any]]]:
-    """This rank's blocks of all choices, and the numbers of the choices in each. Every rank has equally many, fillers
-    included."""
+    """Yield this rank's micro-batches of all choices, each with the numbers of its choices. Every rank has equally
+    many, fillers included."""
     rank, ranks = dist.get_rank(), layout.data_ranks
     count = math.ceil(len(task.samples) / micro_batch)
     for index in range(layout.data_rank(rank), math.ceil(count / ranks) * ranks, ranks):
@@ -109,7 +111,7 @@ def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[M
             continue
         samples = task.samples[index * micro_batch : (index + 1) * micro_batch]
         numbers = np.setdiff1d([sample.source_ids for sample in samples], [PADDING])
-        # Counted from 0 in each block, as datasets are.
+        # Counted from 0 in each micro-batch, as datasets are.
         samples = [
             replace(
                 sample,
@@ -125,26 +127,27 @@ def _blocks(task: Choices, micro_batch: int, layout: Layout) -> Iterator[tuple[M
 def _write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, layout: Layout, device: torch.device
 ) -> dict[str, float]:
-    """Whether the model's answers end with the right one."""
+    """Measure whether the model's answers end with the right one."""
     mine = dict(_answers(model, tokenizer, task, layout, device))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     answers = {number: text for some in everyone for number, text in some.items()}
-    # On one rank, for all: an expression that takes too long for one of them must not take it for each.
+    # On one rank for all: each rank must not find out for itself that an expression takes too long.
     return on_rank0(lambda: _judged(task, answers), what="judge the answers")
 
 
 def _answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Written, layout: Layout, device: torch.device
 ) -> Iterator[tuple[int, str]]:
-    """This rank's answers, by the numbers of their questions.
+    """Yield this rank's answers, with the numbers of their questions.
 
     Ranks answer different questions at the same time. A sharded model needs all of them in every pass, so a rank whose
-    answers have ended goes on with passes for nothing (`synced_gpus`), and one without a batch answers one again.
+    answers have ended continues with idle passes (`synced_gpus`), and one without a batch answers one again.
     """
     # Ranks that compute every layer together answer the same questions.
     groups, group = layout.world // layout.tensor, dist.get_rank() // layout.tensor
-    # Of like lengths together: the shorter ones of a batch are padded. Not at all where a network cannot be told so.
+    # Prompts of similar length share a batch, because the shorter ones are padded. A network that takes no position ids
+    # gets one prompt at a time.
     order = sorted(range(len(task.prompts)), key=lambda number: len(task.prompts[number]))
     size = task.task.batch if takes_position_ids(model) else 1
     batches = [order[first : first + size] for first in range(0, len(order), size)]

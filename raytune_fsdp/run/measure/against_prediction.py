@@ -1,4 +1,4 @@
-"""What was predicted of a rank, held against what it measures, once in every attempt."""
+"""Compare what was predicted for a rank with what it measures, once in every attempt."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
 
 _FIRST_STEPS = 1
-"""Not counted: they compile, and fill caches."""
+"""The first steps do not count: they compile, and fill caches."""
 
 _ENOUGH = 8
-"""Steps of an attempt, after which it is judged; a run that is over before, at its last step."""
+"""Steps of an attempt after which the prediction is judged; a shorter run is judged at its last step."""
 
 
 class Forecast:
-    """Called with all steps, in order. Collective for nobody: rank 0 judges for itself."""
+    """Judges a prediction by all steps, in order. Not collective."""
 
     def __init__(
         self, predicted: Predicted | NotPredicted | None, kept: Callable[[], int], *, gpu: bool, last: int
     ) -> None:
-        """`kept`: the bytes of the device that tensors have now, between two steps. `last`: the run's last step."""
+        """`kept` returns the bytes that tensors have on the device between two steps. `last` is the run's last step."""
         self._predicted = predicted if isinstance(predicted, Predicted) else None
         self._kept, self._gpu, self._last = kept, gpu, last
         self._seconds: list[float] = []
         self._news: dict[str, Any] | None = None
 
     def beside(self, rows: Sequence[StepMetrics]) -> list[StepMetrics]:
-        """The same rows; in one of an attempt, what was predicted for it beside what it measured."""
+        """Return the rows; once in an attempt, add to the last of them how far the prediction was off."""
         found = list(rows)
         predicted = self._predicted
         if predicted is None or not found:
@@ -48,7 +48,7 @@ class Forecast:
         kept, peak = self._kept(), max((found[-1].memory_bytes, *found[-1].rank_memory_bytes))
         errors = {
             "kept": _error(predicted.kept, kept),
-            # Of a CPU the peak of tensors is not known: what is measured is that of the process.
+            # On a CPU the peak of tensors is not known: what is measured is that of the process.
             "peak": _error(predicted.peak, peak) if self._gpu else None,
             "seconds": _error(predicted.seconds, median(later)) if predicted.seconds is not None and later else None,
         }
@@ -63,18 +63,18 @@ class Forecast:
         return found
 
     def news(self) -> list[dict[str, Any]]:
-        """What has come out since the last call."""
+        """Return what has been found since the last call."""
         found, self._news = self._news, None
         return [] if found is None else [found]
 
 
 def _error(predicted: float, measured: float) -> float | None:
-    """By how much too much was predicted, of what was measured."""
+    """Return the relative error of a prediction (predicted / measured - 1)."""
     return predicted / measured - 1 if measured else None
 
 
 def bytes_kept(model: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
-    """Of this device, by weights, buffers and the optimizer's state; memory that tensors share counts once."""
+    """Return the bytes of this device that weights, buffers and optimizer state take; shared memory counts once."""
     tensors = [*model.parameters(), *model.buffers(), *optimizer.state_tensors().values()]
     storages = (local_piece(each).untyped_storage() for each in tensors if each.device.type == device.type)
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())

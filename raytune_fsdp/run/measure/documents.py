@@ -1,6 +1,7 @@
-"""`documents/attempt-N.jsonl` of a run: the loss of every document in every step, if `tracking.documents` asks for it.
+"""`documents/attempt-N.jsonl` of a run: the loss of every document in every step, if `tracking.documents` is on.
 
-A file for each attempt, so that nothing is ever cut: of a step that was trained again, the last attempt's line counts.
+Each attempt has its own file, so that nothing is ever cut: of a step that was trained again, the last attempt's line
+counts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NAME = re.compile(r"attempt-([0-9]{1,9})\.jsonl")
 
 
 class DocumentRecord:
-    """Where the ranks put what they have found."""
+    """The file to which the ranks write their losses of documents."""
 
     def __init__(self, losses: DocumentLosses | None, directory: Path, attempt: int) -> None:
         self._losses = losses
@@ -54,11 +55,11 @@ class DocumentRecord:
 
 
 def _line(step: int, ranks: Sequence[Mapping[int, Sequence[float]]]) -> str:
-    blocks: dict[int, Sequence[float]] = {}
+    sums_of: dict[int, Sequence[float]] = {}
     for rank in ranks:
-        for index, sums in rank.items():  # of ranks that share a block, each has the sums over its tokens
-            blocks[index] = [a + b for a, b in zip(blocks[index], sums, strict=True)] if index in blocks else sums
-    every = ", ".join(_number(value) for index in sorted(blocks) for value in blocks[index])
+        for index, sums in rank.items():  # of ranks that share a micro-batch, each has the sums over its tokens
+            sums_of[index] = [a + b for a, b in zip(sums_of[index], sums, strict=True)] if index in sums_of else sums
+    every = ", ".join(_number(value) for index in sorted(sums_of) for value in sums_of[index])
     return f'{{"step": {step}, "sums": [{every}]}}\n'
 
 
@@ -68,9 +69,10 @@ def _number(value: float) -> str:
 
 
 def read_sums(directory: Path, step: int) -> list[float] | None:
-    """The sums of losses of the segments of a step, in the order of its samples; None if they are not on record.
+    """Return the sums of losses of the segments of a step, in the order of its samples; None if they are not on record.
 
-    Raises ValueError where a line is not one of these."""
+    Raise ValueError where a line is not one of these.
+    """
     there = {int(found[1]): path for path in directory.glob("attempt-*") if (found := _NAME.fullmatch(path.name))}
     begins = f'{{"step": {step}, '.encode()
     for attempt in sorted(there, reverse=True):

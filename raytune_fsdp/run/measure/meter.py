@@ -1,4 +1,4 @@
-"""Tensors that steps leave on the device become metrics, without the host waiting for more than it asks for."""
+"""Turn tensors that steps leave on the device into metrics; the host waits only for those it asks for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raytune_fsdp.step.train_step import StepTensors
 
 
 class _Arrival(Protocol):
-    """What tells the host that a copy is there, as a CUDA event does."""
+    """An event that tells the host that a copy has arrived, as a CUDA event does."""
 
     def synchronize(self) -> None: ...
 
@@ -36,9 +36,9 @@ class _Pending:
     lr: float
     data_seconds: float
     tensors: StepTensors
-    """On the host, or on their way to it."""
+    """On the host, or on the way to it."""
     arrival: _Arrival | None
-    """None: they are there."""
+    """The event to wait for. None: the tensors are on the host."""
 
 
 class Meter:
@@ -70,7 +70,7 @@ class Meter:
         self._max_skipped = max_skipped
         self._checkpoints = checkpoints
         self._experts = experts
-        """Layers whose experts are watched, and the experts of each."""
+        """The number of layers whose experts are watched, and of the experts of each."""
         self.skipped_in_row = skipped_in_row
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name)
@@ -99,7 +99,8 @@ class Meter:
         )
 
     def fetch(self, *, last: bool = True) -> list[StepMetrics]:
-        """Metrics of all steps since the last fetch, each with the mean step time. Waits until these are computed.
+        """Return the metrics of all steps since the last fetch, each with the mean step time. Wait until they are
+        computed.
 
         Without `last`, the step that a GPU may still be computing is left for the next fetch, and not waited for.
         """
@@ -123,7 +124,7 @@ class Meter:
         return rows if self._forecast is None else self._forecast.beside(rows)
 
     def forecast(self) -> list[dict[str, Any]]:
-        """What was predicted and measured, if that has come out since the last call."""
+        """Return how a prediction compares with its measurement, if that was found since the last call."""
         return [] if self._forecast is None else self._forecast.news()
 
     def check(self, rows: list[StepMetrics]) -> None:
@@ -138,14 +139,14 @@ class Meter:
                 )
 
     def slow(self) -> list[dict[str, Any]]:
-        """Ranks that the others have begun to wait for since the last call."""
+        """Return the ranks that the others have begun to wait for since the last call."""
         found, self._slow = self._slow, []
         return found
 
     def _machines(self, seconds: float, data_seconds: Sequence[float]) -> dict[str, Any]:
-        """What the ranks' machines say of themselves. Collective."""
+        """Return what the ranks' machines report about themselves. Collective."""
         seen = self._figures.mine()
-        memory = self._memory()  # once: what this rank has is not to be more than the most that any has
+        memory = self._memory()  # once: this rank's figure must not exceed the largest of all ranks
         if self._own is None:
             used, busy = seen[:2]
             nodes = self._figures.of_nodes(np.array([seen]))
@@ -158,7 +159,7 @@ class Meter:
         mine = [seconds, *seen, *own.mean(0)[:2], memory, self._reserved(), *typical(own)]
         world = self._plan.layout.world
         everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
-        # On the hosts, which are here together once for every fetch.
+        # Over the hosts, which meet here once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
         found = torch.stack(everyone).numpy()
         each_step, host, utilization, _, _, _, waits, computed, allocated, reserved = found.T[:10]
@@ -181,10 +182,10 @@ class Meter:
     ) -> StepMetrics:
         counts = StepCounts.unpack(packed, pending.step, self._plan.division)
         self.cursor = counts.cursor
-        loss, norm, skipped, *beside = values
+        loss, norm, skipped, *rest = values
         many = len(counts.by_dataset)
-        sums, right = beside[:many], beside[many : 2 * many]
-        load = np.array(beside[2 * many :]).reshape(self._experts)
+        sums, right = rest[:many], rest[many : 2 * many]
+        load = np.array(rest[2 * many :]).reshape(self._experts)
         each = zip(self._datasets, sums, right, counts.by_dataset, strict=True)
         datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
         flops = training_flops(
@@ -209,7 +210,7 @@ class Meter:
             accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
             datasets=datasets if len(self._datasets) > 1 else (),
             windows_built=counts.windows_built,
-            # Of each layer with experts; a step without a token has none.
+            # For each layer with experts; a step without a token has none.
             expert_load=tuple((load.max(1) / np.maximum(load.mean(1), 1e-9)).tolist()) if load.size else (),
             experts_idle=int((load == 0).sum()) if load.size else None,
             **machines,
@@ -231,10 +232,10 @@ class Meter:
 
 
 def to_host(tensors: StepTensors) -> tuple[StepTensors, _Arrival | None]:
-    """The same on the host, and what tells that they are there; None: they are."""
+    """Copy the tensors of a step to the host; return them and the event to wait for (None on CPU)."""
     if not tensors.values.is_cuda:
         return tensors, None
-    # Queued behind this step alone. A copy that is asked for when the metrics are would come behind all steps that
+    # Queued behind this step alone. A copy that is requested together with the metrics would come behind all steps that
     # were queued by then, and the host would wait for each of them.
     counts, values = (
         torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)

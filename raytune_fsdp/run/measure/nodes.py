@@ -1,4 +1,4 @@
-"""What the machines of a run say of themselves, gathered with the metrics of a step."""
+"""What the machines of a run report about themselves, gathered with the metrics of a step."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.machine import free_memory, this_node
 
 NodeLine = tuple[str, float | None, float | None, float | None, float | None]
-"""Of a node: its name, bytes that its ranks have in memory, bytes that it has left, percent of its GPUs, bytes in use
-on its fullest GPU."""
+"""The figures of a node: its name, bytes of memory that its ranks use, bytes that are left, percent of its GPUs, bytes
+in use on its fullest GPU."""
 
 _EVERY_SECONDS = 10.0
-"""Each node is a hundred bytes of a line, so a line has them only now and then, also where every step has a line. What
-the kernel lets a process take is asked for as rarely: it is a dozen small files."""
+"""How often nodes are reported. Each node takes a hundred bytes of a line, so only some lines have them, even where
+every step has a line. What the kernel lets a process take is asked for as rarely: it is a dozen small files."""
 
 
 class NodeFigures:
-    """Looks at this rank's machine, and makes of what all ranks saw a figure for each node."""
+    """Looks at this rank's machine, and turns what all ranks saw into figures of each node."""
 
     def __init__(self, device: torch.device, world: int) -> None:
-        """Collective."""
+        """Learn the names of all nodes. Collective."""
         self._device = device
         self._process = psutil.Process()
         self.nodes = _named([this_node()] if world == 1 else on_all_ranks(this_node))
-        """By rank, the name of its node."""
+        """The name of each rank's node, by rank."""
         self._looked = self._written = -math.inf
         self._seen = (math.nan, math.nan, math.nan)
 
     def mine(self) -> list[float]:
-        """Bytes in use on this machine, percent of this rank's GPU, and for `of_nodes` three more; NaN: not known."""
+        """Return bytes in use on this machine, percent of this rank's GPU, and three figures for `of_nodes`; NaN: not
+        known."""
         if time.monotonic() >= self._looked + _EVERY_SECONDS:
             self._looked = time.monotonic()
             taken = math.nan
@@ -46,7 +47,8 @@ class NodeFigures:
         return [float(psutil.virtual_memory().used), _utilization(self._device), *self._seen]
 
     def of_nodes(self, everyone: Any) -> tuple[NodeLine, ...]:
-        """From what all ranks gave, as rows of an array; nothing if the last time was less than ten seconds ago."""
+        """Return the figures of nodes from those of all ranks (rows of an array); nothing within ten seconds of the
+        last."""
         if time.monotonic() < self._written + _EVERY_SECONDS:
             return ()
         self._written = time.monotonic()
@@ -63,7 +65,7 @@ def known(value: float) -> float | None:
 
 
 def _named(nodes: list[tuple[str, str]]) -> list[str]:
-    """A name for each, its host's; machines of one name are numbered."""
+    """Name each node after its host; machines of one name are numbered."""
     names: dict[tuple[str, str], str] = {}
     for node in nodes:
         same = sum(host == node[0] for host, _ in names)
@@ -72,7 +74,7 @@ def _named(nodes: list[tuple[str, str]]) -> list[str]:
 
 
 def _utilization(device: torch.device) -> float:
-    """Percent of the last moments in which the GPU computed; NaN where nothing can say it."""
+    """Return the percentage of the last moments in which the GPU computed; NaN where nothing can say it."""
     if device.type != "cuda":
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""What is tried small before a run relies on it.
+"""Try on a small scale what a run relies on.
 
 needs.py         what a network needs of its attention and its loss
 kernels.py       what a run computes with

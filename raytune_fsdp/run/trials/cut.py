@@ -1,6 +1,6 @@
-"""The proof, at a start, that ranks which compute layers together compute what one alone does, forward and backward.
+"""Prove at a start that ranks which compute layers together compute what one alone does, forward and backward.
 
-Nobody has the whole of a large network to compare with. So a small one of the same config is computed by every rank
+No rank has the whole of a large network to compare with. So a small one of the same config is computed by every rank
 alone, and by all of them together.
 """
 
@@ -27,7 +27,8 @@ from raytune_fsdp.run.trials.probe import small_network
 logger = logging.getLogger(__name__)
 
 _BOUND = 1e-4
-"""Of the largest gradient of a weight. In fp32 other orders of sums are 1e-6 apart; what is wrong is off by 1."""
+"""Relative to the largest gradient of a weight. In fp32 other orders of sums are 1e-6 apart; what is wrong is off by
+1."""
 
 
 def try_cut(
@@ -37,8 +38,10 @@ def try_cut(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Refuse a network that computes something else when its layers are cut. Collective. `network`: it, on the meta
-    device. `mesh`: the ranks that have each a part of every layer."""
+    """Refuse a network that computes something else when its layers are cut. Collective.
+
+    `network` is that network, on the meta device. `mesh`: the ranks that have each a part of every layer.
+    """
     try:
         whole = small_network(config, hf_config, network)
     except Exception as error:  # sizes that cannot be divided: the same on every rank
@@ -53,7 +56,8 @@ def try_cut(
 
 
 def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> str | None:
-    """How a small network's losses, or a gradient, differ when its layers are cut; None: by rounding. Collective."""
+    """Return how a small network's losses, or a gradient, differ when its layers are cut; None: by rounding.
+    Collective."""
     install_chunked_loss(whole)
     whole.to(device)
     together = copy.deepcopy(whole)
@@ -75,7 +79,7 @@ def difference_when_cut(whole: PreTrainedModel, mesh: DeviceMesh, device: torch.
 
 
 def _computed(model: PreTrainedModel, device: torch.device) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of documents, and its gradients. All draw the same dropout."""
+    """Return the loss of documents, and its gradients. All calls draw the same dropout."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
         loss = block_loss(model.train(), documents(model, device)).total

@@ -1,8 +1,8 @@
-"""The proof that an adapter changes the class that its base's config names as it changes the network of the run.
+"""Prove that an adapter changes the class that its base's config names as it changes the network of the run.
 
 That PEFT finds every tensor there is known at full size (model/adapters/names.py), and their bytes have been read back.
-What is left is what the class computes with them. The base itself would take all of its memory, and on the CPU of a
-head node minutes a token; so a small network of the same config is asked, with random adapters under the same names and
+What is left is what the class computes with them. The base itself would take all of its memory, and minutes a token on
+the CPU of a head node; so a small network of the same config is asked, with random adapters under the same names and
 the config as it was written. Rows of new tokens are not in it: the small one has fewer tokens.
 """
 
@@ -28,24 +28,24 @@ from raytune_fsdp.run.trials.probe import fill_small, first_blocks, shrunk
 logger = logging.getLogger(__name__)
 
 _SMALL = 200_000_000
-"""Weights of a small network: 800 MB. Many experts that are not wide are not shrunk any further."""
+"""The most weights of a small network: 800 MB. Many experts that are not wide are not shrunk any further."""
 _BOUND = 1e-6
-"""Of the largest logit. Both compute the same operations in fp32; what is wrong is off by the whole change."""
+"""Relative to the largest logit. Both compute the same operations in fp32; what is wrong is off by the whole change."""
 _TOKENS = 16
 
 
 def check_acts(directory: Path, *, network: PreTrainedModel, named: Named) -> None:
     """Refuse an adapter that does something else in the named class than in the run's, or nothing.
 
-    `directory`: as it was written. `network`: the run's, with adapters.
+    `directory`: the adapter as it was written. `network`: the run's, with adapters.
     """
     verbosity = transformers_logging.get_verbosity()
     try:
-        transformers_logging.set_verbosity_error()  # which kernels the small network goes without
+        transformers_logging.set_verbosity_error()  # hides which kernels the small network goes without
         with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             before, wanted, found = _logits(directory, network, named)
-    except Exception as error:  # sizes that cannot be divided: it says nothing of the export
+    except Exception as error:  # sizes that cannot be divided: this says nothing about the export
         logger.debug("no small network could be computed: %s", in_one_line(error))
         return
     finally:
@@ -61,7 +61,7 @@ def check_acts(directory: Path, *, network: PreTrainedModel, named: Named) -> No
 
 
 def _logits(directory: Path, network: PreTrainedModel, named: Named) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a small network: without adapters, with them, and as PEFT loads what was written into the named class."""
+    """Return logits of a small network: without adapters, with them, and as PEFT loads them into the named class."""
     from peft import PeftConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
 
     plain, there = _small(named)
@@ -86,7 +86,7 @@ def _logits(directory: Path, network: PreTrainedModel, named: Named) -> tuple[to
 
 
 def _small(named: Named) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A small network of the run's class on the CPU, and one of the named class around it, or the same one."""
+    """Return a small network of the run's class on the CPU, and one of the named class around it, or the same one."""
     kind, hf_config = type(named.network), shrunk(AutoConfig.from_pretrained(named.files, trust_remote_code=False))
     with torch.device("meta"), bounded_building():
         there = first_blocks(kind._from_config(config_for(kind, copy.deepcopy(hf_config))))
@@ -105,7 +105,7 @@ def _small(named: Named) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def _put(plain: PreTrainedModel, there: PreTrainedModel, named: Named) -> None:
-    """Make the modules of the one those of the other."""
+    """Put the modules of `plain` in their places in `there`."""
     for own, place in sorted(named.places.items()):
         there.set_submodule(place, plain.get_submodule(own))
 

@@ -1,4 +1,4 @@
-"""What a run computes with: its attention, its loss, and whether its blocks are compiled."""
+"""Choose what a run computes with: its attention, its loss, and whether its layers are compiled."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from raytune_fsdp.step.precision import computes_in
 
 
 def _why_parts_forbid(config: FinetuneConfig) -> str | None:
-    """Graphs with what ranks tell each other inside of a block were never tried on a GPU."""
+    """Return why layers that ranks share are not compiled; None if there are none.
+
+    Graphs with exchanges between ranks inside of a layer were never tried on a GPU.
+    """
     axis = next((axis for axis in ("sequence", "tensor") if getattr(config.parallel.mesh, axis) > 1), None)
-    return axis and f"parallel.mesh.{axis}: blocks that ranks share are not compiled"
+    return axis and f"parallel.mesh.{axis}: layers that ranks share are not compiled"
 
 
 def kernels_of(
     config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, device: torch.device
 ) -> Mapping[str, KernelChoice]:
-    """Give the network its attention and its loss, and say whether its blocks are to be compiled."""
+    """Give the network its attention and its loss, and choose whether its layers are compiled. Return the choices."""
     # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
-    # compiled nothing that they were not told to compile.
+    # compiled only what their config asked for.
     before = {
         "attention": model.config._attn_implementation,
         "loss": "plain",
@@ -56,7 +59,7 @@ def kernels_of(
             f"parallel.mesh.tensor={standing.plan.layout.tensor}: nobody would have the logits that the plain loss "
             f"needs ({loss.why}); set model.loss=chunked, or parallel.mesh.tensor=1"
         )
-    blocks = choose_blocks(
+    compiled = choose_blocks(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
         fails=lambda: why_not_compiled(model)
         or _why_parts_forbid(config)
@@ -66,7 +69,7 @@ def kernels_of(
     attention = set_attention(model, attention)
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
-    found = {"attention": attention, "loss": loss, "blocks": blocks}
+    found = {"attention": attention, "loss": loss, "blocks": compiled}
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)

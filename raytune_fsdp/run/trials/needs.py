@@ -1,7 +1,7 @@
-"""What a network needs of its attention and its loss: tried before a rank is started.
+"""Find out what a network needs of its attention and its loss: tried before a rank is started.
 
 Architectures differ in what reaches their attention. Most pass the borders on, some do not, some never call the
-registered attention and say nothing, and state spaces run on whatever they are told. So a small network of the same
+registered attention and say nothing, and state spaces run on whatever they are given. So a small network of the same
 config computes packed documents with borders, and each document alone with transformers' eager attention. Where the two
 differ, something was not passed on: borders, or a window, a bias, a chunk that only its mask knew.
 """
@@ -35,10 +35,10 @@ from raytune_fsdp.run.trials.probe import small_network
 logger = logging.getLogger(__name__)
 
 _BOUND = 5e-5
-"""The largest difference, relative to the largest logit, that is rounding in fp32. Twelve blocks have 3e-6."""
+"""The largest difference, relative to the largest logit, that is rounding in fp32. Twelve layers have 3e-6."""
 
 _LOSS_BOUND = 1e-5
-"""The same for losses."""
+"""The largest difference of losses that is rounding in fp32."""
 
 _CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_atte
 
 
 def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> KernelNeeds:
-    """What this network needs of its attention and its loss. `network` is it, on the meta device."""
+    """Return what this network, which is on the meta device, needs of its attention and its loss."""
     try:
         with torch.random.fork_rng(devices=[]):
             model = small_network(config, _with_short_windows(hf_config), network)
@@ -62,7 +62,7 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     plain_loss = _plain_loss(config, model)
     ends = _has_ends(model)
     refused, heads, unshared = _borders(config, network, model)
-    # Those of the small network are narrower.
+    # The heads of the small network are narrower.
     narrow = () if refused else heads
     heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
     return KernelNeeds(
@@ -79,8 +79,10 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
 
 
 def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, device: torch.device) -> KernelNeeds:
-    """Give a loaded model the attention that a run would choose, and say what it needs of one: transformers' own lets
-    packed documents of some networks (gpt-oss) see each other."""
+    """Give a loaded model the attention that a run would choose, and return what it needs of one.
+
+    Transformers' own lets packed documents of some networks (gpt-oss) see each other.
+    """
     needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
     dtype = network.dtype
     set_attention(network, choose(
@@ -92,17 +94,17 @@ def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, d
 
 @torch.no_grad()
 def _eager(model: PreTrainedModel) -> str | None:
-    """Why transformers' sdpa, which most networks have by default, is not to be trusted with this one."""
+    """Return why transformers' sdpa, which most networks have by default, is not to be trusted with this one."""
     # Another path leaves out a cap, a sink or a bias without a word, and no document leaks by it.
     own = model.config._attn_implementation
     if own != "sdpa":
         return None
-    block = documents(model.eval(), _CPU)
+    batch = documents(model.eval(), _CPU)
     try:
         found = {}
         for name in ("eager", "sdpa"):
             model.set_attn_implementation(name)
-            found[name] = logits_of(model, block.input_ids, block.position_ids, block.borders)
+            found[name] = logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
     except Exception as error:  # the code of any model
         logger.debug("sdpa was not compared with eager attention: %s", in_one_line(error))
         return None
@@ -113,7 +115,7 @@ def _eager(model: PreTrainedModel) -> str | None:
 
 
 def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
-    """Why losses have to be computed from logits."""
+    """Return why losses have to be computed from logits; None: they need not be."""
     if config.model.loss == "plain":
         return "model.loss says so"
     if not has_plain_head(model):
@@ -130,8 +132,10 @@ def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _has_ends(model: PreTrainedModel) -> bool:
-    """Whether embedding, last norm and head can be gathered on their own: they share no weights, and those are used
-    once in a pass and only in their own forward passes."""
+    """Return whether embedding, last norm and head can be gathered on their own.
+
+    They can if they share no weights, and these are used once in a pass and only in their own forward passes.
+    """
     calls: Counter[nn.Module] = Counter()
     real: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
@@ -142,7 +146,7 @@ def _has_ends(model: PreTrainedModel) -> bool:
     def free(module: nn.Module, *_: object) -> None:
         module._parameters.update({name: p if p is None else _on_meta(p) for name, p in real[module].items()})
 
-    block = documents(model.eval(), _CPU)
+    batch = documents(model.eval(), _CPU)
     hooks = []
     try:
         first, last = ends_of(model)
@@ -155,7 +159,7 @@ def _has_ends(model: PreTrainedModel) -> bool:
             real[module] = dict(module._parameters)
             hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(free)]
             free(module)
-        logits_of(model, block.input_ids, block.position_ids, block.borders)
+        logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
         return all(calls[module] == 1 for module in ends)
     except Exception as error:  # weights that are not there, and the code of any model
         logger.debug("ends were tried on their own and failed: %s", in_one_line(error))
@@ -174,8 +178,8 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 def _borders(
     config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel
 ) -> tuple[str | None, tuple[Heads, ...], str | None]:
-    """Why it cannot be told where documents begin, what the small network asks of a kernel, and why ranks cannot share
-    samples even if it can."""
+    """Return why the network cannot be given the borders of documents, what the small one asks of a kernel, and why
+    ranks cannot share samples even if it can be given them."""
     if config.model.attention in ("eager", "sdpa", "flex_attention"):
         return "model.attention says otherwise", (), None
     if not takes_position_ids(network):
@@ -198,7 +202,8 @@ def _borders(
 
 
 def _turns_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str | None:
-    """Rotary embeddings that ask for the longest document of a block: each rank would know that of its own part."""
+    """Return why ranks cannot share samples if a rotary embedding asks for the longest document of a micro-batch: each
+    rank would know that of its own part."""
     values: Mapping[str, Any] = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     for each in (values, *(own for own in values.values() if isinstance(own, Mapping))):  # some have one for each sort
         shorter = each.get("original_max_position_embeddings") or 0
@@ -211,7 +216,8 @@ def _turns_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str
 
 
 def _drops_attention(network: PreTrainedModel) -> str:
-    """A kernel that drops draws a mask as large as the square of a sample inside of itself, where none can cut it."""
+    """Return why ranks cannot share samples if attention drops: a kernel draws a mask as large as the square of a
+    sample inside of itself, where nothing can cut it."""
     rates = rates_of(network.config, attention=True)
     return (
         f"attention dropout {_listed(rates)}draws a mask over all pairs of tokens of all heads, and ranks that share "
@@ -251,7 +257,7 @@ def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
 
 @torch.no_grad()
 def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
-    """What a network on the meta device asks of a kernel; empty if that is not found out."""
+    """Return what a network on the meta device asks of a kernel; nothing if that is not found out."""
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
     meta = torch.device("meta")
@@ -260,8 +266,8 @@ def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
         model.set_attn_implementation(_TRIED)
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # others ask how many tokens an expert gets
-        block = documents(model, meta)
-        logits_of(model, block.input_ids, block.position_ids, block.borders)
+        batch = documents(model, meta)
+        logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
     except Exception as error:  # what has no rule for shapes, and the code of any model
         logger.debug("the heads of the network in full were not found out: %s", in_one_line(error))
         return ()
@@ -269,7 +275,7 @@ def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
 
 
 def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The same network, in which documents of a few tokens are longer than windows and chunks."""
+    """Return the config with short windows and chunks: documents of a few tokens are longer."""
     short = copy.deepcopy(hf_config)
     values = vars(short.get_text_config())
     for name in _WINDOWS:
@@ -280,24 +286,24 @@ def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 @torch.no_grad()
 def _packed_and_alone(model: PreTrainedModel) -> tuple[float, list[str]]:
-    """The largest difference between logits of packed documents and of the same ones alone, to the largest logit; and
-    what is drawn at random for tokens in training, and cannot be cut."""
-    block = documents(model, _CPU)
+    """Return how far logits of packed documents are from those of the same documents alone, relative to the largest
+    logit; and what is drawn at random for tokens in training, and cannot be cut."""
+    batch = documents(model, _CPU)
     model.set_attn_implementation(_TRIED)
     model.train()  # dropout is only asked for here
-    with draws_of(model, block.input_ids.numel()) as drawn:
-        logits_of(model, block.input_ids, block.position_ids, block.borders)
+    with draws_of(model, batch.input_ids.numel()) as drawn:
+        logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
     model.eval()
-    packed = logits_of(model, block.input_ids, block.position_ids, block.borders).flatten(0, 1)
+    packed = logits_of(model, batch.input_ids, batch.position_ids, batch.borders).flatten(0, 1)
     model.set_attn_implementation("eager")
-    each = torch.split(block.input_ids.flatten(), [length for row in LENGTHS for length in row])
+    each = torch.split(batch.input_ids.flatten(), [length for row in LENGTHS for length in row])
     alone = torch.cat([logits_of(model, ids[None], torch.arange(len(ids))[None])[0] for ids in each])
     return float((packed - alone).abs().max() / alone.abs().max()), drawn
 
 
 @torch.no_grad()
 def _stir(model: PreTrainedModel) -> None:
-    """Weights that are zero at first, as some biases and projections are, would hide what they multiply."""
+    """Change weights that are zero at first, as some biases and projections are: they would hide what they multiply."""
     torch.manual_seed(1)
     for parameter in model.parameters():
         if not parameter.any():
@@ -305,7 +311,7 @@ def _stir(model: PreTrainedModel) -> None:
 
 
 def _width(hf_config: PretrainedConfig) -> int:
-    """Of the widest head, by the names that configs have for it."""
+    """Return the width of the widest head, by the names that configs have for it."""
     text = hf_config.get_text_config()
     each = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     names = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")

@@ -1,9 +1,9 @@
-"""One step of a small part of the network, before a rank is started: some configs fail only in a forward or a backward.
+"""Try one step of a small part of the network before a rank is started: some configs fail only in such a step.
 
-The part is the first blocks, one of each kind at least. It is really computed, on the CPU: as it is if it is small,
+The part is the first layers, one of each kind at least. It is really computed, on the CPU: as it is if it is small,
 otherwise at a fraction of its widths. If that fails, it may be for the widths; so the part is then computed at its own
 ones, with fake tensors, which have shapes and no memory, and last the whole network. Only what fails every time is
-refused. A step that fails for a reason of the probe's own lets the run go on: the ranks try it for real.
+refused. If a step fails for a reason of the probe's own, the run continues: the ranks try it for real.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from raytune_fsdp.run.evaluation.losses import refuse_leak
 logger = logging.getLogger(__name__)
 
 _SMALL = 40_000_000
-"""Weights that are really computed: with gradients 320 MB, and about a second on one slow core."""
+"""The most weights that are really computed: with gradients 320 MB, and about a second on one slow core."""
 
 _MOST_BLOCKS = 12
-"""More blocks than this are not looked at for another kind (from the 20th on, some of a Gemma 4 have no keys)."""
+"""Layers after this many are not looked at for another kind (from the 20th on, some of a Gemma 4 have no keys)."""
 
 _LENGTH = 16
 """Tokens of a sequence: state spaces without kernels go through them one by one, and a fake operation takes 0.3 ms."""
 
 _WIDTH = 64
-"""The hidden size to which a large network is shrunk, or some more."""
+"""The hidden size to which a large network is shrunk, or somewhat more."""
 
 _TOKENS = 4096
-"""The vocabulary to which it is shrunk."""
+"""The vocabulary to which a large network is shrunk."""
 
 _EXPERTS = 16
-"""The experts to which it is shrunk, or some more: mostly 8 of them are chosen."""
+"""The number of experts to which a large network is shrunk, or somewhat more: mostly 8 of them are chosen."""
 
 _SIZES = (
     "_size",
@@ -88,12 +88,15 @@ def check_step(
 
 
 def _part(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
-    """The first blocks of a network, at a fraction of its widths if it is large."""
+    """Return the first layers of a network, at a fraction of its widths if it is large."""
     return first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
 
 
 def small_network(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
-    """That part of a network with random weights, on the CPU. `network` has the sizes of `hf_config`."""
+    """Return the first layers of a network with random weights, on the CPU, narrower if it is large.
+
+    `network` has the sizes of `hf_config`.
+    """
     model = _part(config, hf_config, network)
     if _weights(model) > _SMALL:
         raise MemoryError(f"{_weights(model):,} weights are too many to try")
@@ -104,7 +107,7 @@ def small_network(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
 
 def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) -> Exception | None:
     error = None
-    # Some networks count their blocks, and an xLSTM takes only multiples of its chunks: the whole has the last word, at
+    # Some networks count their layers, and an xLSTM takes only multiples of its chunks: the whole has the last word, at
     # the length that the run will have.
     for first, length, fake in ((True, _LENGTH, False), (False, _LENGTH, False), (False, config.data.seq_len, True)):
         try:
@@ -133,7 +136,7 @@ def _message(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTr
 
 
 def _build(config: FinetuneConfig, hf_config: PretrainedConfig) -> PreTrainedModel:
-    """The network as the ranks build it, on the meta device, with an attention that runs on a CPU."""
+    """Build the network as the ranks do, on the meta device, with an attention that runs on a CPU."""
     model = build_network(copy.deepcopy(hf_config), config)
     if _other_attention(config):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -146,30 +149,30 @@ def _weights(model: nn.Module) -> int:
 
 
 def first_blocks(model: PreTrainedModel) -> PreTrainedModel:
-    """Cut the lists of blocks where every kind of block has come, but not before two."""
+    """Cut the lists of layers where every kind of layer has come, but not before two."""
     for parent, name, kept, _ in _lists(model):
         setattr(parent, name, nn.ModuleList(kept))
     return model
 
 
 def _weights_of_part(model: PreTrainedModel) -> int:
-    """The weights that `first_blocks` would leave."""
+    """Return the number of weights that `first_blocks` would leave."""
     lists = list(_lists(model))
-    cut = {id(p): p.numel() for _, _, _, rest in lists for block in rest for p in block.parameters()}
-    left = {id(p) for _, _, kept, _ in lists for block in kept for p in block.parameters()}  # blocks may share some
+    cut = {id(p): p.numel() for _, _, _, rest in lists for layer in rest for p in layer.parameters()}
+    left = {id(p) for _, _, kept, _ in lists for layer in kept for p in layer.parameters()}  # layers may share some
     return _weights(model) - sum(size for key, size in cut.items() if key not in left)
 
 
 def _lists(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, list[nn.Module], list[nn.Module]]]:
-    """Every list of blocks: its parent, its name there, the first blocks and the others."""
+    """Yield every list of layers: its parent, its name there, the first layers and the others."""
     names = set(model._no_split_modules or ())
     for parent in list(model.modules()):
-        for name, blocks in list(parent.named_children()):
-            if isinstance(blocks, nn.ModuleList) and any(type(block).__name__ in names for block in blocks):
-                kinds = [(type(b), *(tuple(p.shape) for p in b.parameters())) for b in blocks]
+        for name, layers in list(parent.named_children()):
+            if isinstance(layers, nn.ModuleList) and any(type(layer).__name__ in names for layer in layers):
+                kinds = [(type(layer), *(tuple(p.shape) for p in layer.parameters())) for layer in layers]
                 last = max(kinds.index(kind) for kind in kinds)
                 kept = min(_MOST_BLOCKS, max(2, last + 1))
-                yield parent, name, list(blocks)[:kept], list(blocks)[kept:]
+                yield parent, name, list(layers)[:kept], list(layers)[kept:]
 
 
 class _Untried(Exception):
@@ -177,7 +180,7 @@ class _Untried(Exception):
 
 
 def _step(config: FinetuneConfig, model: PreTrainedModel, *, real: bool, length: int = _LENGTH) -> Exception | None:
-    """Forward and backward; what went wrong. A real network has its memory afterwards."""
+    """Compute forward and backward, and return what went wrong. A real network has its memory afterwards."""
     # Random numbers are keyed everywhere, but a caller's own are left alone.
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
@@ -214,7 +217,7 @@ def _with_fake_tensors(model: PreTrainedModel) -> AbstractContextManager[object]
 
 
 def fill_small(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """Weights and buffers as transformers draws them. What it does not draw is zero."""
+    """Fill weights and buffers as transformers draws them. What it does not draw is zero."""
     torch.manual_seed(0)
     with_memory(model, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), buffers=False)
     with torch.no_grad():
@@ -242,10 +245,11 @@ def with_memory(model: PreTrainedModel, make: Callable[[torch.Tensor], torch.Ten
 
 
 def _conclusive(config: FinetuneConfig, model: PreTrainedModel, error: Exception) -> bool:
-    """Whether a rank would fail too, for the same reason."""
+    """Return whether a rank would fail too, for the same reason."""
     if isinstance(error, _Untried | MemoryError | ImportError | torch.OutOfMemoryError):
         return False
-    # What a fake tensor cannot do: say a value, tell a shape that values decide, run an operation without a shape rule.
+    # What a fake tensor cannot do: say a value, or a shape that values decide, or run an operation without a shape
+    # rule.
     if type(error).__module__.startswith(("torch._subclasses", "torch.fx", "torch._dynamo", "torch._inductor")):
         return False
     text = str(error).lower()
@@ -259,12 +263,12 @@ def _conclusive(config: FinetuneConfig, model: PreTrainedModel, error: Exception
 
 
 def _is_ours(model: PreTrainedModel) -> bool:
-    """Whether the network is of transformers, not of code that came with a model."""
+    """Return whether the network is of transformers, not of code that came with a model."""
     return type(model).__module__.startswith("transformers.")
 
 
 def _on_a_device(config: FinetuneConfig) -> bool:
-    """Whether the run may compute elsewhere than on a CPU, or in another way than the probe does."""
+    """Return whether the run may compute elsewhere than on a CPU, or in another way than the probe does."""
     return _other_attention(config) or (
         config.cluster.device != "cpu" and (config.cluster.launch != "local" or torch.cuda.is_available())
     )
@@ -276,8 +280,8 @@ def _other_attention(config: FinetuneConfig) -> bool:
 
 def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
     """Refuse to pack documents for a network in which they see each other. Needs the memory that a step leaves."""
-    # Flash kernels find the borders where sdpa may not. In transformers nothing else does: kernels of state spaces are
-    # told of borders by nobody. Code that comes with a model may be of any kind, and is tried by the ranks.
+    # Flash kernels find the borders where sdpa may not. In transformers nothing else does: kernels of state spaces do
+    # not receive borders. Code that comes with a model may be of any kind, and is tried by the ranks.
     if config.data.packing == "none" or _other_attention(config) or not _is_ours(model):
         return
     try:
@@ -290,7 +294,8 @@ def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
 
 
 def shrunk(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture, narrower: all sizes divided by one power of two, so that they still fit each other."""
+    """Return the config of the same architecture, narrower: all sizes are divided by one power of two, so that they
+    still fit each other."""
     small = copy.deepcopy(hf_config)
     text = small.get_text_config()
     values = vars(text)
