@@ -159,8 +159,7 @@ def in_the_way(found: Sequence[CommittedCheckpoint], *, of_last: bool) -> list[C
 
 
 def way_out(root: str, step: int) -> str:
-    """Return what a person can do if training has gone wrong after a step: the same run would take the same course
-    again."""
+    """Return what a person can do if training went wrong after a step: the same run would take the same course."""
     return (
         "the same settings would end here again, and others make another run: give it a new run.name, lower optim.lr, "
         "raise optim.warmup_ratio or mend the data, and set model.init=pretrained and model.path to a checkpoint of "

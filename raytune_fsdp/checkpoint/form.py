@@ -119,8 +119,7 @@ def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Pa
 
 
 def began_with(files: Path) -> tuple[str, str | None, bool]:
-    """Return path and revision of the model that a run of all weights began with, and whether it is a name on the
-    hub."""
+    """Return path and revision of the model that a run of all weights began with, and whether it is on the hub."""
     file = files / RECIPE_FILE
     try:
         recipe: Any = read_json(file, limit=_RECIPE_BYTES)

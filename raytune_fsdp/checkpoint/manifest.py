@@ -43,8 +43,7 @@ _PIECE_BYTES = 16 << 10
 _SOON_READ = 1 << 30
 """Less than this is hashed at once, whatever it is."""
 _SMALL_BYTES = 64 * MIB
-"""What any file without tensors may have: .metadata, which is written for other tools, is about as large as the
-index."""
+"""What any file without tensors may have: .metadata, written for other tools, is about as large as the index."""
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 

@@ -158,8 +158,7 @@ def saved_network(checkpoint: CommittedCheckpoint, files: Path) -> PreTrainedMod
 
 
 def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> None:
-    """Refuse to write trained rows of new tokens for PEFT if there are other new rows, or the base has no place for
-    them.
+    """Refuse to write trained rows of new tokens for PEFT if there are other new rows, or no place for them.
 
     `files`: the run's own. `moved`: where the base is now.
     """

@@ -41,8 +41,7 @@ def _worst(everyone: Sequence[tuple[tuple[str, str], int, int]]) -> dict[str, An
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether a write failed because storage, or the quota on it, is full. Not all storage shows a quota
-    before."""
+    """Return whether a write failed because storage, or the quota on it, is full. Not all storage shows a quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

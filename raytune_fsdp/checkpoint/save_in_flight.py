@@ -166,8 +166,7 @@ class SaveInFlight:
         return self.job.rank == 0 and not self.reported and self.outcome() is None
 
     def outcome(self) -> Outcome | None:
-        """Return the outcome on rank 0; None while unknown. A save that takes too long is given up: it is never
-        committed."""
+        """Return the outcome on rank 0; None while unknown. Give up a save that takes too long; it never commits."""
         with self._lock:
             if self._outcome is None:
                 if self._committing:

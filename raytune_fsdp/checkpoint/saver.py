@@ -72,8 +72,7 @@ class Saver:
         return UpdatesAfterCopies(optimizer, self.staging)
 
     def status(self) -> tuple[Ending | None, bool]:
-        """Return how the last save ended, if rank 0 has yet to report that, and whether this rank is still busy with
-        it.
+        """Return how the last save ended, if rank 0 has yet to report that, and whether this rank is still busy.
 
         No save can begin while any rank is busy.
         """

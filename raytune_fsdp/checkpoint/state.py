@@ -138,8 +138,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 
 
 def _checked(values: dict[str, Any], found: CommittedCheckpoint) -> RunState:
-    """Return the state, from the values in its file; older versions wrote fewer. Raise UnsoundError if they are not
-    one."""
+    """Return the state, from the values in its file; older versions wrote fewer. UnsoundError if they are none."""
     for key, value in values.items():
         if key not in _RULES:
             raise UnsoundError(f"has the unknown entry {shown(key)}")

@@ -78,8 +78,7 @@ class Draft(Protocol):
         """Whether writing a file may be tried again: true for storage with transient failures."""
 
     def publish(self, sizes: Mapping[str, int], manifest: str, before: Callable[[], None] = at_once) -> None:
-        """Make it visible. Rank 0 calls this when all files are written; it raises OSError unless they have these
-        sizes.
+        """Make it visible. Rank 0 calls this when all files are written; OSError unless they have these sizes.
 
         `before` is called at the last moment: what it raises keeps the checkpoint from becoming visible.
         """

@@ -56,8 +56,7 @@ class PieceLayout:
     """On rank 0: shapes, types and pieces of all tensors."""
 
     def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
-        """Return `tensors.json` of a checkpoint whose ranks have written these files, the pieces in order. Only on rank
-        0."""
+        """On rank 0: return `tensors.json` of a checkpoint whose ranks wrote these files, the pieces in order."""
         assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
         where = {
             (index.fqn, index.offset): (file, start, size)
@@ -204,8 +203,7 @@ class Staging:
         self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a part of the buffer as a tensor with its own storage: torch.save would write all of a view's
-        storage."""
+        """Return a part of the buffer as a tensor with storage of its own: torch.save writes a view's whole storage."""
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         memory = memoryview(self._block.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ _TABLE: tuple[tuple[str, int, float | None, float, str, str], ...] = (
 )
 
 _OTHER_NAMES = {
-    "GH200 480GB": "GH200-96GB",  # torch adds the memory of the processor
+    "GH200 480GB": "GH200-96GB",  # torch's name has the memory of the processor
     "B200 192GB": "B200",  # what its chips have; boards are sold with 180
 }
 

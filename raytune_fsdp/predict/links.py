@@ -109,8 +109,7 @@ def exchange(layout: Layout, network: Network, nbytes: float, times: float) -> M
 
 
 def add_up(layout: Layout, network: Network, nbytes: float, times: float) -> Moved:
-    """Return time and bytes of sums of `nbytes` over the ranks that have each a part of a layer, sent there and
-    back."""
+    """Return time and bytes of sums of `nbytes`, there and back, over the ranks that have each a part of a layer."""
     members, per_node = layout.tensor, network.per_node
     sent = 2 * nbytes * (members - 1) / members
     if members <= per_node:  # they are next to each other

@@ -20,7 +20,7 @@ class Memory:
     start: Bytes
     """What stays from one step to the next, as it is before the step."""
     peak: Bytes
-    """What there is when the device has most."""
+    """What there is when the device holds most."""
     where: str
     """What the rank does then."""
     elsewhere: frozenset[Kind]

@@ -65,8 +65,7 @@ def planned(
     writing: Writing | None = None,
     with_alternatives: bool = False,
 ) -> Planned:
-    """Plan a run on as many of these GPUs as `plan` has ranks. Where it does not fit, alternatives are always looked
-    for."""
+    """Plan a run on as many of these GPUs as `plan` has ranks. Look for alternatives, too, where it does not fit."""
     asked, config = config, as_long(config, plan)
     subject, world = ModelSpec.of(config, architecture), plan.layout.world
     found = predict(subject, config, plan, cluster)

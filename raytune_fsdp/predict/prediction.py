@@ -36,8 +36,7 @@ runs have, holes are small."""
 
 
 CALIBRATED_WITHIN = 0.25
-"""How far the predicted time of a step is off at most, as a share of the measured time, on a machine that was measured
-before."""
+"""How far the predicted time of a step is off at most, relative to its measured time, on a measured machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +185,7 @@ def _beside(device: Device, changing: int, offloaded: int) -> dict[str, int]:
 
 
 def _bounded(config: FinetuneConfig) -> FinetuneConfig:
-    """Return the config with a length: that of a run in epochs is not known without its data, and no step depends on
-    it."""
+    """Return the config with a length: one in epochs is not known without its data, and no step depends on it."""
     return config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 1, "epochs": None})})
 
 

@@ -53,10 +53,10 @@ def search(
     between: float | None,
     most_hours: float | None,
 ) -> list[Suitable]:
-    """Return clusters on which it fits and ends in time, the cheapest first: by price if all have one, else by
-    GPU-hours.
+    """Return clusters on which it fits and ends in time, the cheapest first.
 
-    How activations are kept is chosen for each; everything that decides what is learned stays.
+    They are compared by price where all have one, else by GPU-hours. How activations are kept is chosen for each;
+    everything that decides what is learned stays.
     """
     train = config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})
     best: list[Suitable] = []
@@ -89,8 +89,7 @@ def search(
 
 
 def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
-    """Yield 1, 2, 4 … GPUs of a machine, then whole machines; no more than a step has micro-batches, or parts of
-    them."""
+    """Yield 1, 2, 4 … GPUs of a machine, then whole machines; at most as many as a step has micro-batches, or parts."""
     batches = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
     size = 1
     while size < per_node:

@@ -104,8 +104,7 @@ class Published:
     """Operations a second in 32 bits."""
     attention: float
     bandwidth: float
-    """Bytes a second that are read and written by what is no product: more than the memory has, where operations are
-    fused."""
+    """Bytes a second, read and written by what is no product: more than the memory has where operations are fused."""
     copies: float
     """Bytes a second that are read and written by one operation."""
     narrowing: float
@@ -282,8 +281,7 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
 def moved_in_blocks(
     trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int, sort: Sort
 ) -> tuple[float, float]:
-    """Return the bytes that are exchanged for attention in a step, or added up, those that stay included, and how
-    often."""
+    """Return the bytes that are exchanged for attention in a step, or added up, with those that stay, and how often."""
     found = {name: [each.nbytes for each in ops if each.sort == sort] for name, ops in phases.items()}
     of_all = [
         _of_all_passes(trace, {name: float(each(sizes)) for name, sizes in found.items()}, passes)

@@ -244,8 +244,7 @@ def _early_stop(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoi
 
 
 def _next_state(prepared: RunInputs, standing: ResumePoint, learner: _Learner) -> RunState:
-    """Return the state that this attempt starts from and saves: the checkpoint's, with today's identity and world
-    size."""
+    """Return the state that this attempt starts from and saves: the checkpoint's, with today's identity and world."""
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,

@@ -27,8 +27,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 
 
 def gradients_of(state: RunState) -> str:
-    """Return the type in which a run with this saved state adds the gradients of micro-batches, where it has a
-    choice."""
+    """Return the type in which a run with this saved state adds gradients of micro-batches, where it has a choice."""
     return state.kernels.get("gradients", AS_WEIGHTS)  # before there was a choice, states named none
 
 

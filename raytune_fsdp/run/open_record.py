@@ -144,8 +144,7 @@ def keep_from_others(place: RunDir) -> None:
 
 
 def clean_config(place: RunDir) -> None:
-    """Remove secrets from the config.yaml of a complete run, which no attempt will write again: older versions wrote
-    them."""
+    """Remove secrets, which older versions wrote, from the config.yaml of a complete run: no attempt rewrites it."""
     tree = last_config(place)
     clean = recorded(tree)
     with suppress(OSError):  # another user's run

@@ -163,8 +163,7 @@ def _marked(entry: str) -> str:
 
 
 def run_of(place: str) -> str | None:
-    """Return the directory or URL of the run that a path or URL is, or that a checkpoint or an export there belongs
-    to."""
+    """Return the directory or URL of the run that is at a place, or that a checkpoint or an export there belongs to."""
     if looks_like_checkpoint(place):
         return place.rstrip("/").rpartition("/")[0].rpartition("/")[0]
     path = Path(place)
@@ -240,8 +239,7 @@ def _named_by_config(run: Path, named: set[str]) -> set[str]:
 
 
 def _began_with(run: str) -> str | None:
-    """Return the directory of the model that a run began with, as an export reads it; None unless that model also
-    sees."""
+    """Return the directory of the model that a run began with, as an export reads it; None if that does not see."""
     try:
         with TemporaryDirectory(prefix="raytune-model-") as copy:
             files = Path(copy) if is_url(run) else Path(run) / MODEL_FILES

@@ -213,6 +213,5 @@ def _check_whole(checkpoint: CommittedCheckpoint) -> None:
 
 
 def _is_older_export(destination: Path, state: RunState) -> bool:
-    """Return whether an export of a version that left no mark may have written this: by its place, or by its card's
-    hash."""
+    """Return whether an export by a version that left no mark may have written this: by place or by the card's hash."""
     return is_place_of_exports(destination) or is_of_same_run(destination, state)

@@ -44,8 +44,7 @@ _LENGTH = ("max_steps", "epochs", "log_every")
 
 
 def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
-    """Return everything that decides the trajectory, by the names a user knows. Paths do not decide it; their content
-    does."""
+    """Return everything that decides the trajectory, by names a user knows: the content of files, not their paths."""
     architecture = {
         f"model.{key}": value
         for key, value in hf_config.to_diff_dict().items()
@@ -70,8 +69,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
 
 
 def _rounding(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return what else decides how numbers are rounded. How weights travel in 8 bits does not: they come out the
-    same."""
+    """Return what else decides how numbers are rounded. Weights that travel in 8 bits come out the same."""
     found = {"parallel.fp8_scaling": parallel.fp8_scaling} if parallel.precision == "fp8" else {}
     return {**found, "parallel.reduce_dtype": "bf16"} if parallel.reduce_dtype == "bf16" else found
 
@@ -88,8 +86,7 @@ def _normal(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_its_meaning(config: FinetuneConfig) -> OptimConfig:
-    """Return `optim` in one spelling: moments in fp32 next to weights in fp32 are the same run, however that is
-    written."""
+    """Return `optim` in one spelling: moments in fp32 with weights in fp32 are the same run either way."""
     chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32", "fp8")
     if not (chosen.type == "adamw" and chosen.moments == "fp32" and wide):
         return config.optim
@@ -162,8 +159,7 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
 
 
 def check_same_adapters(found: Resumed, config: FinetuneConfig, network: PreTrainedModel) -> None:
-    """Refuse to continue with fewer adapters than a run has: older versions let PEFT read an expression as last
-    names."""
+    """Refuse to continue with fewer adapters than a run has: older versions took an expression for last names."""
     targets = getattr(config.method, "target_modules", None)
     if not is_expression(targets):
         return
@@ -229,8 +225,7 @@ def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_config(place: RunDir) -> dict[str, Any]:
-    """Return the config.yaml of the run's last attempt as a tree; an empty one if there is none, or none that can be
-    read."""
+    """Return the config.yaml of the run's last attempt as a tree; an empty one if none can be read."""
     try:
         tree = spelled(parse(read_file(place.config, limit=MAX_BYTES, links=True).decode())[0])
     except FileNotFoundError:

@@ -132,8 +132,7 @@ class Saves:
         return bool(removed)
 
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
-        """Return whether to save after this step. A save that is due while another is being written begins after that
-        one."""
+        """Return whether to save after this step. A save that is due while another is being written begins after it."""
         wanted = planned or boundary.asked or self._due
         if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
             boundary = self._recovered(boundary)

@@ -92,8 +92,7 @@ class ResumePoint:
     ended_early: bool = False
     """Whether the run's evaluations have ended it (`eval.early_stop`)."""
     owes_evaluation: bool = False
-    """Whether all steps are trained, and a crash has kept the last evaluation, or some of its answers, from being
-    made."""
+    """Whether all steps are trained, and a crash has kept the last evaluation, or some answers, from being made."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
 

@@ -231,16 +231,14 @@ class AdapterFiles:
 
     files: WeightFiles
     key_of: Mapping[str, str]
-    """The key of every tensor, by its name in the network. Parts that see or hear may have none: they begin as in a new
-    adapter."""
+    """The key of every tensor, by its name in the network. Parts that see or hear may have none, and begin as new."""
 
     def weights(self) -> Weights:
         return FileWeights(self.files, self.key_of)
 
 
 def _rows_of_tokens(network: PreTrainedModel) -> list[str]:
-    """Return the names of the embeddings and the head. A tensor of a layer may have as many rows as there are tokens by
-    chance."""
+    """Return the names of embeddings and head. A layer's tensor may have as many rows as there are tokens by chance."""
     inside = {id(tensor) for layer in layers_of(network) for tensor in layer.parameters()}
     owned = owned_tensors(network)
     return [name for name in rows_of_tokens(network) if id(owned[name]) not in inside]

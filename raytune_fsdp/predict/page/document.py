@@ -85,9 +85,9 @@ def static_page(points: Mapping[str, Any]) -> str:
         among=among,
         price=None,
         notes=[
-            "Of each model, numbers of GPUs around the least that do. A step has one sample on every GPU; weights, "
-            "gradients and the optimizer's state are spread over all of them (parallel.strategy: full_shard), adapters "
-            f"have rank 16. Machines have {grid.PER_NODE} GPUs, and {grid.NETWORK} to the others. "
+            "For each model, numbers of GPUs around the fewest that are enough. A step has one sample on every GPU; "
+            "weights, gradients and the optimizer's state are spread over all of them (parallel.strategy: full_shard), "
+            f"adapters have rank 16. Machines have {grid.PER_NODE} GPUs, and {grid.NETWORK} to the others. "
             "raytune-fsdp plan --serve has this page for any config, with batches, strategies and every GPU.",
             _MEMORY,
             _ROOFLINE,

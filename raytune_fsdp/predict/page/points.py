@@ -101,8 +101,7 @@ def _with(values: Sequence[Value], one: Value) -> tuple[Value, ...]:
 
 
 def read_choice(asked: Sequence[tuple[str, str]], start: Chosen, among: Offered) -> Chosen:
-    """Return what a request asks for; what it does not name stays as in the config. Raise ConfigError for anything
-    else."""
+    """Return what a request asks for, and for the rest what the config says. Raise ConfigError for anything else."""
     found: dict[str, Value] = {}
     known = [field.name for field in fields(Chosen)]
     for name, text in asked:
@@ -157,8 +156,7 @@ _ANSWERS, _TRACES = 4096, 32
 
 
 class Points:
-    """Answers by choice. They are kept, and so are the last traces: with several GPUs, one trace serves every
-    device."""
+    """Answers by choice. They are kept, and so are the last traces: with several GPUs, one serves every device."""
 
     def __init__(
         self,

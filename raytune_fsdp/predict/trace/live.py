@@ -151,8 +151,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.timeline.kinds[self._see(tensor)] = kind
 
     def follow_gathered(self, model: nn.Module) -> None:
-        """Look for the memory into which the model's gathered weights come, and which FSDP keeps between passes without
-        bytes."""
+        """Look for the memory that gathered weights come into, which FSDP keeps between passes without bytes."""
         self._groups = groups_of(model)
 
     def _find_gathered(self) -> None:

@@ -211,8 +211,7 @@ def trace(
     """Compute one step of rank 0 on devices with `memory` bytes.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `until`: TookTooLong is raised then.
-    """
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `until`: TookTooLong is raised then."""
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
     model = build_network(copy.deepcopy(hf_config), config, added)
@@ -264,8 +263,7 @@ def optimizer_of(
     units: Sequence[Unit],
     passes: int,
 ) -> Optimizer:
-    """Build the optimizer with its state, and make gradients add up as in a new run. `passes`: the micro-batches of a
-    step."""
+    """Build the optimizer with its state, and add gradients as in a new run. `passes`: micro-batches of a step."""
     if parallel.precision == "bf16_pure":
         add_in_fp32(model, units, parallel, plan.layout, passes)
     optimizer = build_optimizer(model, config.optim, config.method)
@@ -348,8 +346,7 @@ def one_step(
 
 
 def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: KernelNeeds, device: str) -> str:
-    """Give the network what ranks on such a device would choose if nothing is installed besides torch; return its
-    attention."""
+    """Give the network what such devices would choose with nothing installed besides torch; return its attention."""
     check_cut(config.parallel.mesh.tensor, model, needs)
     check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
     if choose_loss(config.model.loss, needs, kept=None).name == "chunked":

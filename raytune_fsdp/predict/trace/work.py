@@ -94,8 +94,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 
 
 def _product(matrices: Sequence[torch.Tensor]) -> float:
-    """Count the operations of (.., m, k) times (.., k, n). Experts' products have the tokens of all experts in one
-    matrix."""
+    """Count the operations of (.., m, k) times (.., k, n). Experts have the tokens of all of them in one matrix."""
     left, right = matrices
     return 2.0 * left.numel() * right.shape[-1]
 

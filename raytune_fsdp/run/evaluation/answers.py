@@ -25,8 +25,7 @@ _WORDS = "Yes."
 
 
 def asked(prompt: str | ConversationConfig) -> dict[str, Any]:
-    """Return a prompt of the config as fields of the event that records the answer: its question, and all its
-    messages."""
+    """Return a prompt of the config as event fields: its question and, of a conversation, all messages."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     messages = prompt.model_dump()["messages"]
@@ -158,8 +157,7 @@ def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, positions: int) -> torch.Tensor:
-    """Return the token ids of a prompt as a batch of one. Raise DataError if it is empty or leaves no position for an
-    answer."""
+    """Return a prompt's token ids as a batch of one. Raise DataError if it is empty or leaves no room for an answer."""
     shown = repr((prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))[:40])
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -197,8 +195,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, prompt:
 
 
 class Talk:
-    """A conversation with a model. All of it is rendered again for every answer, so the model sees it as in
-    training."""
+    """A conversation with a model. It is rendered again for every answer, so the model sees it as in training."""
 
     def __init__(
         self,

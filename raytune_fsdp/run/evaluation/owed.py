@@ -34,8 +34,7 @@ def exam_of(
 
 
 def described(exam: Evaluation) -> dict[str, Any]:
-    """Return the fields that describe the evaluation in the event that an attempt has started; none if it measures
-    nothing."""
+    """Return how the event that an attempt has started describes the evaluation; nothing if it measures nothing."""
     measured, prompts = bool(exam.datasets or exam.tasks), len(exam.prompts)
     return {EVALUATES: {"values": measured, "prompts": prompts}} if measured or prompts else {}
 

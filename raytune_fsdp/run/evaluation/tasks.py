@@ -132,7 +132,7 @@ def _write(
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     answers = {number: text for some in everyone for number, text in some.items()}
-    # On one rank for all: each rank must not find out for itself that an expression takes too long.
+    # One rank judges for all: an expression that takes too long must take that time only once.
     return on_rank0(lambda: _judged(task, answers), what="judge the answers")
 
 

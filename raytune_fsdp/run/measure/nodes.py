@@ -35,8 +35,7 @@ class NodeFigures:
         self._seen = (math.nan, math.nan, math.nan)
 
     def mine(self) -> list[float]:
-        """Return bytes in use on this machine, percent of this rank's GPU, and three figures for `of_nodes`; NaN: not
-        known."""
+        """Return bytes in use on this machine, percent of this rank's GPU, and three figures more; NaN: not known."""
         if time.monotonic() >= self._looked + _EVERY_SECONDS:
             self._looked = time.monotonic()
             taken = math.nan
@@ -47,8 +46,7 @@ class NodeFigures:
         return [float(psutil.virtual_memory().used), _utilization(self._device), *self._seen]
 
     def of_nodes(self, everyone: Any) -> tuple[NodeLine, ...]:
-        """Return the figures of nodes from those of all ranks (rows of an array); nothing within ten seconds of the
-        last."""
+        """Return the figures of nodes from those of all ranks (rows of an array), every ten seconds; else nothing."""
         if time.monotonic() < self._written + _EVERY_SECONDS:
             return ()
         self._written = time.monotonic()

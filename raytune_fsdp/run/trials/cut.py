@@ -27,8 +27,7 @@ from raytune_fsdp.run.trials.probe import small_network
 logger = logging.getLogger(__name__)
 
 _BOUND = 1e-4
-"""Relative to the largest gradient of a weight. In fp32 other orders of sums are 1e-6 apart; what is wrong is off by
-1."""
+"""Relative to the largest gradient of a weight. Other orders of sums are 1e-6 apart in fp32; errors are off by 1."""
 
 
 def try_cut(
