@@ -89,6 +89,9 @@ class Maker:
         ray.get(self.group.ready())
         return ray.get_runtime_context().get_actor_id(), self.group.id.hex()
 
+    def cluster(self) -> str:
+        return private.own_cluster()
+
     def helpers(self) -> tuple[int, int]:
         """How many a controller's process has before its callbacks have started, and afterwards."""
         self.callback = PlacementGroupCleanerCallback()
@@ -102,6 +105,8 @@ class Maker:
 def test_on_the_ray_of_these_tests(cluster: None) -> None:
     address = ray.get_runtime_context().gcs_address
     private.check_token(address)  # this Ray asks for none
+    own = private.own_cluster()
+    assert len(own) > 20 and private.cluster_at(address) == own
     private.forget_token()
     assert private.dead_processes() == []
     assert RAYS_THREAD in [thread.name for thread in enumerate_threads()], "what it prints is kept from the screen"
@@ -150,6 +155,7 @@ def on_two_nodes() -> dict[str, Any]:
     ends_at = time.time() + 60
     private.drain(cluster.address, node.node_id, "spot", ends_at)
     leaving = until(private.leaving_nodes)
+    clusters = [private.own_cluster(), ray.get(busy.cluster.remote())]
     ray.shutdown()
     cluster.shutdown()
 
@@ -158,11 +164,19 @@ def on_two_nodes() -> dict[str, Any]:
     (raylet,) = [each for each in processes if each.name() == "raylet"]
     raylet.kill()
     dead = until(private.dead_processes)
+    clusters.append(private.cluster_at(ray.get_runtime_context().gcs_address))
     private.kill_processes()
     _, alive = psutil.wait_procs(processes, 10)
     servers = [each.name() for each in alive if each.name() in ("gcs_server", "raylet")]
     ray.shutdown()
-    return {"leaving": leaving, "node": node.node_id, "ends_at": ends_at, "dead": dead, "alive": servers}
+    return {
+        "leaving": leaving,
+        "node": node.node_id,
+        "ends_at": ends_at,
+        "dead": dead,
+        "alive": servers,
+        "clusters": clusters,
+    }
 
 
 @pytest.mark.slow
@@ -171,3 +185,5 @@ def test_a_node_that_drains_and_a_ray_that_loses_a_process() -> None:
     assert found["leaving"] == {found["node"]: int(found["ends_at"] * 1000)}
     assert found["dead"] == ["raylet"]
     assert found["alive"] == []
+    joined, of_its_actor, another = found["clusters"]
+    assert joined == of_its_actor != another

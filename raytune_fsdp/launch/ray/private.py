@@ -66,6 +66,17 @@ def check_token(address: str) -> None:
     GcsClient(address=address)  # asks for the cluster's id, and with that whether the token is right
 
 
+def own_cluster() -> str:
+    """The id of the cluster that this process is connected to. Asks nobody."""
+    return str(ray._private.worker.global_worker.gcs_client.cluster_id.hex())
+
+
+def cluster_at(address: str) -> str:
+    """The id of the cluster whose head answers there. A head that has lost its state has another one; where there is
+    none, this may wait for as long as Ray does."""
+    return str(GcsClient(address=address).cluster_id.hex())
+
+
 KNOCK = """
 import sys
 from ray._raylet import GcsClient

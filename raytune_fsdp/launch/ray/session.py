@@ -66,7 +66,7 @@ class Session:
     owned: bool
     """Whether the connection was made here."""
     head: Head | None = None
-    """Of a cluster that was joined."""
+    """Of a cluster that was joined, here or by the caller."""
     directory: Path | None = None
     lock: int | None = None
     environment: tuple[str, ...] = ()
@@ -167,7 +167,8 @@ def find() -> str | None:
 def connect(config: ClusterConfig, workers: int, address: str | None) -> Session:
     """Join the cluster at this address. Without one, use the Ray there is, or start one that is large enough."""
     if ray.is_initialized():
-        return Session(f"connected already, {_size()}", owned=False)
+        head = Head(ray.get_runtime_context().gcs_address)
+        return Session(f"connected already, {_size()}", owned=False, head=head)
     if address is None:
         return _start(local_cpus(config, workers), config.start_seconds)
     with _joining(address):

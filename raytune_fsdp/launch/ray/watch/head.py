@@ -1,7 +1,8 @@
-"""The head of a cluster that was joined: whether it answers.
+"""The head of a cluster that is not this run's own: whether it answers.
 
-Without it Ray ends this process after a minute (`private.seconds_without_head`), with a line of its own, from C++:
-nothing would be recorded or closed. So the run ends before that; a head that is back by then ends nothing.
+Without it Ray ends this process after a minute (`private.seconds_without_head`), and at once where another cluster's
+head has taken its place: with a line of its own, from C++, so that nothing would be recorded or closed. So the run ends
+before that; a head that is back by then ends nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from threading import Event
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from threading import Event, Lock
 
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray import private
 
 _KNOCK_SECONDS = 1.0
 _LOOK_SECONDS = 1.0
+_STRIDE_SECONDS = 5.0
+"""The most that counts between two looks. After a longer pause this process was away: so may the head have been."""
 _CLOSING_SECONDS = 10.0
 """What saying, recording and closing takes at most; half of that is left for Ray's own farewell."""
 
@@ -25,32 +30,80 @@ class Head:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._place = private.host_and_port(address)
+        self._cluster = private.own_cluster()
         self._limit = max(1.0, private.seconds_without_head() - _CLOSING_SECONDS)
-        self._since: float | None = None
+        self._places: list[tuple[str, int]] = []
+        with suppress(OSError):
+            self._places = self._resolve()
+        self._lock = Lock()
+        self._looked = time.monotonic()
+        self._sure = True
+        """Whether it is known to be there, as it was when the cluster was joined."""
+        self._other = False
+        """Whether another cluster's answers in its place."""
+        self._away = 0.0
+        """The seconds from the first look of many in a row at which it was not there, as far as they were looks."""
+        self._naming: Future[None] | None = None
+        self._asking: Future[str] | None = None
         self._closed = Event()
         in_thread(self._watch, "head")
 
     def answers(self) -> bool:
         """Whether it takes a connection now. What asks it for something would wait for it, as long as Ray does."""
-        try:
-            socket.create_connection(self._place, timeout=_KNOCK_SECONDS).close()
-        except OSError:
-            self._since = self._since or time.monotonic()
-            return False
-        self._since = None
-        return True
+        with self._lock:
+            was_sure = self._sure
+            there = self._knock()
+            now = time.monotonic()
+            passed, self._looked = now - self._looked, now
+            self._sure = there and ((was_sure and passed < _STRIDE_SECONDS) or self._is_the_same())
+            self._away = 0.0 if self._sure or was_sure else self._away + min(passed, _STRIDE_SECONDS)
+            return self._sure
 
     def lost(self) -> str | None:
         """That it is gone for good, in words."""
-        since = self._since
-        away = 0.0 if since is None else time.monotonic() - since
-        if away < self._limit:
+        if self._other:
+            return (
+                f"the head of the Ray cluster at {self.address} has come back without its state, as another cluster's"
+            )
+        if self._away < self._limit:
             return None
-        return f"the head of the Ray cluster at {self.address} has not answered for {away:.0f} s"
+        return f"the head of the Ray cluster at {self.address} has not answered for {self._away:.0f} s"
 
     def close(self) -> None:
         self._closed.set()
+
+    def _rename(self) -> None:
+        self._places = self._resolve()
+
+    def _resolve(self) -> list[tuple[str, int]]:
+        host, port = private.host_and_port(self.address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(str(place[0]), int(place[1])) for *_, place in found]
+
+    def _knock(self) -> bool:
+        for place in self._places:
+            try:
+                socket.create_connection(place, timeout=_KNOCK_SECONDS).close()
+            except OSError:
+                continue
+            return True
+        # Its name may mean another machine by now, as that of a service does; or names are what does not answer.
+        if self._naming is None or self._naming.done():
+            self._naming = in_thread(self._rename, "name of the head")
+        self._asking = None  # what answered then may be gone
+        return False
+
+    def _is_the_same(self) -> bool:
+        if self._asking is None:
+            self._asking = in_thread(lambda: private.cluster_at(self.address), "cluster of the head")
+        wait([self._asking], timeout=_KNOCK_SECONDS / 2)
+        if not self._asking.done():
+            return False
+        asked, self._asking = self._asking, None
+        if asked.exception() is not None:
+            return False
+        self._other = self._other or asked.result() != self._cluster
+        return not self._other
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
