@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.record.screen_messages import Looks
+
+_LATE_SECONDS = 5.0
+"""How much later than it should the board may answer its driver: a busy machine is slow."""
+_START_SECONDS = 120.0  # of its process, on a very busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,8 @@ class Board:
 
     def __init__(self) -> None:
         self._actor = self._make()
+        self._reading: Any = None
+        """An answer that has not come yet, and is all that will ever have the notices in it."""
 
     def _make(self) -> Any:
         here = ray.get_runtime_context().get_node_id()
@@ -199,8 +205,16 @@ class Board:
         return notices
 
     def read(self, seconds: float) -> list[Notice]:
-        """Return new notices, waiting up to `seconds` if there are none."""
-        notices: list[Notice] = ray.get(self._actor.read.remote(seconds))
+        """Return new notices, waiting up to `seconds` if there are none. ActorUnavailableError if no answer comes."""
+        self._reading = self._reading or self._actor.read.remote(seconds)
+        try:
+            notices: list[Notice] = ray.get(self._reading, timeout=seconds + _LATE_SECONDS)
+        except GetTimeoutError:
+            raise ActorUnavailableError("no answer", None) from None
+        except RayError:
+            self._reading = None
+            raise
+        self._reading = None
         return notices
 
     def stop(self, reason: StopReason) -> None:
@@ -209,10 +223,13 @@ class Board:
 
     def begin(self) -> None:
         """Another attempt begins: what was asked of the last one, and shared in it, is forgotten."""
-        try:
-            ray.get(self._actor.begin.remote())
-        except RayActorError:  # dead, or out of reach for long
-            self._actor = self._make()
+        if self._reading is None:
+            with suppress(RayActorError, GetTimeoutError):  # dead, or out of reach for long
+                ray.get(self._actor.begin.remote(), timeout=_START_SECONDS)
+                return
+        with suppress(RayError):
+            ray.kill(self._actor)
+        self._actor, self._reading = self._make(), None
 
     def share(self, key: str, value: Any) -> None:
         """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends."""
