@@ -46,7 +46,7 @@ def _exports(place: RunDir, told: Told, every: int) -> AfterCommit:
     exports = Exports(
         chosen, every, place, token, trust_remote_code=False, env=None, event=told.event, say=told.lines.append
     )
-    return AfterCommit(exports, place, told.lines.append)
+    return AfterCommit(exports, place, lambda: True, told.lines.append)
 
 
 def test_what_was_left_out_is_made_up_for_and_failures_are_told(place: RunDir) -> None:

@@ -30,6 +30,8 @@ class Work:
     def __init__(self) -> None:
         self.fails: dict[str, BaseException] = {}
         self.room: str | None = None
+        self.head = True
+        """Whether it answers."""
         self.answers = threading.Event()
         self.answers.set()
         self.begun: list[int] = []
@@ -46,6 +48,7 @@ class Work:
         return checkpoint.step not in self.kept
 
     def missing(self, *, beside: bool) -> str | None:
+        assert self.head, "this would wait for the head"
         return self.room
 
     def begin(self, checkpoint: CommittedCheckpoint) -> Any:
@@ -92,7 +95,7 @@ def recovery(step: int) -> CommittedCheckpoint:
 
 def beside(work: Work, tmp_path: Path) -> tuple[AfterCommit, list[str]]:
     said: list[str] = []
-    return AfterCommit(work, RunDir(tmp_path, ROOT), said.append), said
+    return AfterCommit(work, RunDir(tmp_path, ROOT), lambda: work.head, said.append), said
 
 
 def until(each: AfterCommit, reached: Callable[[], bool]) -> None:
@@ -196,6 +199,22 @@ def test_the_end_does_not_wait_for_room_that_never_comes_nor_for_a_ray_that_has_
     assert not each.finish(lambda: False, lambda: "gcs_server" if work.begun else None)
     each, _ = beside(work, tmp_path)
     assert not each.finish(lambda: bool(work.begun), lambda: None)
+
+
+def test_nothing_asks_for_room_while_the_head_is_away(tmp_path: Path, results: dict[int, Any]) -> None:
+    """The question would wait for it: a stop would not be heard."""
+    work = Work()
+    work.head = False
+    each, _ = beside(work, tmp_path)
+    results |= {100: "result of 100", 200: "result of 200"}
+    each.committed(at(100))
+    for _ in range(20):
+        each.look()
+        time.sleep(0.01)
+    looks = iter(range(10))
+    assert not each.finish(lambda: next(looks) > 5, lambda: None) and not work.begun
+    work.head = True
+    assert each.finish(lambda: False, lambda: None) and work.kept == [100, 200]
 
 
 def test_nothing_is_made_of_a_recovery_point(

@@ -76,6 +76,16 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
+def test_no_node_is_looked_for_while_the_head_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question would wait for it."""
+    known, _ = begin(tmp_path)
+    known._answers = lambda: False
+    monkeypatch.setattr(attempts, "nodes", lambda: pytest.fail("this would wait for the head"))
+    known.ended(of_rank(DEAD))
+    (failed,) = events(tmp_path, "attempt_failed")
+    assert failed["rank"] == 1 and failed["cause"].startswith("its process died")
+
+
 def test_a_lost_node_is_the_cause_of_what_its_peers_raise(tmp_path: Path, alive: list[str]) -> None:
     known, said = begin(tmp_path)
     known.ranks[0] = Joined(0, "there", "other", 8)

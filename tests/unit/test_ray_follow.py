@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,12 @@ class Silent:
 
     def make_room(self) -> None:
         pass
+
+    def clear(self) -> None:
+        pass
+
+    def close(self, seconds: float) -> list[Notice]:
+        return []
 
 
 GONE = "Ray's raylet process on this machine died (killed, out of memory, or crashed)"
@@ -118,6 +125,79 @@ def test_while_the_head_is_away_nothing_is_asked_of_it(tmp_path: Path, monkeypat
     board.notices = [Joined(0, "a", "a", 7), Line("heard")]
     known.until(fit, ASKED)
     assert said == ["heard"] and looks == [8]
+
+
+class Head:
+    """One that is away, or dies when it is first asked for something: what asks it would wait for it."""
+
+    def __init__(self) -> None:
+        self.there = False
+
+    def asked(self) -> None:
+        assert self.there, "this would wait for the head"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_stop_while_the_head_is_away_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """The call would end with this process, a minute later. Where the head is there, all is given back."""
+    head, asked = Head(), list[str]()
+    known, _, board, _ = begin(tmp_path, monkeypatch, answers=lambda: head.there)
+
+    def ask(what: str) -> Any:
+        def call() -> None:
+            head.asked()
+            asked.append(what)
+
+        return call
+
+    monkeypatch.setattr(known._sizes.growing, "let_go", ask("growth"))
+    monkeypatch.setattr(known.groups, "clear", ask("groups"))
+    known._demand = SimpleNamespace(clear=ask("demand"))  # type: ignore[assignment]
+    known._fit = Future()
+    aborted: list[str] = []
+    monkeypatch.setattr(follow, "_ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(follow.ray, "kill", lambda actor: aborted.append("killed"))
+    abort = SimpleNamespace(remote=lambda: aborted.append("asked"))
+    known._controlling = [SimpleNamespace(abort=abort)]
+    head.there = there
+    known.end()
+    assert asked == (["growth", "demand", "groups"] if there else [])
+    assert aborted == ["asked", "killed"], "the controller itself is there, and its ranks end with it"
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_head_that_is_away_between_two_attempts_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    head, signals = Head(), Signals()
+    looks = iter(range(10))
+
+    def answers() -> bool:
+        signals.count = int(stops and next(looks) > 2)
+        head.there = not stops and next(looks) > 4
+        return head.there
+
+    known, *_ = begin(tmp_path, monkeypatch, answers=answers, signals=signals)
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(known.groups, "clear", head.asked)
+    monkeypatch.setattr(known._sizes, "next", lambda _: ASKED)
+    known._attempts.number = 1
+    if stops:
+        with pytest.raises(Interrupted, match="stopped between two attempts"):
+            known.next()
+    else:
+        assert known.next() is ASKED
+
+
+def test_a_stop_is_heard_while_the_board_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = Signals()
+    known, _, board, _ = begin(tmp_path, monkeypatch, signals=signals)
+    signals.count = 2
+    board.read_raises = ActorUnavailableError("no answer", None)
+    with pytest.raises(Interrupted, match="without another checkpoint"):
+        known.until(Future(), ASKED)
 
 
 def test_the_loop_does_not_wait_for_the_storage_of_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +271,7 @@ def test_a_board_out_of_reach_is_waited_for(
     known.until(fit, ASKED)
     killed = known._attempts._killed
     assert (killed is None) == (answers_after is not None)
+    assert killed is None or killed[0] == "the message board between the driver and the ranks does not answer"
 
 
 def test_a_late_word_of_the_last_attempt_is_no_resize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

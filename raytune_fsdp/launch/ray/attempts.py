@@ -48,8 +48,18 @@ _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last co
 class Attempts:
     """The ranks of the current attempt, and the failures of all."""
 
-    def __init__(self, place: RunDir, *, limit: int, step: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        place: RunDir,
+        *,
+        limit: int,
+        step: int,
+        say: Callable[[str], None],
+        answers: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._place = place
+        self._answers = answers
+        """Whether Ray's head does: else a question about the nodes would wait for it."""
         self._limit = limit
         """Failures after which another attempt follows (`cluster.max_failures`); -1: all."""
         self._say = say
@@ -174,7 +184,9 @@ class Attempts:
         )
 
     def _on_a_lost_node(self) -> int | None:
-        """A rank whose node is gone."""
+        """A rank whose node is gone, as far as that can be asked."""
+        if not self._answers():
+            return None
         alive = {node.id for node in answering(nodes())}
         return min((rank for rank, joined in self.ranks.items() if joined.node_id not in alive), default=None)
 

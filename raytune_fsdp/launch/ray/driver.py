@@ -73,13 +73,16 @@ from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.screen_messages import Looks
 from raytune_fsdp.run.checks import check_device, idle_gpus
-from raytune_fsdp.run.open_record import mlflow_tracker, run_start
+from raytune_fsdp.run.open_record import RANKS_WAIT_SECONDS, mlflow_tracker, run_start
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import ResumePoint, RunInputs, on_world
 
 FEW_WINDOWS = 4
 """Up to this number of windows are built in this process: tasks would first have to wait until Ray has started (about
 3 s, see docs/results.md), and then for processes of their own."""
+
+_HURRY_SECONDS = 2.0
+"""For MLflow where the head of the cluster does not answer: its server may be there, and Ray ends this process soon."""
 
 _STORAGE_MARKER = ".validate_storage_marker"
 """Written by Ray Train into the run directory."""
@@ -182,8 +185,10 @@ def _train(
     for left in run_dir.glob(f"{TOKEN_PREFIX}*") if is_locked(place) else ():  # left by a driver that was killed
         left.unlink(missing_ok=True)
     token = put_token(run_dir, "the driver")
-    attempts = Attempts(place, limit=config.cluster.max_failures, step=standing.state.step, say=say)
-    beside = _beside(config, prepared, standing.plan, token, event=attempts.event, say=say)
+    attempts = Attempts(
+        place, limit=config.cluster.max_failures, step=standing.state.step, answers=session.answers, say=say
+    )
+    beside = _beside(config, prepared, standing.plan, token, session, event=attempts.event, say=say)
     try:
         board = Board()
         follow = AttemptSupervisor(
@@ -215,7 +220,7 @@ def _train(
         if isinstance(error, TakenOverError) or (lease is not None and lease.lost()):
             pass  # nothing of the run is this command's to close
         elif attempts.number:
-            _close_mlflow(config, prepared, standing, attempts, error, say)
+            _close_mlflow(config, prepared, standing, attempts, session, error, say)
         else:
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
@@ -230,6 +235,7 @@ def _beside(
     prepared: RunInputs,
     plan: Plan,
     token: Token,
+    session: Session,
     *,
     event: Callable[..., None],
     say: Callable[[str], None],
@@ -245,7 +251,7 @@ def _beside(
     if plan.export_every is not None:
         chosen, every = config.export, plan.export_every
         work.append(Exports(chosen, every, place, token, trust_remote_code=trust, env=env, event=event, say=say))
-    return [AfterCommit(each, place, say) for each in work]
+    return [AfterCommit(each, place, session.answers, say) for each in work]
 
 
 def _env(config: FinetuneConfig) -> dict[str, Any] | None:
@@ -288,7 +294,9 @@ def _make_up(
         append_event(place.events, name, attempt=standing.state.attempt, fields=fields)
 
     try:
-        _finish(_beside(config, prepared, standing.plan, token, event=event, say=say), signals, session.lost, say)
+        _finish(
+            _beside(config, prepared, standing.plan, token, session, event=event, say=say), signals, session.lost, say
+        )
     finally:
         token.remove(refused=False)
 
@@ -311,7 +319,6 @@ def _fit(
         if error is None:
             return
         attempts.ended(error, follow.out_of_memory)
-        follow.groups.clear()
         if isinstance(underlying(error), WorkerGroupStartupTimeoutError):
             sizes.did_not_come(asked.workers)
         else:
@@ -347,13 +354,15 @@ def _close_mlflow(
     prepared: RunInputs,
     standing: ResumePoint,
     attempts: Attempts,
+    session: Session,
     error: RaytuneError,
     say: Callable[[str], None],
 ) -> None:
     """Record in MLflow how the run ended: rank 0, which usually does that, may have had no time."""
     place = prepared.place
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
-        tracker = mlflow_tracker(config, place)
+        seconds = RANKS_WAIT_SECONDS if session.answers() else _HURRY_SECONDS
+        tracker = mlflow_tracker(config, place, seconds=seconds)
         start = run_start(config, prepared, standing, attempts.number)
         tracker.start(replace(start, over=True, committed=attempts.last_step()))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")

@@ -130,6 +130,12 @@ class AttemptSupervisor:
     def next(self) -> Request:
         """What the next attempt asks for, once there is room for it. Raises if there is no point in waiting longer."""
         self._signals.hold()
+        while not self._answers():  # what the last attempt has left cannot be removed yet
+            self._clock.look()
+            self._check_ray()
+            self._check_between()
+            self._check_stop()
+            time.sleep(_READ_SECONDS)
         self._begin()
         began = time.monotonic()
         while not (answers := self._answers()) or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
@@ -160,6 +166,7 @@ class AttemptSupervisor:
                 unanswered = None
             except ActorUnavailableError as error:
                 self._check_ray()
+                self._check_stop()
                 unanswered = unanswered or time.monotonic()
                 if time.monotonic() - unanswered < _BOARD_SECONDS:
                     time.sleep(_READ_SECONDS)
@@ -208,15 +215,20 @@ class AttemptSupervisor:
 
     def _give_board_up(self, error: RayError) -> None:
         """Without the board no rank can be asked to stop: the next attempt has another one."""
-        self._attempts.killed(in_words(error), None)
+        silent = "the message board between the driver and the ranks does not answer"
+        self._attempts.killed(silent if isinstance(error, ActorUnavailableError) else in_words(error), None)
         self._end_controller()
 
-    def _begin(self) -> None:
+    def _check_between(self) -> None:
         if self._signals.count and self._attempts.number:
             raise Interrupted("stopped between two attempts; the same command continues from the last checkpoint")
+
+    def _begin(self) -> None:
+        self._check_between()
         self._check_lease()
         self._making_way = False
         self._end_controller()
+        self.groups.clear()
         self._watches.end()
         self._watch, self._ending_since = Watch(self._config.cluster, self._clock), None
         if self._attempts.ranks:  # else it is the first one, or the last one has waited in vain, as this one does
@@ -243,6 +255,8 @@ class AttemptSupervisor:
                 self._controlling[0].abort.remote()
                 wait([self._fit], timeout=_ABORT_SECONDS)
             self._end_controller()
+        if not self._answers():
+            return  # these calls would wait for the head; what is left ends with this process
         self._sizes.growing.let_go()
         with suppress(RayError):
             if self._demand is not None:

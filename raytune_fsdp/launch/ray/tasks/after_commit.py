@@ -65,9 +65,11 @@ class Chore(Protocol):
 class AfterCommit:
     """On the driver: which checkpoints are worked on, and how that ended."""
 
-    def __init__(self, work: Chore, place: RunDir, say: Callable[[str], None]) -> None:
+    def __init__(self, work: Chore, place: RunDir, answers: Callable[[], bool], say: Callable[[str], None]) -> None:
         self.work = work
         self._place = place
+        self._answers = answers
+        """Whether Ray's head does: else what asks for room in the cluster would wait for it."""
         self._say = say
         self._waiting: list[CommittedCheckpoint] = []
         self._running: tuple[ObjectRef, CommittedCheckpoint, float] | None = None
@@ -147,7 +149,7 @@ class AfterCommit:
                 self.cancel()
             self._running = None
             self._ended(task, checkpoint, late)
-        if self._waiting and not self._made_room and self._has_room(self._waiting[0]):
+        if self._waiting and not self._made_room and self._answers() and self._has_room(self._waiting[0]):
             self._begin(self._waiting.pop(0))
 
     def _begin(self, checkpoint: CommittedCheckpoint) -> None:
