@@ -1,6 +1,6 @@
 """What is saved, and how it becomes visible: a checkpoint is either complete, verified and visible, or not there.
 
-docs/checkpoint-format.md describes the files, docs/architecture.md gives the reasons.
+docs/checkpoint-format.md describes the files, docs/design/checkpoints.md and docs/design/saves.md give the reasons.
 
 In the order of a save:
 

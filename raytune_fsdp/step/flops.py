@@ -84,7 +84,7 @@ def training_flops(architecture: Architecture, *, tokens: int, targets: int, att
 def mfu(flops: float, *, seconds: float, devices: int, peak_flops: float) -> float:
     """Return the fraction of the peak of all `devices` that `flops` in `seconds` are."""
     # The peak of all devices: the 45.5 % published for Hugging Face's Llama 2 70B on 16 A100 are 2.84 %, because they
-    # divide the work of sixteen devices by the peak of one (docs/architecture.md).
+    # divide the work of sixteen devices by the peak of one (docs/design/mfu.md).
     return flops / (seconds * devices * peak_flops)
 
 
