@@ -45,7 +45,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", SPEAK_OF_CODE, ids=name_of)
 def test_paths_and_names_exist(page: Path) -> None:
-    """In backticks: a file (`step/train_step.py`), a name in it (`plan/plan.py:resolve`), a directory (`data/rows/`)."""
+    """Backticks: a file (`step/train_step.py`), a name in it (`plan/plan.py:resolve`), a directory (`data/rows/`)."""
     for path, name in re.findall(r"`([\w./-]+(?:\.py|/))(?::([\w.]+))?`", page.read_text()):
         if path in ELSEWHERE:
             continue
