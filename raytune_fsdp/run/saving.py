@@ -274,7 +274,7 @@ class Saves:
         """Report, once, if a save takes longer than the run would be given at its end."""
         short = {what: seconds for what, seconds in self.notices.items() if seconds < saved.seconds}
         if short:
-            self.notices = {}
+            self.notices = {what: each for what, each in self.notices.items() if what not in short}
             self.tracker.event(
                 names.NOTICE_SHORT, step=saved.step, seconds=saved.seconds, bytes=saved.bytes, notices=short
             )

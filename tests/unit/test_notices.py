@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from raytune_fsdp.base.batch import Saved
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch import notices
@@ -20,6 +22,7 @@ from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.saving import Saves
 from raytune_fsdp.run.standing import agree
 from tests.runs import make_config
 
@@ -103,6 +106,19 @@ def test_a_run_says_once_that_its_saves_take_longer_than_its_notice(
     assert len(said(place)) == 1
     trained(tmp_path, {"spot": 0.0, "job_stop": 0.0}, 5)
     assert [each["notices"] for each in said(place)] == [{"spot": 0.0}, {"job_stop": 0.0}]
+
+
+def test_a_notice_that_one_save_outlasts_leaves_the_others_to_be_said() -> None:
+    """Saves of 5 s, then of 200 s: each notice is said once."""
+    told: list[Any] = []
+    tracker = SimpleNamespace(event=lambda kind, **fields: told.append((kind, fields["step"], fields["notices"])))
+    saves = Saves(
+        saver=cast(Any, None), tracker=cast(Any, tracker), requests=cast(Any, None), saved=lambda _: None,
+        notices={"job_stop": 3.0, "spot": 120.0},
+    )  # fmt: skip
+    for step, seconds in enumerate((1.0, 5.0, 6.0, 200.0, 300.0), 1):
+        saves._compare(Saved(step=step, path="there", seconds=seconds, bytes=1))
+    assert told == [("notice_short", 2, {"job_stop": 3.0}), ("notice_short", 4, {"spot": 120.0})]
 
 
 def test_a_run_whose_notice_is_long_enough_says_nothing(tmp_path: Path) -> None:
