@@ -55,10 +55,6 @@ class Clock:
         """Note that there is no room: look again as late as after a save."""
         self._tried = time.monotonic()
 
-    def room_made(self) -> None:
-        """Note that the last save that was tried lacked room, and would find it now: the next does not wait."""
-        self._tried = -math.inf
-
     def begins(self) -> None:
         """Note that a save begins, of whatever kind."""
         self._tried = self._began = time.monotonic()

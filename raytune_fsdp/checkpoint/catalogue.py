@@ -147,15 +147,15 @@ def to_remove(
     return [each for each in found if each not in kept]
 
 
-def in_the_way(found: Sequence[CommittedCheckpoint], *, of_last: bool) -> list[CommittedCheckpoint]:
-    """Return what may be removed where storage has no room for another checkpoint. `found` is sorted.
+def in_the_way(found: Sequence[CommittedCheckpoint], *, lasting: bool) -> list[CommittedCheckpoint]:
+    """What may be removed where storage has no room for another checkpoint. `found` is sorted.
 
-    These are recovery points, but not the newest checkpoint, from which the run would continue. `of_last`: the run's
-    last checkpoint lacks room, after which nothing has to continue: then the newest, too, if there is no other recovery
-    point.
+    Recovery points, but not the newest checkpoint, from which the run would go on. `lasting`: the clock has not chosen
+    the checkpoint that lacks room, so that it must not depend on the clock: then the newest, too, unless it is all that
+    the run could go on from.
     """
-    older = [each for each in found[:-1] if not each.lasting]
-    return older or [each for each in found[-1:] if of_last and not each.lasting]
+    recovery = [each for each in found if not each.lasting]
+    return recovery if lasting and len(recovery) < len(found) else [each for each in recovery if each != found[-1]]
 
 
 def way_out(root: str, step: int) -> str:

@@ -96,6 +96,7 @@ class SaveJob:
     serial: int
     rank: int
     world: int
+    name: str
     path: str
     """Path or URL of the checkpoint, for messages."""
     lasting: bool

@@ -108,9 +108,13 @@ class Saver:
         else:
             pieces = {name: local_piece(tensors[name]) for name in self.layout.mine}
         self._serial += 1
+        # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before. The
+        # run may have to be begun again from one before that, so none is removed until an update is done again.
+        self._all_kept = bool(state.skipped_in_row)
         name = directory_name(state.step, self.attempt, lasting)
         job = SaveJob(
             step=state.step,
+            name=name,
             serial=self._serial,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
@@ -125,20 +129,30 @@ class Saver:
             messages=self.messages,
             leftovers=tuple(self._failed),
             before=before,
-            after=self._pruning(state),
+            after=at_once if self._all_kept else self._pruning(),
         )
         self._failed.clear()
         self._save = SaveInFlight(job)
         self.own_seconds += time.monotonic() - since
 
-    def _pruning(self, state: RunState) -> Callable[[], None]:
-        """Return what removes older checkpoints once this state is committed."""
+    def again(self) -> None:
+        """Begin the last save again, which has failed, of the same state. No rank may be busy, and if pieces are
+        written from where they are, they must not have changed."""
+        assert self._save is not None and self._save.reported, "one save at a time"
+        self._serial += 1
+        job = replace(
+            self._save.job,
+            serial=self._serial,
+            draft=self.storage.draft(self._save.job.name, self._serial),
+            leftovers=tuple(self._failed),
+            after=at_once if self._all_kept else self._pruning(),
+        )
+        self._failed.clear()
+        self._save = SaveInFlight(job)
+
+    def _pruning(self) -> Callable[[], None]:
+        """What removes older checkpoints once the next one is committed."""
         keep, scores, size = self.keep, dict(self.scores), self.nbytes
-        # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before. The
-        # run may have to begin again from one before those, so none is removed until an update is done again.
-        self._all_kept = bool(state.skipped_in_row)
-        if self._all_kept:
-            return at_once
 
         def prune_all() -> None:
             prune(self.storage, keep, scores)
@@ -148,15 +162,12 @@ class Saver:
 
         return prune_all
 
-    def make_room(self, *, for_last: bool) -> list[str]:
-        """Remove recovery points that the run does not need to continue, and return their names.
-
-        This is called where storage has no room for another checkpoint, on rank 0, while no save is being written. From
-        now on one recovery point is kept at a time. `for_last`: for the run's last checkpoint, see `in_the_way`.
-        """
+    def make_room(self, *, lasting: bool) -> list[str]:
+        """Remove recovery points that are `in_the_way` of another checkpoint, for which storage has no room, and keep
+        one at a time from now on. Returns their names. On rank 0, while no save is being written."""
         self.keep, gone = replace(self.keep, recovery=1), []
         try:
-            for each in () if self._all_kept else in_the_way(committed(self.storage.location), of_last=for_last):
+            for each in () if self._all_kept else in_the_way(committed(self.storage.location), lasting=lasting):
                 self.storage.remove(each.name)
                 gone.append(each.name)
         except OSError as error:  # as after a commit: training goes on

@@ -75,8 +75,8 @@ NO_ROOM_TO_SAVE = "no_room_to_save"
 """A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""
 ROOM_MADE = "room_made"
-"""Storage had no room for another checkpoint, so recovery points that the run does not need to go on were removed.
-Fields: removed (their names, separated by commas)."""
+"""Storage had no room for another checkpoint, so recovery points were removed; never the only checkpoint of a run.
+Fields: removed (their names, with commas)."""
 MEMORY_SHORT = "memory_short"
 """A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes)."""
 NOTICE_SHORT = "notice_short"

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,11 +83,9 @@ class Saves:
     _lasting: bool = True
     """Whether the save that begins next is of a step that the clock has not chosen."""
     _told: bool = False
-    """Whether it was reported that storage has no room for recovery points."""
-    _ends_run: bool = False
-    """Whether the save that has begun is the run's last one."""
-    _room_made: bool = False
-    """Whether the last save lacked room, and would find it now."""
+    """That storage has no room for recovery points."""
+    _again: bool = False
+    """Whether to write the last save again: it lacked room, and would find it now."""
     _stop: StopReason | None = None
     """Why the run stops after this step."""
 
@@ -102,9 +101,12 @@ class Saves:
         reason, someone_asked, someone_busy, ended, by_clock = flags.tolist()
         if ended:
             self._record(self.saver.report(ENDINGS[ended - 1]))
+        if self._again and not someone_busy:
+            self._write_again()
+            someone_busy = True
         self._stop = StopReason(reason) if reason else None
         return Boundary(
-            stop=self._stop, asked=bool(someone_asked), free=not someone_busy, by_clock=bool(by_clock)
+            stop=self._stop, asked=bool(someone_asked), free=not (someone_busy or self._again), by_clock=bool(by_clock)
         )  # fmt: skip
 
     def _by_clock(self) -> bool:
@@ -112,7 +114,7 @@ class Saves:
         if self.clock is None or not self.clock.due():
             return False
         cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
-        if cramped is not None and self._make_room():  # something else has filled it since the last save
+        if cramped is not None and self._make_room(lasting=False):  # something else has filled it since the last save
             cramped = storage_without_room(self.saver.storage.location, self.saver.nbytes)
         if cramped is None:
             return True
@@ -122,11 +124,11 @@ class Saves:
             self._told = True
         return False
 
-    def _make_room(self) -> bool:
-        """Remove recovery points to make room for the next save, on rank 0. Return whether any were removed."""
+    def _make_room(self, *, lasting: bool) -> bool:
+        """Whether recovery points were removed for a save. On rank 0."""
         with waiting(self.saver.seconds):
             self.tracker.sync()  # raises if the run, with its checkpoints, is another command's by now
-            removed = self.saver.make_room(for_last=self._ends_run)
+            removed = self.saver.make_room(lasting=lasting)
         if removed:
             self.tracker.event(names.ROOM_MADE, removed=", ".join(removed))
         return bool(removed)
@@ -188,23 +190,15 @@ class Saves:
         # A save was due at this step anyway. But a run that has come to its end leaves more than a recovery point.
         if self.committed == state.step and (self._stop is not None or self.recovery != state.step):
             return
-        self._lasting, self._ends_run = True, self._stop is None
-        outcome = self._tried(state)
-        left = ""
-        if self._room_made:  # that is as much as a checkpoint has taken, so one more try is enough
-            self._ends_run = False  # what is left now stays
-            outcome, left = self._tried(state), ", if there is one besides those that were removed to make room"
+        self._lasting = True
+        self._wait_until_free()
+        self._start(state)
+        outcome = self._finish()
         if outcome is None or outcome.saved is None:
             raise TransientError(
                 f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; free space "
-                f"or repair the storage, then run the same command to continue from the previous checkpoint{left}"
+                "or repair the storage, then run the same command to continue from the previous checkpoint"
             )
-
-    def _tried(self, state: RunState) -> Outcome | None:
-        self._wait_until_free()
-        self._room_made = False
-        self._start(state)
-        return self._finish()
 
     def leave(self) -> None:
         """Wait for the writer of this rank, before its process ends."""
@@ -219,11 +213,24 @@ class Saves:
         self.saver.begin(state, before=self.tracker.sync, lasting=self._lasting)
 
     def _finish(self) -> Outcome | None:
+        """Wait for the outcome of the last save, and of writing it again. None if there is none to wait for."""
+        outcome = self._ended()
+        while self._again:
+            self._wait_until_free()
+            self._write_again()
+            outcome = self._ended()
+        return outcome
+
+    def _ended(self) -> Outcome | None:
         with waiting(self.saver.seconds):
             outcome = self.saver.finish()
         if outcome is not None:
             self._record(outcome)
         return outcome
+
+    def _write_again(self) -> None:
+        self._again = False
+        self.saver.again()
 
     def _wait_until_free(self) -> None:
         """Wait for a writer that was given up: it may still read the memory that the next save needs. Collective."""
@@ -242,8 +249,15 @@ class Saves:
             time.sleep(_LOOK_SECONDS)
 
     def _record(self, outcome: Outcome) -> None:
-        """Answer requests for this save, write its event, and call `saved`; raise if the state is not worth saving."""
-        if dist.get_rank() == 0:
+        """Write the event, make room if that was lacking, answer requests, call `saved`; raise if the state is not
+        worth saving."""
+        if outcome.ending in ("failed", "no_room"):
+            self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)
+        if outcome.ending == "no_room":
+            make_room = partial(self._make_room, lasting=not self.saver.recovering)
+            with waiting(self.saver.seconds):
+                self._again = on_rank0(make_room, what="make room for a checkpoint")
+        if dist.get_rank() == 0 and not self._again:
             self.requests.answer(outcome.step, outcome.saved.path if outcome.saved else None, outcome.problem)
         if outcome.saved is not None:
             saved = outcome.saved
@@ -262,13 +276,6 @@ class Saves:
                 f"step {outcome.step}: a weight or moment is not finite ({outcome.problem}), so it was not saved; "
                 f"{way_out(self.saver.storage.location, outcome.step - 1)}"
             )
-        else:
-            self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)
-            if outcome.ending == "no_room":
-                with waiting(self.saver.seconds):
-                    self._room_made = on_rank0(self._make_room, what="make room for a checkpoint")
-                if self._room_made and self.clock is not None:
-                    self.clock.room_made()
 
     def _compare(self, saved: Saved) -> None:
         """Report, once, if a save takes longer than the run would be given at its end."""

@@ -6,8 +6,8 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raytune_fsdp.base.errors import TransientError
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
@@ -62,9 +63,9 @@ def rank(values: Mapping[str, Any]) -> None:
     work(config, prepared, standing, torch.device("cpu"), stop)
 
 
-def on_small_disk(values: Mapping[str, Any], size: int, left: int) -> list[tuple[str, Any]]:
-    """The only rank of a run whose checkpoints have a disk of their own, which something fills up to some bytes once
-    the clock has asked for one."""
+def on_small_disk(values: Mapping[str, Any], asked: Sequence[int], size: int, left: int) -> list[tuple[str, Any]]:
+    """The only rank of a run whose checkpoints have a disk of their own, which something fills up to some bytes after
+    step 6."""
     from raytune_fsdp.checkpoint import by_clock
     from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
@@ -79,12 +80,13 @@ def on_small_disk(values: Mapping[str, Any], size: int, left: int) -> list[tuple
     def stop() -> None:
         nonlocal step
         step += 1
-        clock.now += 1801.0 if step == 3 else 0.0
+        clock.now += 1801.0 if step in asked else 0.0
         if step == 6:
             free = shutil.disk_usage(home).free
             (Path(home) / "somebody-else").write_bytes(b"0" * (free - left))
 
-    work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
+    with suppress(TransientError):
+        work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
     place = RunDir.of(config)
     return [*outcomes(place), ("there", [each.name for each in committed(place.checkpoints)])]
 
@@ -102,23 +104,29 @@ def _may_mount() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_the_last_save_takes_the_room_of_the_only_recovery_point_on_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "made", "left"),
+    [
+        ((3, 5), [("room_made", "step-00000003.a1.r"), ("saved", 9)], "step-00000009.a1"),
+        ((3,), [], "step-00000003.a1.r"),
+    ],
+)
+def test_the_last_save_takes_the_room_of_a_recovery_point_on_a_full_disk_but_not_of_the_only_one(
+    tmp_path: Path, asked: Sequence[int], made: list[Any], left: str
+) -> None:
     if not _may_mount():
         pytest.skip("only root may give a process a disk of its own")
     (tmp_path / "disk").mkdir()
     config = make_config(
         tmp_path, train={"global_batch": 4, "max_steps": 9}, parallel={"precision": "fp32"},
-        checkpoint={"storage": str(tmp_path / "disk")},
+        checkpoint={"storage": str(tmp_path / "disk"), "asynchronous": False},
     )  # fmt: skip
-    (found,) = run_ranks(on_small_disk, 1, config.model_dump(), 2_000_000, 100_000)
-    assert found == [
-        ("saved", 3), ("save_failed", 9), ("room_made", "step-00000003.a1.r"), ("saved", 9),
-        ("there", ["step-00000009.a1"]),
-    ]  # fmt: skip
+    (found,) = run_ranks(on_small_disk, 1, config.model_dump(), asked, 2_000_000, 100_000)
+    assert found == [*(("saved", step) for step in asked), ("save_failed", 9), *made, ("there", [left])]
 
 
 def within_quota(values: Mapping[str, Any]) -> None:
-    """A rank of a run with a quota for one checkpoint, in which the clock asks for two."""
+    """A rank of a run with a quota for two checkpoints, in which the clock asks for two."""
     from raytune_fsdp.checkpoint import by_clock
     from raytune_fsdp.checkpoint import storage as posix
     from raytune_fsdp.launch.local import prepare_on_rank0
@@ -127,7 +135,7 @@ def within_quota(values: Mapping[str, Any]) -> None:
 
     config, clock, step = FinetuneConfig.model_validate(values), Clock(), 0
     by_clock.time = clock  # type: ignore[assignment]
-    posix.PosixDraft.create = with_quota(lambda: 1.4)  # type: ignore[method-assign,assignment]
+    posix.PosixDraft.create = with_quota(lambda: 2.4)  # type: ignore[method-assign,assignment]
 
     def stop() -> None:
         nonlocal step
@@ -137,19 +145,23 @@ def within_quota(values: Mapping[str, Any]) -> None:
     work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
 
 
-def test_all_ranks_try_the_last_save_again_when_room_is_made_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_write_a_planned_save_again_when_room_is_made_for_it(tmp_path: Path, asynchronous: bool) -> None:
+    """Of the state after its step, although training may have gone on."""
+    held_out = {"data": {"eval": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}]}}
     sections: dict[str, Any] = {
         "train": {"global_batch": 8, "micro_batch": 2, "max_steps": 20},
-        "parallel": {"precision": "fp32"},
-    }
+        "parallel": {"precision": "fp32"}, "eval": {"every": 16}, **held_out,
+    }  # fmt: skip
     plain = trajectory(make_config(tmp_path, run={"name": "plain"}, **sections), 2)
-    config = make_config(tmp_path, **sections, checkpoint={"asynchronous": False})
+    config = make_config(tmp_path, **sections, checkpoint={"asynchronous": asynchronous, "keep_best": 1})
     place = RunDir.of(config)
     run_ranks(within_quota, 2, config.model_dump())
     assert outcomes(place) == [
-        ("saved", 7), ("save_failed", 15), ("save_failed", 20), ("room_made", "step-00000007.a1.r"), ("saved", 20),
+        ("saved", 7), ("saved", 15), ("save_failed", 16), ("room_made", "step-00000007.a1.r"), ("saved", 16),
+        ("saved", 20),
     ]  # fmt: skip
-    assert [each.name for each in committed(place.checkpoints)] == ["step-00000020.a1"]
+    assert [each.name for each in committed(place.checkpoints)] == ["step-00000016.a1", "step-00000020.a1"]
     assert read_trajectory(place.metrics) == plain
 
 

@@ -16,7 +16,7 @@ from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.errors import Interrupted, ResumeError, TransientError
 from raytune_fsdp.checkpoint import by_clock, room
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, to_remove
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, in_the_way, to_remove
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.storage import PosixDraft
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
@@ -107,6 +107,23 @@ def test_a_save_that_fails_is_not_tried_again_at_once(time: clocks.Clock) -> Non
             clock.held()
         time.now += 60
     assert tries == [9, 19, 29, 39, 49, 59]
+
+
+@given(st.sets(st.integers(1, 40)), st.sets(st.integers(1, 40)), st.booleans())
+def test_what_is_in_the_way_are_recovery_points_and_never_all_there_is(
+    lasting: set[int], recovery: set[int], for_lasting: bool
+) -> None:
+    found = _found(sorted(lasting), sorted(recovery))
+    removed = in_the_way(found, lasting=for_lasting)
+    assert not any(each.lasting for each in removed)
+    left = [each for each in found if each not in removed]
+    assert left or not found
+    if for_lasting:
+        assert sum(not each.lasting for each in left) == (0 if lasting else min(1, len(found))), (
+            "and no more than needed"
+        )
+    else:
+        assert found[-1:] == left[-1:], "a run goes on from the newest"
 
 
 def test_what_the_config_says_of_the_clock() -> None:
@@ -376,32 +393,64 @@ OUTCOMES = (names.SAVED, names.SAVE_FAILED, names.ROOM_MADE)
 def test_a_quota_with_room_for_two_takes_the_older_recovery_point(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save that has met it is made up for at once, and from then on one recovery point is kept."""
+    """The save that has met it is written again, and from then on one recovery point is kept."""
     monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: 2.4))
     place = attempt(_short(tmp_path), time, step=1801.0, of=(2, 4, 6, 9))
     assert said(place, *OUTCOMES) == [
-        ("saved", 2), ("saved", 4), ("save_failed", 6), ("room_made", "step-00000002.a1.r"), ("saved", 7),
+        ("saved", 2), ("saved", 4), ("save_failed", 6), ("room_made", "step-00000002.a1.r"), ("saved", 6),
         ("saved", 9), ("saved", 12),
     ]  # fmt: skip
     assert there(place) == [(12, True)]
 
 
 @pytest.mark.thorough
-def test_the_last_save_finds_room_within_a_quota_for_one(
+@pytest.mark.parametrize(
+    ("fits", "planned", "asked", "gone", "asynchronous"),
+    [
+        (2.4, (8, 12), (3, 6), 3, False),  # while the run has nothing else
+        (2.4, (8, 12), (3, 6), 3, True),
+        (2.4, (8, 12), (3, 10), 10, False),
+        (3.4, (4, 8, 12, 16), (2, 6, 10), 10, False),  # it, the two that are kept and the next one would be four
+    ],
+)
+def test_a_planned_save_within_a_quota_is_made_whatever_the_clock_has_made_before(
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch,
+    fits: float, planned: Sequence[int], asked: Sequence[int], gone: int, asynchronous: bool,
+) -> None:  # fmt: skip
+    """At its step, of the state after that step, so that what follows from it is the same."""
+    monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: fits))
+    places = []
+    for name, of in (("without", ()), ("with", asked)):
+        config = _config(tmp_path, name, asynchronous=asynchronous, keep_every=None, best_is="highest")
+        train = {**config.train.model_dump(), "max_steps": planned[-1]}
+        values = {**config.model_dump(), "eval": {"every": planned[0]}, "train": train}
+        places.append(attempt(config.model_validate(values), time, step=1801.0, of=of))
+    without, found = places
+    assert saved(found, recovery=False) == saved(without, recovery=False) == [*planned]
+    assert said(found, names.ROOM_MADE) == [(names.ROOM_MADE, f"step-{gone:08}.a1.r")]
+    for mine, its in zip(committed(without.checkpoints), committed(found.checkpoints), strict=True):
+        assert mine.name == its.name
+        assert [a.read_bytes() for a in pieces_of(mine)] == [b.read_bytes() for b in pieces_of(its)]
+
+
+@pytest.mark.thorough
+def test_the_last_save_never_takes_the_only_checkpoint(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the only way back stays, whatever fails."""
-    monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: 1.4))
+    """A kill while it is written would take the whole run. It fails, and the same command trains the rest later."""
+    fits = 1.4
+    monkeypatch.setattr(PosixDraft, "create", with_quota(lambda: fits))
     config = _short(tmp_path)
     place = RunDir.of(config)
     with pytest.raises(Interrupted, match=r"stopped by a signal after step 8, but the checkpoint of step 8 could not"):
         attempt(config, time, step=1801.0, of=(2, 5), stop_at=8)
     assert there(place) == [(2, False)], "a run that is stopped has to go on from it"
+    with pytest.raises(TransientError, match=r"checkpoint of step 12 could not be written: .*quota.*; free space or"):
+        attempt(config, time, step=0.0)
+    assert said(place, *OUTCOMES) == [("saved", 2), ("save_failed", 5), ("save_failed", 8), ("save_failed", 12)]
+    assert there(place) == [(2, False)]
+    fits = 2.4
     attempt(config, time, step=0.0)
-    assert said(place, *OUTCOMES) == [
-        ("saved", 2), ("save_failed", 5), ("save_failed", 8),
-        ("save_failed", 12), ("room_made", "step-00000002.a1.r"), ("saved", 12),
-    ]  # fmt: skip
     assert there(place) == [(12, True)]
 
 
@@ -417,7 +466,7 @@ def test_the_last_save_is_tried_twice_and_leaves_the_newest_recovery_point(
     with pytest.raises(RuntimeError, match="a bug"):
         attempt(config, time, step=1801.0, of=(2, 5), crash_at=6)
     fits = 0.4
-    with pytest.raises(TransientError, match="previous checkpoint, if there is one besides those that were removed"):
+    with pytest.raises(TransientError, match="to continue from the previous checkpoint"):
         attempt(config, time, step=0.0)
     assert said(place, *OUTCOMES)[2:] == [("save_failed", 12), ("room_made", "step-00000002.a1.r"), ("save_failed", 12)]
     assert there(place) == [(5, False)]
