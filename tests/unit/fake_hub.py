@@ -33,6 +33,12 @@ class Repository:
     commits: list[dict[str, Any]] = field(default_factory=list)
     seconds_per_piece: float = 0.0
     """Of 64 KiB that are fetched."""
+    sends_whole: bool = False
+    """Whatever part of a file is asked for, as some proxies and mirrors do."""
+    sends_more: bytes = b""
+    """After each file."""
+    lists: dict[str, str] = field(default_factory=dict)
+    """The SHA-256 of some files as they are listed, whatever is in them."""
 
 
 class Sent(NamedTuple):
@@ -135,9 +141,10 @@ class Answers(BaseHTTPRequestHandler):
         if rest and rest not in (["revision", "main"], ["revision", commit_id(repository)]):
             return self._answer(404, {"error": "No such revision"}, {"X-Error-Code": "RevisionNotFound"})
         siblings = [
-            {"rfilename": path, "size": each["size"], "blobId": each["oid"], "lfs": sha256(each.get("lfs"))}
+            {"rfilename": path, "size": each["size"], "blobId": each["oid"],
+             "lfs": sha256(each.get("lfs"), repository.lists.get(path))}
             for path, each in ((path, entry(path, repository)) for path in repository.files)
-        ]
+        ]  # fmt: skip
         return self._answer(200, {"id": name, "sha": commit_id(repository), "siblings": siblings, "tags": []})
 
     def _resolve(self, path: str) -> None:
@@ -148,7 +155,10 @@ class Answers(BaseHTTPRequestHandler):
         if file not in repository.files:
             return self._answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
         about, content = entry(file, repository), repository.files[file]
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if file in repository.large:
+            content += repository.sends_more
+        ranges = "" if repository.sends_whole else self.headers.get("Range", "")
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", ranges)
         start, stop = (int(wanted[1]), int(wanted[2] or -1) + 1) if wanted else (0, 0)
         stop = min(stop or len(content), len(content))
         tag = about.get("lfs", about)["oid"]
@@ -270,9 +280,9 @@ def entry(path: str, repository: Repository) -> dict[str, Any]:
     return found
 
 
-def sha256(large: dict[str, Any] | None) -> dict[str, Any] | None:
+def sha256(large: dict[str, Any] | None, listed: str | None) -> dict[str, Any] | None:
     """What the hub says of a large file where it lists a model's files."""
-    return large and {"sha256": large["oid"], "size": large["size"], "pointerSize": large["pointerSize"]}
+    return large and {"sha256": listed or large["oid"], "size": large["size"], "pointerSize": large["pointerSize"]}
 
 
 class Logging(FakeHub):

@@ -36,7 +36,7 @@ COMMIT = f"{1:040x}"
 SCRIPT = """
 import json, os, sys
 from raytune_fsdp.base.errors import RaytuneError
-from raytune_fsdp.model.directory.files import cached, known_weights
+from raytune_fsdp.model.directory.files import cached, find_weights, known_weights, locate
 from raytune_fsdp.model.directory.hub_download import Download, why_not
 from raytune_fsdp.model.directory.hub_weights import HubWeights
 assert "huggingface_hub" not in sys.modules
@@ -59,7 +59,7 @@ def machine(settings, asked, answers):
     os.dup2(1, 2)
     for what, *arguments in asked:
         try:
-            found = {"known": known, "fetch": fetch, "why": why, "cached": here}[what](*arguments)
+            found = {"known": known, "fetch": fetch, "why": why, "cached": here, "base": base}[what](*arguments)
         except RaytuneError as error:
             found = f"{type(error).__name__}: {error}"
         print("=", json.dumps(found), flush=True)
@@ -67,6 +67,9 @@ def machine(settings, asked, answers):
 def why(name, commit, sizes):
     found = why_not(HubWeights(repository=name, commit=commit, field="model.path", sizes=sizes))
     return None if found is None else f"{type(found).__name__}: {found}"
+
+def base(name, commit):
+    return sorted(find_weights(locate(name, commit, field="the base", weights=True)).sizes())
 
 def here(name):
     return str(cached(name, None))
@@ -197,6 +200,54 @@ def test_the_directory_of_a_model_is_found_in_the_cache_without_its_weights(
     hub.add(NAME, model).files["README.md"] = b"# A model"
     before, _, after = machines.ask(hub, tmp_path / "hf", ("cached", NAME), ("known", NAME, "model"), ("cached", NAME))
     assert before == "None" and after == str(tmp_path / "hf" / "hub" / "models--someone--model" / "snapshots" / COMMIT)
+
+
+def test_exports_ask_for_no_more_weights_than_ranks_have_fetched(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    """Many repositories have the weights once more, in a file that no index names."""
+    whole = save_checkpoint(tmp_path / "whole", "llama")
+    for name, place in ((NAME, model), ("someone/whole", whole)):
+        there = hub.add(name, place)
+        there.files["consolidated.safetensors"] = bytes(5000)
+        there.large.add("consolidated.safetensors")
+        asked, home = ("base", name, COMMIT), tmp_path / place.name
+        machines.ask(hub, home, ("known", name, "model"), ("fetch", name, COMMIT, sizes_of(place)))
+        hub.sent.clear()
+        assert machines.ask(hub, home, asked) == [sorted(sizes_of(place))]
+        assert not sent(hub), "they are here"
+        hub.down = 503
+        assert machines.ask(hub, home, asked) == [sorted(sizes_of(place))]
+        hub.down = 0
+        assert machines.ask(hub, tmp_path / "other", asked) == [sorted(sizes_of(place))]
+        assert sent(hub).keys() == sizes_of(place).keys()
+
+
+def test_headers_are_read_through_what_sends_files_whole(hub: FakeHub, machines: Machines, tmp_path: Path) -> None:
+    """A header longer than what is read at first; of the numbers behind it no more comes than has to."""
+    tensors = {f"a.rather.long.name.{i}": torch.zeros(3, 5) for i in range(900)} | {"large": torch.zeros(4_000_000)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    hub.add(NAME, tmp_path).sends_whole = True
+    ((file_of, shapes, _),) = machines.ask(hub, tmp_path / "hf", ("known", NAME, "model"))
+    assert file_of.keys() == shapes.keys() == tensors.keys()
+    size = sizes_of(tmp_path)["model.safetensors"]
+    assert [start for start, _ in sent(hub)["model.safetensors"]] == [0, 0]
+    assert all(stop < size for _, stop in sent(hub)["model.safetensors"])
+
+
+def test_a_file_whose_name_is_a_pattern_is_fetched(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    """By us, and where the hub's library fetches it."""
+    name = "sub[1].safetensors"
+    there = hub.add(NAME, model)
+    there.files[name] = there.files[min(sizes_of(model))]
+    for large in (set(), {name}):
+        there.large |= large
+        ((directory, _),) = machines.ask(
+            hub, tmp_path / f"hf-{len(large)}", ("fetch", NAME, COMMIT, {name: len(there.files[name])})
+        )
+        assert (Path(directory) / name).read_bytes() == there.files[name]
 
 
 def test_a_file_on_the_hub_that_is_not_whole_is_refused(

@@ -21,6 +21,7 @@ from raytune_fsdp.model.directory.hub_weights import (
     HUB_SECONDS,
     HubWeights,
     TensorHeader,
+    as_patterns,
     kept_headers,
     list_files,
     read_headers,
@@ -104,7 +105,7 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
     if not is_hub_name(path):
         raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
-    return _fetch(path, revision, field=field, weights=weights)
+    return _fetch(path, revision, field=field, weights="model" if weights else None)
 
 
 def _check_readable(directory: Path, what: str, *, weights: bool) -> None:
@@ -144,27 +145,33 @@ def is_hub_name(path: str) -> bool:
     return True
 
 
-def _fetch(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
-    """Download a snapshot from the hub. Each of the hub's refusals becomes an error of one line."""
+def _fetch(name: str, revision: str | None, *, field: str, weights: str | None) -> Path:
+    """Download a snapshot from the hub. Each of the hub's ways to refuse becomes a line of its own.
+
+    `weights`: what their file, or its index, is called; None: only the small files.
+    """
     from huggingface_hub import snapshot_download
 
-    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
     what = _what(name, revision, field)
     silence = ask_hub(name, revision).silence
+    snapshot = partial(
+        snapshot_download,
+        name,
+        revision=revision,
+        etag_timeout=HUB_SECONDS,
+        max_workers=4,
+        local_files_only=silence is not None,  # without a hub, an earlier download will do
+    )
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=_NOT_FETCHED,
-                etag_timeout=HUB_SECONDS,
-                max_workers=4,
-                local_files_only=silence is not None,  # without the hub, an earlier download will do
-            )
-        )
-    except OSError as error:  # the errors of the hub's library are subclasses
+        directory = Path(snapshot(allow_patterns=_SMALL_FILES, ignore_patterns=_NOT_FETCHED))
+        if weights is not None:
+            # No others, such as the same weights once more: ranks fetch none, and they need not be in the cache.
+            names = _files_of(_indexed(directory, weights), weights)
+            if not all((directory / each).is_file() for each in names):
+                snapshot(allow_patterns=as_patterns(names))
+    except OSError as error:  # the errors of the hub's library are kinds of it
         raise (silence is None and refused(error, what)) or _unreachable(what, silence or in_one_line(error)) from error
+    return directory
 
 
 def _what(name: str, revision: str | None, field: str) -> str:
@@ -241,11 +248,11 @@ def known_weights(path: str, revision: str | None, *, field: str, name: str = "m
     """
     if is_local(path) or Path(path).expanduser().exists():
         return find_weights(locate(path, None, field=field, weights=True), name)
-    directory = _fetch(path, revision, field=field, weights=False)
+    directory = _fetch(path, revision, field=field, weights=None)
     commit, file_of = commit_of(directory), _indexed(directory, name)
     if commit is None:
-        return find_weights(_fetch(path, revision, field=field, weights=True), name)
-    names = [f"{name}.safetensors"] if file_of is None else sorted(set(file_of.values()))
+        return find_weights(_fetch(path, revision, field=field, weights=name), name)
+    names = _files_of(file_of, name)
     if all((directory / each).is_file() for each in names):
         files = find_weights(directory, name)
         return replace(files, hub=HubWeights(repository=path, commit=commit, field=field, sizes=files.sizes()))
@@ -289,6 +296,11 @@ def _indexed(directory: Path, name: str) -> dict[str, str] | None:
         if not file or "\0" in file or "\\" in file or file.startswith("/") or ".." in file.split("/"):
             raise ModelError(f"{index} names {file!r}, which is not a file in its directory: download it again")
     return file_of
+
+
+def _files_of(file_of: Mapping[str, str] | None, name: str) -> list[str]:
+    """The files of weights with this index; None if they have none, and are in one file."""
+    return [f"{name}.safetensors"] if file_of is None else sorted(set(file_of.values()))
 
 
 def _lacks(where: Path | str, missing: Sequence[str]) -> ModelError:

@@ -22,6 +22,7 @@ from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.model.directory.hub_weights import (
     HUB_SECONDS,
     HubWeights,
+    as_patterns,
     cache,
     list_files,
     opened,
@@ -80,7 +81,7 @@ class Download:
         self._by_library = len(large) < len(lacking)
         # The library gives these files their names, and fetches the others.
         snapshot_download(
-            hub.repository, revision=hub.commit, allow_patterns=lacking, etag_timeout=HUB_SECONDS,
+            hub.repository, revision=hub.commit, allow_patterns=as_patterns(lacking), etag_timeout=HUB_SECONDS,
             max_workers=CONNECTIONS,
         )  # fmt: skip
         if left := hub.lacking():
