@@ -92,15 +92,17 @@ def _follow(hub: HubWeights, mine: bool, places: int, most_silent: float, say: S
     if dist.get_rank() == 0:
         machines = f"to {places} caches" if places > 1 else ""
         say(f"fetching the weights of {hub.repository} from the hub ({size}) {machines}".rstrip())
-    before, pause = -1, 0.02
+    before: list[tuple[int, int | None]] = []
+    pause = 0.02
     last = said = time.monotonic()
     while True:
         found = on_all_ranks(partial(_state, download, silent=time.monotonic() - last > most_silent))
         came, now = sum(each for _, each, _ in found), time.monotonic()
-        if came != before:
-            before, last = came, now
+        progress = [(each, checked) for _, each, checked in found]
+        if progress != before:
+            before, last = progress, now
             beat()
-        if all(done for *_, done in found):
+        if all(checked is None for *_, checked in found):
             return
         if any(each for each, *_ in found):
             raise TransientError(
@@ -114,9 +116,12 @@ def _follow(hub: HubWeights, mine: bool, places: int, most_silent: float, say: S
         pause = min(2 * pause, _MOST_PAUSE)
 
 
-def _state(download: Download | None, *, silent: bool) -> tuple[bool, int, bool]:
-    """Whether this rank has waited for too long, the bytes that it has fetched, and whether it has all."""
-    return silent, *((0, True) if download is None else (download.came, download.done()))
+def _state(download: Download | None, *, silent: bool) -> tuple[bool, int, int | None]:
+    """Whether this rank has waited for too long, the bytes that it has fetched, and how many of them it has compared
+    with what the hub has; None: it has all."""
+    if download is None:
+        return silent, 0, None
+    return silent, download.came, None if download.done() else download.checked
 
 
 def _look(hub: HubWeights) -> None:

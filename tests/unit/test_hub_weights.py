@@ -24,7 +24,8 @@ from raytune_fsdp.model.directory.hub_weights import TensorHeader, _parsed
 from raytune_fsdp.model.directory.tensorfile import DTYPES
 from raytune_fsdp.model.weights.source import FileWeights
 from tests.models import save_checkpoint
-from tests.unit.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.runs import make_config
+from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
 pytestmark = pytest.mark.thorough
 
@@ -59,7 +60,8 @@ def machine(settings, asked, answers):
     os.dup2(1, 2)
     for what, *arguments in asked:
         try:
-            found = {"known": known, "fetch": fetch, "why": why, "cached": here, "base": base}[what](*arguments)
+            does = {"known": known, "fetch": fetch, "why": why, "cached": here, "base": base, "slow": slow}
+            found = does[what](*arguments)
         except RaytuneError as error:
             found = f"{type(error).__name__}: {error}"
         print("=", json.dumps(found), flush=True)
@@ -70,6 +72,37 @@ def why(name, commit, sizes):
 
 def base(name, commit):
     return sorted(find_weights(locate(name, commit, field="the base", weights=True)).sizes())
+
+def slow(name, values):
+    import hashlib, time
+    import torch.distributed as dist
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.model.directory import hub_download
+    from raytune_fsdp.run import fetching
+    from raytune_fsdp.run.starting_weights import AdapterFiles
+
+    class Slow:
+        def __init__(self):
+            self._digest = hashlib.sha256()
+        def update(self, piece):
+            time.sleep(0.25)
+            self._digest.update(piece)
+        def hexdigest(self):
+            return self._digest.hexdigest()
+
+    class Hashlib:
+        sha256 = Slow
+        def file_digest(self, file, kind):
+            time.sleep(5)
+            return hashlib.file_digest(file, kind)
+
+    hub_download.hashlib, hub_download._BLOCK_BYTES = Hashlib(), 8_000
+    fetching._SILENT_SECONDS = 1.2
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    files = known_weights(name, None, field="method.adapter")
+    config = FinetuneConfig.model_validate(values)
+    _, adapter = fetching.brought(config, None, AdapterFiles(files=files, key_of={}), lambda line: None)
+    return adapter.files.hub.lacking()
 
 def here(name):
     return str(cached(name, None))
@@ -334,15 +367,65 @@ def test_another_start_goes_on_where_a_killed_one_was(
     assert not list(home.rglob("*.incomplete"))
 
 
-def test_what_came_damaged_is_fetched_again(hub: FakeHub, model: Path, machines: Machines, tmp_path: Path) -> None:
+def test_what_a_crash_has_left_damaged_is_fetched_again_at_once(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
     there, sizes, home = hub.add(NAME, model), sizes_of(model), tmp_path / "hf"
     name = min(sizes)
-    blobs = home / "hub" / "models--someone--model" / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / f"{hashlib.sha256(there.files[name]).hexdigest()}.incomplete").write_bytes(bytes(100_000))
-    damaged, (directory, _) = machines.ask(hub, home, *[("fetch", NAME, COMMIT, sizes)] * 2)
-    assert "TransientError" in damaged and "what came of it is not what the hub has" in damaged
+    partial_of(there, name, home).write_bytes(bytes(100_000))
+    ((directory, came),) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes))
     assert (Path(directory) / name).read_bytes() == there.files[name]
+    assert sent(hub)[name] == [(100_000, sizes[name]), (0, sizes[name])] and came == sum(sizes.values())
+
+
+def test_what_comes_damaged_is_said_and_fetched_again_by_another_start(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    there, sizes, home = hub.add(NAME, model), sizes_of(model), tmp_path / "hf"
+    name = min(sizes)
+    there.lists[name] = "0" * 64
+    (damaged,) = machines.ask(hub, home, ("fetch", NAME, COMMIT, {name: sizes[name]}))
+    assert "TransientError" in damaged and "what came of it is not what the hub has" in damaged
+    assert sent(hub)[name] == [(0, sizes[name])] and not list(home.rglob("*.incomplete"))
+    del there.lists[name]
+    ((directory, _),) = machines.ask(hub, home, ("fetch", NAME, COMMIT, {name: sizes[name]}))
+    assert (Path(directory) / name).read_bytes() == there.files[name]
+
+
+def partial_of(there: Repository, name: str, home: Path) -> Path:
+    """Where a part of a file is kept."""
+    blobs = home / "hub" / "models--someone--model" / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    return blobs / f"{hashlib.sha256(there.files[name]).hexdigest()}.incomplete"
+
+
+def test_what_a_mirror_lists_or_sends_stays_within_the_cache_and_its_size(
+    hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
+) -> None:
+    """A SHA-256 that is a path, a link that somebody has left in a shared cache, and an answer longer than the file."""
+    there, name, home = hub.add(NAME, model), min(sizes_of(model)), tmp_path / "hf"
+    fetch, victim = ("fetch", NAME, COMMIT, {name: sizes_of(model)[name]}), tmp_path / "victim.incomplete"
+    victim.write_text("precious")
+    for digest in (str(tmp_path / "victim"), "../" * 5 + "victim", "A" * 64, "0" * 63):
+        there.lists[name] = digest
+        (refused,) = machines.ask(hub, home, fetch)
+        assert f"lists '{digest[:40]}" in refused and "HF_ENDPOINT" in refused and name in refused
+    there.lists.clear()
+    partial_of(there, name, home).symlink_to(victim)
+    there.sends_more = bytes(64 << 20)
+    ((directory, came),) = machines.ask(hub, home, fetch)
+    assert (Path(directory) / name).read_bytes() == there.files[name] and came == len(there.files[name])
+    assert sent(hub)[name][-1][1] < 48 << 20, "the rest was not asked for"
+    assert victim.read_text() == "precious" and not list(home.rglob("*.incomplete"))
+
+
+def test_hashing_is_no_silence(hub: FakeHub, machines: Machines, tmp_path: Path) -> None:
+    """Of a file that takes longer to hash than all ranks would wait without a byte."""
+    hub.add(NAME, save_checkpoint(tmp_path / "model", "llama"))
+    size = sizes_of(tmp_path / "model")["model.safetensors"]
+    assert size / 8_000 * 0.25 > 2.5
+    values = make_config(tmp_path, cluster={"start_hang_minutes": 0.04}).model_dump()
+    assert machines.ask(hub, tmp_path / "hf", ("slow", NAME, values)) == [[]]
 
 
 def test_refusals_name_the_machine_and_its_cache_before_anything_is_fetched(

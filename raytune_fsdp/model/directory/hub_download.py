@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line
 from raytune_fsdp.base.threads import in_thread
+from raytune_fsdp.base.untrusted import open_regular, shown
 from raytune_fsdp.model.directory.hub_weights import (
     HUB_SECONDS,
     HubWeights,
@@ -34,6 +37,8 @@ from raytune_fsdp.model.directory.hub_weights import (
 )
 
 CONNECTIONS = 8
+_CHUNK_BYTES = 1 << 24
+"""Of a file, read and hashed at once."""
 _TRIES = 6
 """Tries for a file, in a row, that bring no byte."""
 _MOST_BYTES = 50 * 10**9
@@ -48,6 +53,7 @@ class Download:
         self._lacking = hub.lacking()
         self._blobs = place_of(hub.repository) / "blobs"
         self._came = {name: 0 if name in self._lacking else size for name, size in hub.sizes.items()}
+        self._checked = dict.fromkeys(hub.sizes, 0)
         self._by_library = False
         self._work = in_thread(self._run, "hub")
 
@@ -56,6 +62,11 @@ class Download:
         """Bytes that are here."""
         others = self._blobs.glob("*.incomplete") if self._by_library else ()
         return sum(self._came.values()) + sum(max(0, size_of(each)) for each in others)
+
+    @property
+    def checked(self) -> int:
+        """Bytes that were compared with what the hub has: of a large file that takes minutes, in which none comes."""
+        return sum(self._checked.values())
 
     def done(self) -> bool:
         """Return whether all files are here. Raise the error that has kept them from coming."""
@@ -93,12 +104,18 @@ class Download:
     def _fetch_file(self, name: str, blob: Path) -> None:
         """Fetch one file as `blob`, whose name is the SHA-256 of its content."""
         size, partial = self._hub.sizes[name], blob.with_name(f"{blob.name}.incomplete")
-        tries = 0
+        tries, kept = 0, size_of(partial) > 0
         while size_of(blob) != size:
             before = self._came.get(name, 0)
             try:
                 self._go_on(name, partial, size)
-                _put_in_place(self._hub, partial, blob)
+                wrong = self._put_in_place(name, partial, blob)
+                if wrong is not None and not kept:
+                    raise TransientError(
+                        f"{self._hub.what}, on {socket.gethostname()}: what came of it is not what the hub has "
+                        f"(SHA-256 {wrong}, not {blob.name}); it was removed, and another start fetches it again"
+                    )
+                kept = False  # what an earlier start had left was wrong, such as zeros after a crash
             except Exception as error:
                 tries = tries + 1 if self._came.get(name, 0) <= before else 0
                 lasting = isinstance(error, RaytuneError) or _of_storage(error) or refused(error, "") is not None
@@ -109,7 +126,11 @@ class Download:
 
     def _go_on(self, name: str, partial: Path, size: int) -> None:
         """Fetch the bytes of a file that are not here yet."""
-        with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(partial.lstat().st_mode):  # a link would lead to somebody's file
+                partial.unlink()
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(partial, flags, 0o666), "r+b") as file:
             there = os.fstat(file.fileno()).st_size
             self._came[name] = start = there if there <= size else 0
             if start < size:
@@ -117,12 +138,31 @@ class Download:
                     file.seek(begin)
                     self._came[name] = begin
                     for piece in pieces:
-                        file.write(piece)
-                        self._came[name] += len(piece)
+                        if self._came[name] == size:  # and more comes, perhaps without an end
+                            break
+                        self._came[name] += file.write(piece[: size - self._came[name]])
             if self._came[name] < size:
                 raise ConnectionError(f"{name} ended after {self._came[name]} of {size} bytes")
             file.truncate(size)
             os.fsync(file.fileno())
+
+    def _put_in_place(self, name: str, partial: Path, blob: Path) -> str | None:
+        """Give a file that is complete its name if its content is what that says. Else it is removed, and the SHA-256
+        of what it was is returned."""
+        digest = hashlib.sha256()
+        try:
+            with os.fdopen(open_regular(partial), "rb") as file:
+                while piece := file.read(_CHUNK_BYTES):
+                    digest.update(piece)
+                    self._checked[name] += len(piece)
+        except FileNotFoundError:  # another process has been faster
+            return None
+        if digest.hexdigest() != blob.name:
+            partial.unlink(missing_ok=True)
+            return digest.hexdigest()
+        with suppress(FileNotFoundError):
+            partial.replace(blob)
+        return None
 
 
 def why_not(hub: HubWeights) -> RaytuneError | None:
@@ -148,6 +188,12 @@ def _checked(hub: HubWeights, lacking: Sequence[str]) -> dict[str, Path]:
         )
     listed = list_files(hub.repository, hub.commit)
     digests = {name: digest for name in lacking if (digest := listed.get(name, (0, None))[1]) is not None}
+    for name, digest in digests.items():  # they become names of files here
+        if re.fullmatch("[0-9a-f]{64}", digest) is None:
+            raise ModelError(
+                f"{hub.what}: {constants.ENDPOINT} lists {shown(digest)} as the SHA-256 of {name}, which is none: set "
+                "HF_ENDPOINT to another mirror, or leave it out"
+            )
     large = {name: blobs / digest for name, digest in digests.items() if hub.sizes[name] <= _MOST_BYTES}
     _check_room(hub, {name: large.get(name, blobs / name) for name in lacking})
     return large
@@ -172,23 +218,6 @@ def _explained(hub: HubWeights, error: Exception) -> RaytuneError:
 def _of_storage(error: Exception) -> bool:
     """Return whether this machine's storage has failed, and not the hub."""
     return isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT))
-
-
-def _put_in_place(hub: HubWeights, partial: Path, blob: Path) -> None:
-    """Give a complete file its name, if its content has the hash in the name."""
-    try:
-        with open(partial, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:  # another process has been faster
-        return
-    if digest != blob.name:
-        partial.unlink(missing_ok=True)
-        raise TransientError(
-            f"{hub.what}, on {socket.gethostname()}: what came of it is not what the hub has (SHA-256 {digest}, not "
-            f"{blob.name}); it was removed, and another start fetches it again"
-        )
-    with suppress(FileNotFoundError):
-        partial.replace(blob)
 
 
 def _check_room(hub: HubWeights, blobs: Mapping[str, Path]) -> None:

@@ -130,7 +130,7 @@ def list_files(repository: str, commit: str) -> dict[str, tuple[int, str | None]
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(repository, revision=commit, files_metadata=True, timeout=_LIST_SECONDS)
-    return {each.rfilename: (each.size or 0, each.lfs and each.lfs.sha256) for each in found.siblings or []}
+    return {each.rfilename: (each.size or 0, each.lfs and str(each.lfs.sha256)) for each in found.siblings or []}
 
 
 Headers = dict[str, dict[str, TensorHeader]]
