@@ -148,7 +148,7 @@ def to_remove(
 
 
 def in_the_way(found: Sequence[CommittedCheckpoint], *, lasting: bool) -> list[CommittedCheckpoint]:
-    """What may be removed where storage has no room for another checkpoint. `found` is sorted.
+    """Return what may be removed where storage has no room for another checkpoint. `found` is sorted.
 
     Recovery points, but not the newest checkpoint, from which the run would go on. `lasting`: the clock has not chosen
     the checkpoint that lacks room, so that it must not depend on the clock: then the newest, too, unless it is all that

@@ -151,7 +151,7 @@ class Saver:
         self._save = SaveInFlight(job)
 
     def _pruning(self) -> Callable[[], None]:
-        """What removes older checkpoints once the next one is committed."""
+        """Return what removes older checkpoints once the next one is committed."""
         keep, scores, size = self.keep, dict(self.scores), self.nbytes
 
         def prune_all() -> None:

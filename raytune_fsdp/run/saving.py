@@ -83,7 +83,7 @@ class Saves:
     _lasting: bool = True
     """Whether the save that begins next is of a step that the clock has not chosen."""
     _told: bool = False
-    """That storage has no room for recovery points."""
+    """Whether it was reported that storage has no room for recovery points."""
     _again: bool = False
     """Whether to write the last save again: it lacked room, and would find it now."""
     _stop: StopReason | None = None
@@ -125,7 +125,7 @@ class Saves:
         return False
 
     def _make_room(self, *, lasting: bool) -> bool:
-        """Whether recovery points were removed for a save. On rank 0."""
+        """Remove recovery points to make room for a save, on rank 0. Return whether any were removed."""
         with waiting(self.saver.seconds):
             self.tracker.sync()  # raises if the run, with its checkpoints, is another command's by now
             removed = self.saver.make_room(lasting=lasting)

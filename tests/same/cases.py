@@ -159,8 +159,8 @@ RUNS = {
     "2-ranks-llama-fp8": Run(
         model=architecture("llama"), world=2, torchrun=True, parallel={"precision": "fp8"}, from_step=4
     ),
-    "2-ranks-llama-sequence": Run(
-        model=architecture("llama", attention_dropout=0.1), world=2, torchrun=True,
+    "2-ranks-gpt2-sequence": Run(
+        model=architecture("gpt2", attn_pdrop=0.0), world=2, torchrun=True,
         parallel={"mesh": {"sequence": 2}, "activation_checkpointing": "selective"}, from_step=4,
     ),
     "4-ranks-llama-sequence-tensor-lora": Run(
