@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from raytune_fsdp.base.batch import Cursor, PackedSample
 from raytune_fsdp.config import FinetuneConfig
@@ -19,7 +22,7 @@ from raytune_fsdp.predict.memory import Memory, memory_of
 from raytune_fsdp.predict.trace import live
 from raytune_fsdp.predict.trace.layers import representatives
 from raytune_fsdp.predict.trace.live import TookTooLong
-from raytune_fsdp.predict.trace.trace import full_batches, trace
+from raytune_fsdp.predict.trace.trace import as_rank_of, full_batches, trace
 from raytune_fsdp.run.trials.needs import network_needs
 
 LLAMA = {
@@ -170,3 +173,20 @@ def test_a_trace_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TookTooLong):
         planned(config_of(LLAMA), 2, whole=True, until=100)
     assert next(clock) == 102
+
+
+def test_what_runs_in_this_process_after_a_prediction_has_its_own_groups() -> None:
+    """Under torchrun rank 0 predicts, and is then a rank: what torch has kept of the mesh of the prediction would give
+    its weights groups that are gone, and the first sum over them would fail, or wait for ever."""
+
+    def group_of_a_result(before: int) -> tuple[str, str]:
+        for _ in range(before):
+            dist.new_group([0])  # so that groups have other names
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        made = torch.empty_like(DTensor.from_local(torch.zeros(2), mesh, [Shard(0), Shard(0)], run_check=False))
+        return made.device_mesh.get_group("tensor").group_name, mesh.get_group("tensor").group_name
+
+    for before in (0, 3):
+        with as_rank_of(4):
+            found, right = group_of_a_result(before)
+            assert found == right

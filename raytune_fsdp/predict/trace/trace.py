@@ -428,6 +428,7 @@ def _same_random_state() -> Iterator[None]:
 @contextmanager
 def as_rank_of(world: int) -> Iterator[None]:
     """Make this process rank 0 of `world` ranks, of which there are no others."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a process of a run has a process group already"
@@ -436,3 +437,7 @@ def as_rank_of(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # torch keeps results of operations on DTensors by the shape of their mesh, and these name groups of the mesh
+        # that there was. Under torchrun this process is a rank next: its weights would name groups that are gone, or
+        # another run of ranks, and wait for that for ever.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
