@@ -97,7 +97,7 @@ def measure(directory: Path, seq_len: int, rounds: int) -> dict[str, Any]:
             if number >= WARMUP_STEPS:
                 found[way].append(seconds)
         np.testing.assert_allclose(losses["borders"], losses["mask"], rtol=1e-5)
-        documents.append(len(batches.blocks[0].borders.starts) - 1)
+        documents.append(len(batches.micro_batches[0].borders.starts) - 1)
     ratios = [a / b for a, b in zip(found["borders"], found["mask"], strict=True)]
     row = {
         "seq_len": seq_len,

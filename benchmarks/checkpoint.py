@@ -40,7 +40,7 @@ from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
 from raytune_fsdp.checkpoint.contents import tensors_of
-from raytune_fsdp.checkpoint.reading import load, verify_together
+from raytune_fsdp.checkpoint.reading import load_into, verify_together
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
@@ -281,7 +281,7 @@ class Bench:
         def verified_load() -> None:
             problem = verify_together(found, hashes=True)
             assert problem is None, problem
-            load(self.model, self.optimizer, found)
+            load_into(self.model, self.optimizer, found)
 
         ours = self.timed(verified_load)
         self.remove(Path(found.path))

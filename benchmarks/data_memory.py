@@ -127,7 +127,7 @@ def _stream_ray(windows: Any, samples: int) -> int:
     @ray.remote(num_cpus=0)
     def consume(shard: Any, rank: int) -> int:
         batches = ray_batches(shard, windows, division, steps, data_rank=rank)
-        return sum(len(block.sample_ids) for step in batches for block in step.blocks)
+        return sum(len(block.sample_ids) for step in batches for block in step.micro_batches)
 
     return sum(ray.get([consume.remote(shard, rank) for rank, shard in enumerate(shards)]))
 

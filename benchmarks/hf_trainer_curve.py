@@ -87,7 +87,7 @@ def packed_rows(directory: Path, steps: int) -> list[dict[str, list[int]]]:
     return [
         {"input_ids": ids, "labels": labels, "position_ids": positions}
         for step in batches
-        for block in step.blocks
+        for block in step.micro_batches
         for ids, labels, positions in zip(
             block.input_ids.tolist(), block.labels.tolist(), block.position_ids.tolist(), strict=True
         )

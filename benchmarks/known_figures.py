@@ -17,7 +17,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.predict.advise.alternatives import with_micro_batch
 from raytune_fsdp.predict.devices import find_device
-from raytune_fsdp.predict.host import beside
+from raytune_fsdp.predict.host import host_needs
 from raytune_fsdp.predict.planned import hours
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.subject import ModelSpec
@@ -76,7 +76,7 @@ def of_40b() -> dict[str, Any]:
     config = load_config("falcon-180b-lora", ["--model.path", "tiiuae/falcon-40b", "--method", "{type: full}"])
     config = with_micro_batch(config, 16, 1)
     found = predict(ModelSpec.of(config), config, 16, A100)
-    host = beside(config, found)
+    host = host_needs(config, found)
     return {
         "their GB a step and node": 48 * 40e9 / 2 / 8 / _GB,
         "our GB a step and node": found.seconds.between / _GB,

@@ -27,10 +27,10 @@ from raytune_fsdp.base.batch import Cursor, PackedSample
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.fill import allocate
-from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import build_base
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
 
@@ -60,13 +60,13 @@ def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
         model.set_attn_implementation("documents_cpu")
         install_chunked_loss(model)
         numbers = sum(parameter.numel() for parameter in model.parameters())
-        run_blocks(model, recompute=mode)
+        set_training_forward(model, recompute=mode)
         shard(model, mesh, config, sharding_units(model, config, ends=True))
         allocate(model, CPU)
         model.train()
         tracker = FSDPMemTracker(model)
         with tracker:
-            block_loss(model, block).total.backward()
+            micro_batch_loss(model, block).total.backward()
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     parts = {str(kind).rpartition(".")[2].lower(): size / 2**30 for kind, size in peak.items() if size}
     return {"numbers": numbers / 1e9, **parts}

@@ -50,7 +50,7 @@ from raytune_fsdp.model.precision.quantized import quantize_layers
 from raytune_fsdp.model.split.tensor import cut_shapes
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.memory import memory_of
-from raytune_fsdp.predict.speed import moved_in_blocks, phases_of
+from raytune_fsdp.predict.speed import moved_in_layers, phases_of
 from raytune_fsdp.predict.trace.trace import full_batches, trace
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import RankRun
@@ -235,7 +235,7 @@ def planned(config: FinetuneConfig, world: int) -> dict[str, Any]:
         network, units, config.parallel, plan.layout, needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len * rounds,
     )  # fmt: skip
-    added, _ = moved_in_blocks(traced, dict(phases_of(traced)), rounds, "sum")
+    added, _ = moved_in_layers(traced, dict(phases_of(traced)), rounds, "sum")
     summed = added * 2 * (plan.layout.tensor - 1) / plan.layout.tensor
     return {
         "parameters": parameters,

@@ -27,7 +27,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.base.hushed import hush_if_told
+from raytune_fsdp.base.hushed import hush_if_asked
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.errors import RaytuneError
@@ -46,7 +46,7 @@ _HOMES = {
 }
 
 
-hush_if_told()
+hush_if_asked()
 
 
 def __getattr__(name: str) -> Any:

@@ -77,7 +77,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPart:
+class MicroBatchPart:
     """Which tokens of a micro-batch a member of its group has, with the samples laid out one after another."""
 
     member: int
@@ -111,7 +111,7 @@ class MicroBatch:
     """Pairs (query, key) in the same document, the key not after the query: the work of causal attention."""
     after: Cursor
     """The place of the sample after the last one of the micro-batch."""
-    part: BlockPart | None = None
+    part: MicroBatchPart | None = None
     """Which part of a micro-batch this is; None: the whole."""
     counts: bool = True
     """Whether its losses count on this rank: only on the first of the ranks that compute the same tokens together."""
@@ -127,7 +127,7 @@ class StepBatches:
 
     step: int
     """1 for the first optimizer step of a run."""
-    blocks: tuple[MicroBatch, ...]
+    micro_batches: tuple[MicroBatch, ...]
     counts: torch.Tensor
     """int64: this rank's share of `StepCounts`, packed."""
     windows_built: int = 0

@@ -42,6 +42,6 @@ def speak() -> None:
     set_levels(dict.fromkeys(_LOGGERS, logging.NOTSET))
 
 
-def hush_if_told() -> None:
+def hush_if_asked() -> None:
     if os.environ.get(HUSHED):
         hush()

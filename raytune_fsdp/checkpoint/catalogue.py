@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import check
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, named
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, parse_directory_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ class CommittedCheckpoint:
 
 def looks_like_checkpoint(path: str) -> bool:
     """Return whether a path or URL has the name of a checkpoint."""
-    return named(path.rstrip("/").rpartition("/")[2]) is not None
+    return parse_directory_name(path.rstrip("/").rpartition("/")[2]) is not None
 
 
 def as_checkpoint(path: str) -> CommittedCheckpoint | None:
     """Return the committed checkpoint at a path or URL; None if it is not one."""
     root, _, name = path.rstrip("/").rpartition("/")
-    found = named(name)
+    found = parse_directory_name(name)
     if found is None or MANIFEST_FILE not in storage_at(root).sizes(name):
         return None
     return _at(found, root)
@@ -50,7 +50,7 @@ def as_checkpoint(path: str) -> CommittedCheckpoint | None:
 
 def committed(root: str) -> list[CommittedCheckpoint]:
     """Return all committed checkpoints in a directory or below a URL, oldest first."""
-    return sorted(_at(found, root) for found in map(named, storage_at(root).names()) if found)
+    return sorted(_at(found, root) for found in map(parse_directory_name, storage_at(root).names()) if found)
 
 
 def _at(found: tuple[int, int, bool], root: str) -> CommittedCheckpoint:
@@ -158,7 +158,7 @@ def in_the_way(found: Sequence[CommittedCheckpoint], *, lasting: bool) -> list[C
     return recovery if lasting and len(recovery) < len(found) else [each for each in recovery if each != found[-1]]
 
 
-def way_out(root: str, step: int) -> str:
+def ways_out_of_divergence(root: str, step: int) -> str:
     """Return what a person can do if training went wrong after a step: the same run would take the same course."""
     return (
         "the same settings would end here again, and others make another run: give it a new run.name, lower optim.lr, "

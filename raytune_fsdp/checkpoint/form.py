@@ -23,8 +23,8 @@ from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.model.adapters.names import acts_outside
 from raytune_fsdp.model.directory.bounds import read_config
 from raytune_fsdp.model.directory.files import WeightFiles, find_weights, locate
-from raytune_fsdp.model.directory.named_class import Named, find_named
-from raytune_fsdp.model.export.write import Form, WholeTensors
+from raytune_fsdp.model.directory.named_class import NamedClass, find_named
+from raytune_fsdp.model.export.write import ExportForm, WholeTensors
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.weights.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
 from raytune_fsdp.model.weights.source import Weights
@@ -40,7 +40,7 @@ class WrittenAs:
     """What is written of a checkpoint, and as which network."""
 
     source: WholeTensors
-    form: Form | None = None
+    form: ExportForm | None = None
     """None: it is written as the network that was trained."""
     alone: str | None = None
     """Why only the language model is written of a base that also sees."""
@@ -85,10 +85,10 @@ def written_of(
     except (RaytuneError, OSError, ValueError) as error:  # ValueError: a place of an unknown protocol
         if whole:  # nothing is missing; it has the names that transformers gives it
             return WrittenAs(source=source)
-        return WrittenAs(source=source, form=Form(network=network), alone=first_line(error))
+        return WrittenAs(source=source, form=ExportForm(network=network), alone=first_line(error))
     # As the base has them: transformers may have renamed them since.
     keys = {name: key for name, key in match.key_of.items() if name in owned_tensors(named.network)}
-    form = Form(network=named.network, key_of=keys, beside=base.directory)
+    form = ExportForm(network=named.network, key_of=keys, beside=base.directory)
     adapters = CheckpointWeights(checkpoint), CheckpointWeights(checkpoint, INITIAL)
     untouched = beside is not None and not acts_outside(named, *adapters)
     return WrittenAs(source=_Around(source, rest, named, untouched=untouched), form=form)
@@ -133,7 +133,7 @@ def began_with(files: Path) -> tuple[str, str | None, bool]:
     return path, revision, on_hub is True
 
 
-def _check_same(named: Named, rest: Weights, source: WholeTensors, where: str) -> None:
+def _check_same(named: NamedClass, rest: Weights, source: WholeTensors, where: str) -> None:
     """Refuse a base with other sizes than the one that was trained. Rows of tokens may have been added since."""
     tokens, stored = set(rows_of_tokens(named.network)), rest.shapes()
     for name, shape in source.shapes().items():
@@ -149,7 +149,7 @@ class _Around:
     merged, they would be rounded.
     """
 
-    def __init__(self, own: WholeTensors, rest: Weights, named: Named, *, untouched: bool) -> None:
+    def __init__(self, own: WholeTensors, rest: Weights, named: NamedClass, *, untouched: bool) -> None:
         self._own, self._rest = own, rest
         trained, stored = own.shapes(), rest.shapes()
         left = {name for name in owned_tensors(named.network) if untouched and named.sees(name)}

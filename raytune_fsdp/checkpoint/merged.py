@@ -14,7 +14,7 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.contents import INITIAL
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.model.adapters.attach import attach, check_adapter_shapes, rows_of
+from raytune_fsdp.model.adapters.attach import added_rows_of, attach, check_adapter_shapes
 from raytune_fsdp.model.adapters.config_file import adapter_method
 from raytune_fsdp.model.adapters.merge import MergedWeights
 from raytune_fsdp.model.adapters.names import keys_held, own_names
@@ -22,7 +22,7 @@ from raytune_fsdp.model.adapters.principal import ResidualWeights
 from raytune_fsdp.model.added_rows import ROWS, train_rows
 from raytune_fsdp.model.directory.files import WeightFiles, cached, find_weights, is_local, known_weights, locate
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_object
-from raytune_fsdp.model.directory.named_class import Named, find_named
+from raytune_fsdp.model.directory.named_class import NamedClass, find_named
 from raytune_fsdp.model.export.write import WholeTensors
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.weights.keys import check_shapes, grown_rows, match_keys, matched_weights
@@ -137,7 +137,7 @@ def plain_network(files: Path) -> PreTrainedModel:
     return network
 
 
-def named_class(files: Path, base: str, revision: str | None) -> Named:
+def named_class(files: Path, base: str, revision: str | None) -> NamedClass:
     """Return the class that the config of a run's base names. `files`: the run's own.
 
     Nothing is fetched: if the base cannot be read here, it is the class that transformers has for its type.
@@ -163,7 +163,7 @@ def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str |
     `files`: the run's own. `moved`: where the base is now.
     """
     base, network = read_state(checkpoint).base, saved_network(checkpoint, files)
-    alone = {weight for weight, _ in rows_of(network).values()}
+    alone = {weight for weight, _ in added_rows_of(network).values()}
     frozen = located_base(checkpoint, moved) if alone else None
     if base is None or frozen is None:
         return

@@ -18,7 +18,15 @@ import pyarrow.fs
 
 from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import UnsoundError, check_size
-from raytune_fsdp.checkpoint.storage import DAMAGED, MANIFEST_BYTES, MANIFEST_FILE, Sink, StoredFile, at_once, named
+from raytune_fsdp.checkpoint.storage import (
+    DAMAGED,
+    MANIFEST_BYTES,
+    MANIFEST_FILE,
+    Sink,
+    StoredFile,
+    at_once,
+    parse_directory_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,7 @@ class ObjectStorage:
         return [path.split("/")[0] for path in self._below("") if path.count("/") == 1 and path.endswith(_MANIFEST)]
 
     def has_damaged(self) -> bool:
-        return any(path.endswith(DAMAGED) and named(path.split("/")[0]) for path in self._below(""))
+        return any(path.endswith(DAMAGED) and parse_directory_name(path.split("/")[0]) for path in self._below(""))
 
     def where(self, name: str) -> str:
         return f"{self.location}/{name}"
@@ -98,7 +106,7 @@ class ObjectStorage:
         below = self._below("")
         whole = {path.split("/")[0] for path in below if path.endswith((_MANIFEST, _MANIFEST + DAMAGED))}
         for name in {path.split("/")[0] for path in below if "/" in path} - whole:
-            if named(name):
+            if parse_directory_name(name):
                 self._delete_all(name)
 
     @contextmanager

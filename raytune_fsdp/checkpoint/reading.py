@@ -159,7 +159,7 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 # Load a committed checkpoint into model and optimizer, verified and read by all ranks together.
 
 
-def load(model: PreTrainedModel, optimizer: Optimizer, checkpoint: CommittedCheckpoint) -> None:
+def load_into(model: PreTrainedModel, optimizer: Optimizer, checkpoint: CommittedCheckpoint) -> None:
     """Read the tensors of a committed checkpoint into model and optimizer. Collective."""
     optimizer.init_state()
     storage = storage_at(checkpoint.root)

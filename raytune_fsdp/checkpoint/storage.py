@@ -40,7 +40,7 @@ def directory_name(step: int, attempt: int, lasting: bool = True) -> str:
     return f"step-{step:08d}.a{attempt}{'' if lasting else '.r'}"
 
 
-def named(name: str) -> tuple[int, int, bool] | None:
+def parse_directory_name(name: str) -> tuple[int, int, bool] | None:
     """Return step and attempt of the checkpoint of this name, and whether it lasts.
 
     None for a name that `directory_name` does not give, however near it is: what is under it is somebody else's.
@@ -241,7 +241,7 @@ class PosixStorage:
 def _made_of_ours(pattern: re.Pattern[str], name: str) -> bool:
     """Return whether this is the name of a checkpoint with an ending that is given here."""
     match = pattern.fullmatch(name)
-    return match is not None and named(match[1]) is not None
+    return match is not None and parse_directory_name(match[1]) is not None
 
 
 class _PosixSource:

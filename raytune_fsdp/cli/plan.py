@@ -115,7 +115,7 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(over)} ({parallel.strategy})",
         "precision": parallel.precision,
         "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
-        "rounds": f"{rounds}: {division.blocks} micro-batches of {division.micro_batch} over all ranks{fillers}",
+        "rounds": f"{rounds}: {division.micro_batches} micro-batches of {division.micro_batch} over all ranks{fillers}",
         "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",

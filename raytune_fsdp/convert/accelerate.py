@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    Crossing,
+    Conversion,
     Project,
     TheirOption,
     ask,
@@ -16,10 +16,10 @@ from raytune_fsdp.convert.rules import (
     part,
     refuse,
     same,
+    settled,
     switch,
     table,
     text,
-    told,
     whole,
 )
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, fsdp_options, strategy
@@ -27,7 +27,7 @@ from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, fsdp_op
 _ZERO = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 
 
-def prepare(c: Crossing) -> None:
+def prepare(c: Conversion) -> None:
     ranks = c.get("num_processes", whole, 0)
     if c.gpus is not None and ranks > 0 and ranks != c.gpus:
         c.problems.append(f"num_processes={ranks} in the file, and --gpus {c.gpus}: leave --gpus out, or correct one")
@@ -46,7 +46,7 @@ def prepare(c: Crossing) -> None:
     _precision(c)
 
 
-def _mesh(c: Crossing) -> None:
+def _mesh(c: Conversion) -> None:
     """Carry the copies of the model and the ranks of each. Other axes are left: they do not change what is learned."""
     keys = {
         axis: f"parallelism_config.parallelism_config_{axis}_size"
@@ -69,7 +69,7 @@ def _mesh(c: Crossing) -> None:
         c.say(keys[axis], "carried", how + size)
 
 
-def _distributed(c: Crossing) -> None:
+def _distributed(c: Conversion) -> None:
     # A kind that is dropped is one that we lack: the run is still spread by FSDP.
     kind = c.get("distributed_type", text, "FSDP" if "distributed_type" in c.dropping else "NO").upper()
     if kind in ("NO", "FALSE"):
@@ -99,7 +99,7 @@ def _distributed(c: Crossing) -> None:
     _offload(c)
 
 
-def _offload(c: Crossing) -> None:
+def _offload(c: Conversion) -> None:
     """Carry DeepSpeed's offloading, which moves the optimizer or the weights; here both are moved, or neither."""
     keys = [f"deepspeed_config.offload_{what}_device" for what in ("optimizer", "param")]
     moved = any(c.get(key, text, "none").lower() not in ("none", "no", "false") for key in keys)
@@ -109,7 +109,7 @@ def _offload(c: Crossing) -> None:
         c.say(key, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
 
 
-def _precision(c: Crossing) -> None:
+def _precision(c: Conversion) -> None:
     how = c.get("mixed_precision", text, "no").lower()
     ours = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}.get(how)
     if ours is None:
@@ -123,30 +123,30 @@ def _precision(c: Crossing) -> None:
     c.default("parallel.precision", "fp32", "mixed_precision by default; a training script may have set another")
 
 
-def finish(c: Crossing) -> None:
+def finish(c: Conversion) -> None:
     """Do nothing: all defaults of accelerate are ours."""
 
 
-def _compiler(c: Crossing, key: str) -> None:
+def _compiler(c: Conversion, key: str) -> None:
     on = c.get(key, text, "no").lower() not in ("no", "none", "false")
     c.carry(key, "parallel.compile", on, "with torch's default backend" if on else "")
 
 
-def _clipping(c: Crossing, key: str) -> None:
+def _clipping(c: Conversion, key: str) -> None:
     if c.get(key, text, "") in ("none", "auto"):
         c.say(key, "left", "as the training script says; see optim.max_grad_norm")
         return
     c.carry(key, "optim.max_grad_norm", c.get(key, number, 1.0) or None)
 
 
-def _accumulation(c: Crossing, key: str) -> None:
+def _accumulation(c: Conversion, key: str) -> None:
     if c.get(key, text, "1") in ("1", "auto"):
         c.say(key, "same", "one, or as the training script says")
     else:
         c.say(key, "refused", "a part of train.global_batch: set that to the samples of a GPU x this x GPUs")
 
 
-def _megatron(c: Crossing) -> bool:
+def _megatron(c: Conversion) -> bool:
     return str(spelled(c.given.get("distributed_type"))).upper() == "MEGATRON_LM"
 
 
@@ -155,7 +155,7 @@ def _mesh_options() -> tuple[TheirOption, ...]:
         return " ".join(f"parallelism_config.parallelism_config_{name}" for name in names.split())
 
     return (
-        told(
+        settled(
             axes("dp_replicate_size dp_shard_size tp_size cp_size sp_size"),
             "`parallel.strategy`, `parallel.shard_size`",
         ),
@@ -173,13 +173,13 @@ def _options() -> tuple[TheirOption, ...]:
         return " ".join(f"deepspeed_config.{name}" for name in names.split())
 
     return (
-        told("distributed_type", "`parallel.strategy`; NO: `cluster.workers: 1`"),
-        told("mixed_precision fp16", "`parallel.precision`"),
+        settled("distributed_type", "`parallel.strategy`; NO: `cluster.workers: 1`"),
+        settled("mixed_precision fp16", "`parallel.precision`"),
         carry("num_processes", "cluster.workers", whole),
         *fsdp_options(),
         *_mesh_options(),
-        told(deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
-        told(deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
+        settled(deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
+        settled(deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
         ask(deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
         ask(
             deep("gradient_accumulation_steps"),

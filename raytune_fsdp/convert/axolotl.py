@@ -10,7 +10,7 @@ from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
 from raytune_fsdp.convert.axolotl_left import left_options, machine_options
 from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.rules import (
-    Crossing,
+    Conversion,
     Project,
     TheirOption,
     a_map,
@@ -22,10 +22,10 @@ from raytune_fsdp.convert.rules import (
     plain,
     refuse,
     same,
+    settled,
     switch,
     table,
     text,
-    told,
     whole,
     words,
 )
@@ -43,7 +43,7 @@ _ATTENTION_SWITCHES = {
 _OFFLOADING = ("offload", "offload_disk", "unsloth")
 
 
-def prepare(c: Crossing) -> None:
+def prepare(c: Conversion) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     prepare_method(c)
@@ -64,7 +64,7 @@ def prepare(c: Crossing) -> None:
     prepare_data(c)
 
 
-def _cadence(c: Crossing, field: str, per_epoch: str, strategy: str, steps: str) -> None:
+def _cadence(c: Conversion, field: str, per_epoch: str, strategy: str, steps: str) -> None:
     """Carry how often something is done. Times per epoch exclude the other two options, there too."""
     if per_epoch not in c.given:
         cadence(c, field, strategy, steps, without="steps", every=None)
@@ -74,7 +74,7 @@ def _cadence(c: Crossing, field: str, per_epoch: str, strategy: str, steps: str)
         c.say(key, "left", f"{per_epoch} decides")
 
 
-def _batch(c: Crossing) -> None:
+def _batch(c: Conversion) -> None:
     """Carry the batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it."""
     shared = 1
     for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
@@ -89,7 +89,7 @@ def _batch(c: Crossing) -> None:
     global_batch(c, "micro_batch_size", "gradient_accumulation_steps", default=1, passes=passes, divided_by=shared)
 
 
-def _learning_rate(c: Crossing) -> None:
+def _learning_rate(c: Conversion) -> None:
     kind = schedule(c, "lr_scheduler", default="cosine", default_lr=5e-5)
     floor = c.get("cosine_min_lr_ratio", number, 0)
     if kind == "cosine":
@@ -107,7 +107,7 @@ def _learning_rate(c: Crossing) -> None:
         )
 
 
-def _memory(c: Crossing) -> None:
+def _memory(c: Conversion) -> None:
     """Carry which activations are kept, and where."""
     kept = spelled(c.given.get("gradient_checkpointing"))
     moved = spelled(c.given.get("activation_offloading"))
@@ -119,7 +119,7 @@ def _memory(c: Crossing) -> None:
     activation_checkpointing(c, "gradient_checkpointing", read=lambda value: plain(value) in _OFFLOADING or flag(value))
 
 
-def _precision(c: Crossing) -> None:
+def _precision(c: Conversion) -> None:
     """Carry the precision. axolotl's bf16 also loads the weights in bf16.
 
     FSDP and DeepSpeed make them fp32 again for the optimizer, and so does PEFT with adapters.
@@ -141,14 +141,14 @@ def _precision(c: Crossing) -> None:
         c.default("parallel.precision", found, f"bf16=auto by default{note and f': {note}'}")
 
 
-def finish(c: Crossing) -> None:
+def finish(c: Conversion) -> None:
     c.default("optim.weight_decay", 0.0, "weight_decay by default")
     c.default("run.seed", 42, "seed by default")
     if "learning_rate" not in c.given:
         c.problems.append("learning_rate is not set: axolotl has no default for it; write it into the file")
 
 
-def _attention_switch(c: Crossing, key: str) -> None:
+def _attention_switch(c: Conversion, key: str) -> None:
     if not c.get(key, flag, False):
         c.say(key, "same", "another one is used, or the best that is correct (model.attention=auto)")
     elif key in _ATTENTION_SWITCHES:
@@ -157,14 +157,14 @@ def _attention_switch(c: Crossing, key: str) -> None:
         c.say(key, "left", "other kernels for the same function; model.attention=auto takes the best that is correct")
 
 
-def _tf32(c: Crossing, key: str) -> None:
+def _tf32(c: Conversion, key: str) -> None:
     if spelled(c.given[key]) == "auto":
         c.say(key, "left", "set parallel.tf32; with bf16 hardly anything is computed in fp32")
     else:
         c.carry(key, "parallel.tf32", c.get(key, flag, False))
 
 
-def _plugins(c: Crossing, key: str) -> None:
+def _plugins(c: Conversion, key: str) -> None:
     others = [name for name in c.get(key, words, []) if not re.search(r"(?i)liger|cut_?cross_?entropy|kernels", name)]
     if others:
         c.say(key, "refused", f"what {', '.join(others)} does is not known here")
@@ -172,14 +172,14 @@ def _plugins(c: Crossing, key: str) -> None:
         c.say(key, "left", "other kernels for the same function; see model.loss")
 
 
-def _base_config(c: Crossing, key: str) -> None:
+def _base_config(c: Conversion, key: str) -> None:
     if c.get(key, text, "") == c.get("base_model", text, ""):
         c.say(key, "same", "the model's own")
     else:
         c.say(key, "refused", "the architecture is the model's own; change single attributes with model.overrides")
 
 
-def _new_rows(c: Crossing, key: str) -> None:
+def _new_rows(c: Conversion, key: str) -> None:
     if c.get(key, flag, False):
         c.say(key, "same", "the row of a new token starts as the mean of all")
     elif "model.add_tokens" in c.fields:
@@ -190,7 +190,7 @@ def _new_rows(c: Crossing, key: str) -> None:
         c.say(key, "same", "no token is new")
 
 
-def _dropped_rows(c: Crossing, key: str) -> None:
+def _dropped_rows(c: Conversion, key: str) -> None:
     if c.get(key, whole, 2) <= 2:
         c.say(key, "same", "a row without a token to train on is reported")
     else:
@@ -218,18 +218,18 @@ def _options() -> tuple[TheirOption, ...]:
         refuse("gptq", "a base that is stored quantized by GPTQ is not here"),
         refuse("model_quantization_config", "say it by load_in_4bit or load_in_8bit"),
         leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
-        told("sequence_len", "`data.seq_len`"),
-        told("sample_packing", "`data.packing: best_fit` (off: `none`)"),
-        told("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
-        told("num_epochs", "`train.epochs`"),
-        told("saves_per_epoch evals_per_epoch", "`checkpoint.every`, `eval.every`: `{per_epoch: N}`"),
+        settled("sequence_len", "`data.seq_len`"),
+        settled("sample_packing", "`data.packing: best_fit` (off: `none`)"),
+        settled("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
+        settled("num_epochs", "`train.epochs`"),
+        settled("saves_per_epoch evals_per_epoch", "`checkpoint.every`, `eval.every`: `{per_epoch: N}`"),
         ask(
             "optimizer", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer
         ),
-        told("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
-        told("bfloat16 float16 float32", "`parallel.precision`"),
-        told("activation_offloading", "`parallel.activation_offload`"),
-        told(
+        settled("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
+        settled("bfloat16 float16 float32", "`parallel.precision`"),
+        settled("activation_offloading", "`parallel.activation_offload`"),
+        settled(
             "tensor_parallel_size context_parallel_size sequence_parallel_degree",
             "left, and counted in the batch; `parallel.mesh` has both",
         ),

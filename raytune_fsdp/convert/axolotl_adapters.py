@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.convert.adapters import Lora, Quantized, base_of_flags, carry_lora
-from raytune_fsdp.convert.rules import Crossing, TheirOption, flag, leave, part, same, text, told, words
+from raytune_fsdp.convert.rules import Conversion, TheirOption, flag, leave, part, same, settled, text, words
 
 _LORA = Lora(
     owner="adapter", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
@@ -13,7 +13,7 @@ _LORA = Lora(
 )  # fmt: skip
 
 
-def prepare_method(c: Crossing) -> None:
+def prepare_method(c: Conversion) -> None:
     """Settle what the options of adapters and of their base say together.
 
     In axolotl of July 2026 `qlora` alone means 4 bits, and so does `lora` with load_in_4bit.
@@ -45,13 +45,15 @@ def method_options() -> tuple[TheirOption, ...]:
         "peft_init_lora_weights peft_trainable_token_indices loftq_config bnb_config_kwargs"
     )
     return (
-        told("adapter", "`method.type: lora` or `qlora`; others refused"),
-        told("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
-        told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
-        told("lora_target_linear lora_target_modules", "`method.target_modules`"),
-        told("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
-        told("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
-        told("lora_model_dir", "`method.adapter`"),
+        settled("adapter", "`method.type: lora` or `qlora`; others refused"),
+        settled(
+            "load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"
+        ),
+        settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+        settled("lora_target_linear lora_target_modules", "`method.target_modules`"),
+        settled("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
+        settled("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
+        settled("lora_model_dir", "`method.adapter`"),
         same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network has it"),
         same(
             "peft_autocast_adapter_dtype",

@@ -9,7 +9,7 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, Quantized, carry_lora, details_of_nf4
 from raytune_fsdp.convert.llama_factory_data import prepare_data
 from raytune_fsdp.convert.rules import (
-    Crossing,
+    Conversion,
     Project,
     TheirOption,
     ask,
@@ -19,10 +19,10 @@ from raytune_fsdp.convert.rules import (
     part,
     refuse,
     same,
+    settled,
     switch,
     table,
     text,
-    told,
     whole,
     words,
 )
@@ -41,7 +41,7 @@ _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "
 _LENGTH = 2048
 
 
-def prepare(c: Crossing) -> None:
+def prepare(c: Conversion) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     mixed = prepare_training(c, lr=5e-5, output="saves", default_precision="fp32")
@@ -59,7 +59,7 @@ def prepare(c: Crossing) -> None:
     _method(c)
 
 
-def _method(c: Crossing) -> None:
+def _method(c: Conversion) -> None:
     kind = "full" if "finetuning_type" in c.dropping else c.get("finetuning_type", text, "lora")
     quantized = _base(c, beside_adapters=kind == "lora")
     if kind == "full":
@@ -72,7 +72,7 @@ def _method(c: Crossing) -> None:
         c.say("finetuning_type", "refused", "adapters are lora here; or write full")
 
 
-def _base(c: Crossing, *, beside_adapters: bool) -> Quantized | None:
+def _base(c: Conversion, *, beside_adapters: bool) -> Quantized | None:
     """Return the base that is quantized while it is loaded; None if it is not."""
     bits = c.get("quantization_bit", whole, None)
     if bits is None:
@@ -100,12 +100,12 @@ _LORA = Lora(
 )  # fmt: skip
 
 
-def _adapts(c: Crossing) -> bool:
+def _adapts(c: Conversion) -> bool:
     kind = spelled(c.given.get("finetuning_type", "lora"))
     return kind != "full" and "finetuning_type" not in c.dropping
 
 
-def _packing(c: Crossing, pretraining: bool) -> None:
+def _packing(c: Conversion, pretraining: bool) -> None:
     packed, apart = c.get("packing", flag, pretraining), c.get("neat_packing", flag, False)
     if apart or not packed:
         why = "LLaMA-Factory cuts a text at cutoff_len, too"
@@ -133,7 +133,7 @@ def _packing(c: Crossing, pretraining: bool) -> None:
     c.default("data.packing", ours, "packing is on for stage pt, else off, by default")
 
 
-def _loss(c: Crossing) -> None:
+def _loss(c: Conversion) -> None:
     everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
     c.say(
         "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
@@ -141,7 +141,7 @@ def _loss(c: Crossing) -> None:
     c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
 
 
-def _checkpointing(c: Crossing) -> None:
+def _checkpointing(c: Conversion) -> None:
     off = c.get("disable_gradient_checkpointing", flag, False)
     c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
     if c.get("use_unsloth_gc", flag, False):
@@ -149,12 +149,12 @@ def _checkpointing(c: Crossing) -> None:
     c.say("use_unsloth_gc", "same", "off")
 
 
-def finish(c: Crossing) -> None:
+def finish(c: Conversion) -> None:
     finish_training(c, lr=5e-5)
     c.default("parallel.activation_checkpointing", "full", "on by default")
 
 
-def _template(c: Crossing, key: str) -> None:
+def _template(c: Conversion, key: str) -> None:
     name = c.get(key, text, "")
     formats = [each["format"].get("then", each["format"]) for each in _train(c)]
     chats = any(each["type"] == "chat" or each.get("style") == "chat" for each in formats)
@@ -170,19 +170,19 @@ def _template(c: Crossing, key: str) -> None:
         )
 
 
-def _train(c: Crossing) -> list[dict[str, Any]]:
+def _train(c: Conversion) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = c.fields.get("data.train", [])
     return found
 
 
-def _stage(c: Crossing, key: str) -> None:
+def _stage(c: Conversion, key: str) -> None:
     if c.get(key, text, "") in ("sft", "pt"):
         c.say(key, "carried", f"format.type={'completion' if c.get(key, text, '') == 'pt' else 'chat or instruction'}")
     else:
         c.say(key, "refused", "supervised training only")
 
 
-def _attention(c: Crossing, key: str) -> None:
+def _attention(c: Conversion, key: str) -> None:
     name = c.get(key, text, "auto")
     if name in _ATTENTION:
         c.carry(key, "model.attention", _ATTENTION[name])
@@ -190,27 +190,27 @@ def _attention(c: Crossing, key: str) -> None:
         c.say(key, "same", "the best that is correct (model.attention=auto)")
 
 
-def _revision(c: Crossing, key: str) -> None:
+def _revision(c: Conversion, key: str) -> None:
     if c.get(key, text, "main") == "main":
         c.say(key, "same", "the main branch")
     else:
         c.carry(key, "model.revision", c.get(key, text, None))
 
 
-def _new_tokens(c: Crossing, key: str) -> None:
+def _new_tokens(c: Conversion, key: str) -> None:
     added: list[dict[str, Any]] = [{"text": each} for each in c.get("add_tokens", words, [])]
     added += [{"text": each, "special": True} for each in c.get("add_special_tokens", words, [])]
     c.carry(key, "model.add_tokens", added, "their rows start as the mean of all")
 
 
-def _split_tokens(c: Crossing, key: str) -> None:
+def _split_tokens(c: Conversion, key: str) -> None:
     if c.get(key, flag, False):
         c.carry(key, "data.special_tokens_in_text", "escape")
     else:
         c.say(key, "same", "data.special_tokens_in_text=keep")
 
 
-def _mixing(c: Crossing, key: str) -> None:
+def _mixing(c: Conversion, key: str) -> None:
     if c.get(key, text, "concat") == "concat":
         c.say(key, "same", "every row is seen once in an epoch")
     else:
@@ -226,9 +226,9 @@ def _model_options() -> tuple[TheirOption, ...]:
         ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
         ask("split_special_tokens", "`data.special_tokens_in_text: escape`", _split_tokens),
         switch("train_from_scratch", "model.init", "random", "from the model's weights"),
-        told("pure_bf16", "`parallel.precision: bf16_pure`"),
-        told("disable_gradient_checkpointing", "`parallel.activation_checkpointing` (on by default there)"),
-        told("use_unsloth_gc", "`parallel.activation_offload`"),
+        settled("pure_bf16", "`parallel.precision: bf16_pure`"),
+        settled("disable_gradient_checkpointing", "`parallel.activation_checkpointing` (on by default there)"),
+        settled("use_unsloth_gc", "`parallel.activation_offload`"),
         leave("use_reentrant_gc", "never reentrant here"),
         leave("use_unsloth enable_liger_kernel use_v1_kernels block_diag_attn", "other kernels for the same function"),
         leave(
@@ -242,10 +242,10 @@ def _model_options() -> tuple[TheirOption, ...]:
         refuse("rope_scaling", "set what you need in `model.overrides`", off=()),
         ask("moe_aux_loss_coef", "`train.router_aux_loss_coef`", balance),
         refuse("shift_attn mixture_of_depths", "the network stays as it is"),
-        told("quantization_bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
-        told("quantization_method", "as bnb does it; others refused"),
-        told("quantization_type double_quantization", "nf4, and a byte for each scale; fp4 refused"),
-        told("quantization_device_map", "left: see `parallel`"),
+        settled("quantization_bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+        settled("quantization_method", "as bnb does it; others refused"),
+        settled("quantization_type double_quantization", "nf4, and a byte for each scale; fp4 refused"),
+        settled("quantization_device_map", "left: see `parallel`"),
         refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
         leave(
             "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
@@ -274,11 +274,11 @@ def _method_options() -> tuple[TheirOption, ...]:
 
     return (
         ask("stage", "`format` (sft, pt); others are refused", _stage),
-        told("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
-        told("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
-        told("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
-        told("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
-        told("adapter_name_or_path", "`method.adapter`"),
+        settled("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
+        settled("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+        settled("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
+        settled("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
+        settled("adapter_name_or_path", "`method.adapter`"),
         refuse("pissa_init create_new_adapter", "adapters start at zero, or continue an adapter"),
         leave("pissa_iter pissa_convert", "belongs to pissa_init"),
         leave("loraplus_lr_embedding", "only for adapters of embeddings"),
@@ -319,13 +319,13 @@ def _method_options() -> tuple[TheirOption, ...]:
 
 def _data_options() -> tuple[TheirOption, ...]:
     return (
-        told("dataset eval_dataset", "`data.train`, `data.eval`, as dataset_info.json says"),
-        told("dataset_dir", "where dataset_info.json is"),
+        settled("dataset eval_dataset", "`data.train`, `data.eval`, as dataset_info.json says"),
+        settled("dataset_dir", "where dataset_info.json is"),
         ask("template", "`data.chat_template` (llama2, llama3, chatml); others are refused", _template),
-        told("cutoff_len", "`data.seq_len`"),
-        told("packing neat_packing", "`data.packing`: neat `best_fit`, off `none`; packing alone is refused"),
-        told("train_on_prompt mask_history", "`format.loss`: `all`, `last_turn`"),
-        told("val_size", "`data.eval.fraction` or `rows`"),
+        settled("cutoff_len", "`data.seq_len`"),
+        settled("packing neat_packing", "`data.packing`: neat `best_fit`, off `none`; packing alone is refused"),
+        settled("train_on_prompt mask_history", "`format.loss`: `all`, `last_turn`"),
+        settled("val_size", "`data.eval.fraction` or `rows`"),
         ask(
             "max_samples", "`data.train.N.rows.first`", lambda c, key: c.say(key, "carried", "data.train.*.rows.first")
         ),

@@ -9,7 +9,7 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, base_of_flags, carry_lora, details_of_nf4
 from raytune_fsdp.convert.rules import (
-    Crossing,
+    Conversion,
     Project,
     Said,
     TheirOption,
@@ -22,9 +22,9 @@ from raytune_fsdp.convert.rules import (
     number,
     refuse,
     same,
+    settled,
     table,
     text,
-    told,
     whole,
     words,
 )
@@ -36,7 +36,7 @@ _LR = 2e-5
 _LENGTH = 1024
 
 
-def prepare(c: Crossing) -> None:
+def prepare(c: Conversion) -> None:
     mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
     _precision(c, mixed)
     _method(c)
@@ -53,7 +53,7 @@ _LORA = Lora(
 )  # fmt: skip
 
 
-def _method(c: Crossing) -> None:
+def _method(c: Conversion) -> None:
     adapters = c.get("use_peft", flag, False)
     quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
     if adapters:
@@ -63,7 +63,7 @@ def _method(c: Crossing) -> None:
     c.say("use_peft", "same", "every weight is trained (method.type=full)")
 
 
-def _precision(c: Crossing, mixed: str) -> None:
+def _precision(c: Conversion, mixed: str) -> None:
     """Carry mixed precision and the type in which weights are loaded: without sharding the optimizer updates those."""
     own = c.first("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = c.get(own, text, "float32").removeprefix("torch.")
@@ -80,7 +80,7 @@ def _precision(c: Crossing, mixed: str) -> None:
         c.default("parallel.precision", found, "bf16 and dtype by default")
 
 
-def _packing(c: Crossing, *, texts: bool) -> None:
+def _packing(c: Conversion, *, texts: bool) -> None:
     """Carry the packing, and what becomes of documents that are too long, which depends on it."""
     packed, how = c.get("packing", flag, False), c.get("packing_strategy", text, "bfd")
     ours = {"bfd": "best_fit", "bfd_split": "best_fit", "bfd-requeue": "best_fit", "wrapped": "concat"}
@@ -106,7 +106,7 @@ def _packing(c: Crossing, *, texts: bool) -> None:
     c.default("data.long_documents", long, "what TRL does with more than max_length tokens")
 
 
-def _lengths(c: Crossing) -> None:
+def _lengths(c: Conversion) -> None:
     key = c.first("max_length", "max_seq_length")
     if key in c.given and spelled(c.given[key]) is None:
         c.say(key, "refused", "a sample has a fixed length here; give a number, such as the length of the longest row")
@@ -115,7 +115,7 @@ def _lengths(c: Crossing) -> None:
     c.default("data.seq_len", _LENGTH, "max_length by default")
 
 
-def _data(c: Crossing, rows: dict[str, Any]) -> None:
+def _data(c: Conversion, rows: dict[str, Any]) -> None:
     found = (re.fullmatch(r"datasets\.([0-9]{1,9})\..+", key) for key in c.given)
     numbers = sorted({int(each[1]) for each in found if each})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
@@ -139,7 +139,7 @@ def _data(c: Crossing, rows: dict[str, Any]) -> None:
         c.say("test_split_size", "carried", in_words("data.eval", held_out))
 
 
-def _format(c: Crossing) -> dict[str, Any]:
+def _format(c: Conversion) -> dict[str, Any]:
     """Guess the format from options that only one format uses. TRL itself looks at the first row."""
     answers, column = c.get("completion_only_loss", flag, None), c.first("dataset_text_field")
     if c.get("assistant_only_loss", flag, False):
@@ -168,14 +168,14 @@ def _format(c: Crossing) -> dict[str, Any]:
     return rows
 
 
-def _end_token(c: Crossing, rows: dict[str, Any]) -> None:
+def _end_token(c: Conversion, rows: dict[str, Any]) -> None:
     if rows["type"] == "chat":
         c.say("eos_token", "left", "only where an answer ends when one is generated; a turn ends as its template says")
     else:
         c.say("eos_token", "refused", "a text ends with the tokenizer's own end token")
 
 
-def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
+def _named(c: Conversion, rows: dict[str, Any]) -> dict[str, Any]:
     """Return the one dataset of `dataset_name`; its other split is for evaluation."""
     found: dict[str, Any] = {**place(c.get("dataset_name", text, "")), "format": rows}
     if "hub" not in found:
@@ -198,7 +198,7 @@ def _named(c: Crossing, rows: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
+def _local(c: Conversion, found: dict[str, Any]) -> dict[str, Any]:
     """Return a dataset of files, which have no named configurations; a directory has splits."""
     c.say("dataset_config", "refused", "files have no configurations here: name those of this one in dataset_name")
     measured = {**found, "split": c.get("dataset_test_split", text, "test")}
@@ -222,7 +222,7 @@ def _local(c: Crossing, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
+def _dataset(c: Conversion, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
     """Return our datasets for one of `datasets`: one for each file that it names."""
     name, files = c.get(f"{prefix}path", text, ""), c.get(f"{prefix}data_files", words, [])
     found: list[dict[str, Any]] = [place(name)]
@@ -251,12 +251,12 @@ def _dataset(c: Crossing, prefix: str, rows: dict[str, Any]) -> list[dict[str, A
     return [{**each, "format": rows} for each in found]
 
 
-def finish(c: Crossing) -> None:
+def finish(c: Conversion) -> None:
     finish_training(c, lr=_LR)
     c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
 
 
-def _environment(c: Crossing, key: str) -> None:
+def _environment(c: Conversion, key: str) -> None:
     """Carry environment variables, but no secrets: these do not belong in a file that others read."""
     found = {name: str(each) for name, each in c.get(key, a_map, {}).items()}
     kept = {name: value for name, value in found.items() if redact(value, name) == value}
@@ -267,7 +267,7 @@ def _environment(c: Crossing, key: str) -> None:
     c.say(key, "left", note)
 
 
-def _template(c: Crossing, key: str) -> None:
+def _template(c: Conversion, key: str) -> None:
     name = c.get(key, text, "")
     if name.endswith((".jinja", ".j2")):
         c.carry(key, "data.chat_template", name)
@@ -279,7 +279,7 @@ def _compute_options() -> tuple[TheirOption, ...]:
     return (
         carry("model_name_or_path", "model.path", text),
         carry("model_revision model_init_kwargs.revision", "model.revision", text),
-        told("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
+        settled("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
         ask("model_init_kwargs.attn_implementation", "`model.attention`", attention),
         carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
         leave(
@@ -287,13 +287,15 @@ def _compute_options() -> tuple[TheirOption, ...]:
             "where weights are and which kernels compute: see `parallel` and `model.attention`",
         ),
         carry("activation_offloading", "parallel.activation_offload", flag),
-        told("use_peft", "`method.type: lora` or `qlora`; off: every weight is trained"),
-        told("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
-        told("bnb_4bit_quant_type use_bnb_nested_quant", "nf4, and a byte for each scale; fp4 refused"),
+        settled("use_peft", "`method.type: lora` or `qlora`; off: every weight is trained"),
+        settled(
+            "load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"
+        ),
+        settled("bnb_4bit_quant_type use_bnb_nested_quant", "nf4, and a byte for each scale; fp4 refused"),
         leave("bnb_4bit_quant_storage", "only the type in which bytes are stored; see `parallel`"),
-        told("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
-        told("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
-        told("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
+        settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+        settled("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
+        settled("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
         refuse("lora_task_type", "causal language models only", off=("CAUSAL_LM",), alike="a causal language model"),
         refuse(
             "router_aux_loss_coef",
@@ -307,26 +309,26 @@ def _compute_options() -> tuple[TheirOption, ...]:
 
 def _data_options() -> tuple[TheirOption, ...]:
     return (
-        told("max_length max_seq_length", "`data.seq_len`", takes_null=True),
-        told(
+        settled("max_length max_seq_length", "`data.seq_len`", takes_null=True),
+        settled(
             "packing packing_strategy",
             "`data.packing`: bfd, bfd_split `best_fit`; wrapped `concat` for texts; off `none`",
         ),
-        told("dataset_name", "`data.train.0.hub` or `path`"),
-        told("dataset_config", "`data.train.0.subset`"),
-        told(
+        settled("dataset_name", "`data.train.0.hub` or `path`"),
+        settled("dataset_config", "`data.train.0.subset`"),
+        settled(
             "dataset_train_split dataset_test_split",
             "`data.train.0.split`, `data.eval.0.split`; of a file `rows`, else refused",
         ),
-        told("dataset_text_field", "`format: {type: completion, text: …}`"),
-        told("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
-        told("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
-        told("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of a file `rows`, else refused"),
-        told("datasets.*.fraction", "`data.train.N.share`"),
+        settled("dataset_text_field", "`format: {type: completion, text: …}`"),
+        settled("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
+        settled("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
+        settled("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of a file `rows`, else refused"),
+        settled("datasets.*.fraction", "`data.train.N.share`"),
         leave("datasets.*.columns", "only the columns that a format names are read"),
         refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),
-        told("test_split_size", "`data.eval.fraction` or `rows`"),
-        told("eos_token", "left for chats, else refused"),
+        settled("test_split_size", "`data.eval.fraction` or `rows`"),
+        settled("eos_token", "left for chats, else refused"),
         ask("chat_template_path", "`data.chat_template`, if it is a file", _template),
         refuse("truncation_mode", "the start of a document is kept", off=("keep_start",), alike="the start is kept"),
         refuse("loss_type", "the loss is the cross entropy", off=("nll", "chunked_nll"), alike="the cross entropy"),

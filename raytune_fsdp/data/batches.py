@@ -38,7 +38,7 @@ def rank_batches(
         for step in steps:
             own: list[MicroBatch] = []
             built = 0
-            for index, size in enumerate(division.block_sizes(step)):
+            for index, size in enumerate(division.micro_batch_sizes(step)):
                 taken = list(islice(samples, size))
                 built += sum(each.built for each in taken)
                 if division.owner(step, index) == data_rank:
@@ -59,7 +59,7 @@ def fill_up(
         own.append(filler(division.micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id))
     counts = StepCounts.pack(step, own, windows_built, division, len(windows.names))
     return StepBatches(
-        step=step, blocks=tuple(own), counts=torch.tensor(counts, dtype=torch.int64), windows_built=windows_built
+        step=step, micro_batches=tuple(own), counts=torch.tensor(counts, dtype=torch.int64), windows_built=windows_built
     )
 
 

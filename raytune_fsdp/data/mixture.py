@@ -202,7 +202,7 @@ class Interleaving:
         return taken
 
 
-class BlockOrder:
+class StretchOrder:
     """A permutation of rows for `shuffle: blocks`: it permutes stretches of a file, and the rows inside each of them.
 
     `blocks`: the number of rows of each stretch.
@@ -301,7 +301,7 @@ class Mixture:
                 self._passes.clear()  # a window needs one or two passes of each dataset, and no older ones
             key = derive_key(self._shuffle, self._seed, dataset, number)
             self._passes[dataset, number] = (
-                BlockOrder(self._blocks[dataset], key=key)
+                StretchOrder(self._blocks[dataset], key=key)
                 if self._shuffle == "blocks"
                 else Permutation(self._rows[dataset], key=key)
             )

@@ -19,7 +19,7 @@ from raytune_fsdp.data.sources.opening import open_sources
 from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.sources.selection import Selected, hold_out
 from raytune_fsdp.data.sources.source import Source, dataset_name, dataset_names
-from raytune_fsdp.data.unread import tell
+from raytune_fsdp.data.unread import warn_of_unread
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.run_dir import cache_of
 
@@ -59,7 +59,7 @@ def open_data(
         for windows in opened:
             windows.raise_order(version)
     warn()
-    tell([column for windows in opened for column in windows.unread])
+    warn_of_unread([column for windows in opened for column in windows.unread])
     return train, evals
 
 
@@ -79,7 +79,7 @@ def open_evals(
     if isinstance(config.data.eval, HeldOutConfig):
         return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
     evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
-    tell([column for windows in evals.values() for column in windows.unread])
+    warn_of_unread([column for windows in evals.values() for column in windows.unread])
     return evals
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, BlockPart, Borders, MicroBatch, StepBatches, Targets
+from raytune_fsdp.base.batch import IGNORE, PADDING, Borders, MicroBatch, MicroBatchPart, StepBatches, Targets
 from raytune_fsdp.plan.plan import Layout
 
 
@@ -32,50 +32,50 @@ def own_parts(steps: Iterable[StepBatches], layout: Layout, rank: int) -> Iterat
         # Counted once for all members: a sum over all ranks is to be the global batch's.
         yield replace(
             step,
-            blocks=tuple(own_part(each, layout, rank) for each in step.blocks),
+            micro_batches=tuple(own_part(each, layout, rank) for each in step.micro_batches),
             counts=step.counts if first else torch.zeros_like(step.counts),
             windows_built=step.windows_built if first else 0,
         )
 
 
-def own_part(block: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
+def own_part(micro_batch: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
     """Return the part of a micro-batch that this rank computes, of those that share it."""
-    part = part_of(block, layout.member(rank), layout.sequence)
+    part = part_of(micro_batch, layout.member(rank), layout.sequence)
     return part if layout.counts(rank) else replace(part, counts=False)
 
 
-def part_of(block: MicroBatch, member: int, members: int) -> MicroBatch:
+def part_of(micro_batch: MicroBatch, member: int, members: int) -> MicroBatch:
     """Return a member's tokens of a micro-batch whose samples are laid out one after another.
 
     If they cannot be cut evenly (in an evaluation; those of a run can), padding is added at the end, as a document of
     its own.
     """
     if members == 1:
-        return block
-    tokens, missing = block.input_ids.numel(), -block.input_ids.numel() % members
+        return micro_batch
+    tokens, missing = micro_batch.input_ids.numel(), -micro_batch.input_ids.numel() % members
     size = (tokens + missing) // members
     first, end = member * size, (member + 1) * size
 
     def own(tensor: torch.Tensor, fill: int) -> torch.Tensor:
         return F.pad(tensor.reshape(-1), (0, missing), value=fill)[first:end][None]
 
-    real = block.source_ids != PADDING
+    real = micro_batch.source_ids != PADDING
     lengths = real.sum(-1, keepdim=True).expand_as(real)
-    positions = own(block.position_ids, 0)
+    positions = own(micro_batch.position_ids, 0)
     if end > tokens:
         here = max(0, tokens - first)
         positions[0, here:] = torch.arange(size - here) + max(0, first - tokens)
-    source_ids = own(block.source_ids, PADDING)
-    targets = block.targets
+    source_ids = own(micro_batch.source_ids, PADDING)
+    targets = micro_batch.targets
     inside = (targets.places >= first) & (targets.places < end)
     datasets = targets.datasets[inside]
     return replace(
-        block,
-        input_ids=own(block.input_ids, int(block.input_ids[-1, -1])),
-        labels=own(block.labels, IGNORE),
+        micro_batch,
+        input_ids=own(micro_batch.input_ids, int(micro_batch.input_ids[-1, -1])),
+        labels=own(micro_batch.labels, IGNORE),
         position_ids=positions,
         source_ids=source_ids,
-        borders=_with_padding(block.borders, tokens, missing),
+        borders=_with_padding(micro_batch.borders, tokens, missing),
         targets=Targets(
             places=targets.places[inside] - first,
             ids=targets.ids[inside],
@@ -85,7 +85,7 @@ def part_of(block: MicroBatch, member: int, members: int) -> MicroBatch:
         tokens=int((source_ids != PADDING).sum()),
         target_tokens=int(inside.sum()),
         attended_pairs=int((positions[source_ids != PADDING] + 1).sum()),
-        part=BlockPart(member=member, members=members, lengths=own(lengths, 0)[0]),
+        part=MicroBatchPart(member=member, members=members, lengths=own(lengths, 0)[0]),
     )
 
 

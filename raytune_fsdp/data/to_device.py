@@ -30,10 +30,10 @@ def to_device(items: Iterable[T], device: torch.device) -> Iterator[T]:
     for item in items:
         beat()
         with torch.cuda.stream(stream):
-            moved = mapped(item, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            moved = map_tensors(item, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
-        mapped(moved, partial(_used_on, current))
+        map_tensors(moved, partial(_used_on, current))
         yield moved
 
 
@@ -42,13 +42,15 @@ def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def mapped(value: T, function: Callable[[torch.Tensor], torch.Tensor]) -> T:
+def map_tensors(value: T, function: Callable[[torch.Tensor], torch.Tensor]) -> T:
     """Return a batch with `function` applied to all its tensors."""
     found: Any = value
     if isinstance(value, torch.Tensor):
         found = function(value)
     elif isinstance(value, tuple):
-        found = tuple(mapped(each, function) for each in value)
+        found = tuple(map_tensors(each, function) for each in value)
     elif is_dataclass(value) and not isinstance(value, type):
-        found = replace(value, **{each.name: mapped(getattr(value, each.name), function) for each in fields(value)})
+        found = replace(
+            value, **{each.name: map_tensors(getattr(value, each.name), function) for each in fields(value)}
+        )
     return found  # type: ignore[no-any-return]

@@ -99,7 +99,7 @@ def _unread(name: str, dataset: DatasetConfig, source: Source, order: int) -> li
     return found
 
 
-def tell(columns: Iterable[UnreadColumn]) -> None:
+def warn_of_unread(columns: Iterable[UnreadColumn]) -> None:
     """Log each column once: rows for evaluation may be of the same dataset."""
     said: set[tuple[str, str]] = set()
     for each in columns:

@@ -37,7 +37,7 @@ from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.evaluation.exam import Evaluation
-from raytune_fsdp.run.evaluation.losses import check_network
+from raytune_fsdp.run.evaluation.losses import check_computation
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import ResumePoint, RunInputs, agree
 from raytune_fsdp.run.trials.needs import use_attention_for_packed
@@ -329,7 +329,7 @@ def examine(
     """Return the values of an evaluation, and its questions and answers. Refuses a network that computes wrongly."""
     needs = use_attention_for_packed(config, model, device)
     with alone(device):
-        check_network(model, config.data.packing, device, model.dtype)
+        check_computation(model, config.data.packing, device, model.dtype)
         attention = generating(model, needs)
         values = exam.values(
             model, tokenizer,

@@ -89,7 +89,7 @@ def with_rows(
 
 def train_rows(network: PreTrainedModel, added: Collection[int]) -> None:
     """Give a frozen network on the meta device rows of their own for these ids."""
-    if problem := why_not_alone(network):
+    if problem := why_rows_not_alone(network):
         raise ConfigError(f"method.train_added_tokens=true: {problem}")
     ids = tuple(sorted(added))
     inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
@@ -114,7 +114,7 @@ def _name(network: nn.Module, wanted: nn.Module) -> str:
     return found
 
 
-def why_not_alone(network: PreTrainedModel) -> str | None:
+def why_rows_not_alone(network: PreTrainedModel) -> str | None:
     """Return why a network with adapters cannot train rows of new tokens alone, and the way out; None if it can."""
     inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
     kind = type(network).__name__

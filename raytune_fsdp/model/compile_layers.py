@@ -36,7 +36,7 @@ _MOST_GRAPHS = 16
 kind has a graph for the first micro-batch and one for all others."""
 
 
-def choose_blocks(
+def choose_compilation(
     asked: bool | str, *, kept: str | None, device: torch.device, fails: Callable[[], str | None]
 ) -> KernelChoice:
     """Choose whether the layers of a run are compiled.
@@ -57,7 +57,7 @@ def choose_blocks(
     return KernelChoice(name=COMPILED, why=why)
 
 
-def why_it_fails(device: torch.device) -> str | None:
+def why_not_compiled_here(device: torch.device) -> str | None:
     """Return why this machine cannot compile for this device, or None."""
     compiler = Compiler()
     try:

@@ -80,7 +80,7 @@ def _holds(block: nn.Module, parameters: frozenset[int]) -> bool:
 # --- In training ------------------------------------------------------------------------------------------------------
 
 
-def run_blocks(
+def set_training_forward(
     model: PreTrainedModel,
     *,
     recompute: str = "none",

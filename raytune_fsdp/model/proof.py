@@ -17,12 +17,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.shared_batches import part_of
-from raytune_fsdp.data.to_device import mapped
+from raytune_fsdp.data.to_device import map_tensors
 from raytune_fsdp.model.attention.calls import PREFIX, Call, attend, reference
 from raytune_fsdp.model.attention.choose import logits_of
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.objective.chunked_head import LossHead
-from raytune_fsdp.model.objective.loss import block_loss, plain_losses
+from raytune_fsdp.model.objective.loss import micro_batch_loss, plain_losses
 
 LENGTHS = ((7, 3, 9), (11, 8))
 """Lengths of the documents of each sample."""
@@ -47,7 +47,7 @@ def documents(model: PreTrainedModel, device: torch.device) -> MicroBatch:
             PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
         )
         first += sum(row)
-    return mapped(to_batch(samples, index=0, after=Cursor()), lambda tensor: tensor.to(device))
+    return map_tensors(to_batch(samples, index=0, after=Cursor()), lambda tensor: tensor.to(device))
 
 
 def leak_between_documents(model: PreTrainedModel, device: torch.device) -> float:
@@ -102,7 +102,7 @@ def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:
         return 0.0
     batch = documents(model, device)
     right = plain_losses(logits_of(model, batch.input_ids, batch.position_ids, batch.borders), batch).each.double()
-    found = block_loss(model, batch).each.double()
+    found = micro_batch_loss(model, batch).each.double()
     return float((found - right).abs().max() / right.abs().max())
 
 
@@ -114,7 +114,7 @@ def error_of_parts(
     Collective. Needs evaluation mode, without gradients, and attention in parts.
     """
     part = part_of(documents(model, CPU), group.rank(), group.size())
-    part = mapped(part, lambda tensor: tensor.to(device))
+    part = map_tensors(part, lambda tensor: tensor.to(device))
     mine = logits_of(model, part.input_ids, part.position_ids, part.borders)[0]
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine.contiguous(), group=group)

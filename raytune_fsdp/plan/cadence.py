@@ -24,7 +24,7 @@ class PartsOfEpochs:
         """Make the cadence. `epochs`: the packed samples of each epoch."""
         return cls(parts, tuple(accumulate(epochs)), batch)
 
-    def passed(self, step: int) -> int:
+    def times_due(self, step: int) -> int:
         samples = step * self.batch
         if len(self.ends) == 1:
             return self.parts * samples // self.ends[0] if self.ends[0] else 0
@@ -38,14 +38,14 @@ Every = int | PartsOfEpochs
 """A cadence: every N steps, or by parts of epochs."""
 
 
-def passed(step: int, every: Every) -> int:
+def times_due(step: int, every: Every) -> int:
     """Return how often something with this cadence has been due up to this step."""
-    return step // every if isinstance(every, int) else every.passed(step)
+    return step // every if isinstance(every, int) else every.times_due(step)
 
 
 def due(step: int, every: Every) -> bool:
     """Return whether something with this cadence is due after this step."""
-    return passed(step, every) > passed(step - 1, every)
+    return times_due(step, every) > times_due(step - 1, every)
 
 
 def is_multiple(every: Every, of: Every) -> bool:

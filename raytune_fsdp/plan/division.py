@@ -28,19 +28,19 @@ class Division:
         assert self.global_batch % self.micro_batch == 0, (self.global_batch, self.micro_batch)
 
     @property
-    def blocks(self) -> int:
+    def micro_batches(self) -> int:
         """The number of micro-batches in a full step."""
         return self.global_batch // self.micro_batch
 
     @property
     def full_rounds(self) -> int:
         """The number of forward and backward passes of every rank in a full step, fillers included."""
-        return -(-self.blocks // self.data_ranks)
+        return -(-self.micro_batches // self.data_ranks)
 
     @property
     def fillers(self) -> int:
         """The number of passes in a full step, over all ranks, that only keep the collectives aligned."""
-        return self.full_rounds * self.data_ranks - self.blocks
+        return self.full_rounds * self.data_ranks - self.micro_batches
 
     def samples_before(self, step: int) -> int:
         """Return how many packed samples the steps before this one have consumed."""
@@ -55,21 +55,21 @@ class Division:
         """Return the packed samples of steps `first` to `last`, both included."""
         return self.samples_before(last + 1) - self.samples_before(first)
 
-    def block_sizes(self, step: int) -> list[int]:
+    def micro_batch_sizes(self, step: int) -> list[int]:
         """Return the number of samples in each micro-batch of a step."""
         samples = self.samples_of(step)
         assert samples > 0, f"step {step} starts after the last of {self.total_samples} samples"
         whole, rest = divmod(samples, self.micro_batch)
         return [self.micro_batch] * whole + [rest] * (rest > 0)
 
-    def first_block(self, step: int) -> int:
+    def first_micro_batch(self, step: int) -> int:
         """Return the number of the step's first micro-batch, counted from the start of the run."""
-        return (step - 1) * self.blocks
+        return (step - 1) * self.micro_batches
 
     def owner(self, step: int, index: int) -> int:
         """Return the data rank that computes a micro-batch of a step."""
-        return (self.first_block(step) + index) % self.data_ranks
+        return (self.first_micro_batch(step) + index) % self.data_ranks
 
     def rounds(self, step: int) -> int:
         """Return how many forward and backward passes every rank makes in this step: fewer if the step is short."""
-        return -(-len(self.block_sizes(step)) // self.data_ranks)
+        return -(-len(self.micro_batch_sizes(step)) // self.data_ranks)

@@ -17,7 +17,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.every import PerEpoch, SaveEvery
 from raytune_fsdp.config.sections.cluster import Between
-from raytune_fsdp.plan.cadence import Every, PartsOfEpochs, due, passed, to_json
+from raytune_fsdp.plan.cadence import Every, PartsOfEpochs, due, times_due, to_json
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.division import Division
 
@@ -91,14 +91,14 @@ class Plan:
     @property
     def saves(self) -> int:
         """How many checkpoints are due, including that of the last step."""
-        return passed(self.steps - 1, self.save_every) + 1
+        return times_due(self.steps - 1, self.save_every) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that does not depend on the world size, as plain data for plan.json."""
         return {
             "global_batch": self.division.global_batch,
             "micro_batch": self.division.micro_batch,
-            "blocks": self.division.blocks,
+            "blocks": self.division.micro_batches,
             "steps": self.steps,
             "total_samples": self.division.total_samples,
             "samples_per_epoch": self.samples_per_epoch,

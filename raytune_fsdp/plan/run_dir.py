@@ -189,7 +189,7 @@ def check_links(run_dir: Path) -> None:
         raise ResumeError(_refused_link(link, run_dir))
 
 
-def check_links_beside(checkpoints: str) -> None:
+def check_checkpoint_links(checkpoints: str) -> None:
     """Refuse links among a run's checkpoints, if these are not in the run's directory."""
     place, model = Path(checkpoints), Path(checkpoints).parent / MODEL_FILES
     for link in (place, model, *_links_below(place, 1), *_links_below(model, 2)):

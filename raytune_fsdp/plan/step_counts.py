@@ -42,7 +42,7 @@ class StepCounts:
         first_dataset = _FIRST_ID + division.global_batch
         counts = [0] * (first_dataset + datasets)
         counts[3] = windows_built
-        last = len(division.block_sizes(step)) - 1
+        last = len(division.micro_batch_sizes(step)) - 1
         for each in blocks:
             counts[0] += each.target_tokens
             counts[1] += each.tokens

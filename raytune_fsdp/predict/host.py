@@ -38,7 +38,7 @@ class HostNeeds:
         return self.checkpoint * sum(self.kept.values())
 
 
-def beside(config: FinetuneConfig, found: Prediction) -> HostNeeds:
+def host_needs(config: FinetuneConfig, found: Prediction) -> HostNeeds:
     """Return what a run needs besides its GPUs, on machines with as many ranks as the cluster says."""
     ranks = min(found.cluster.per_node, found.world)
     on_host = ranks * PROCESS

@@ -19,7 +19,7 @@ from raytune_fsdp.predict.advise.alternatives import (
     shared,
     step_down,
 )
-from raytune_fsdp.predict.host import HostNeeds, beside
+from raytune_fsdp.predict.host import HostNeeds, host_needs
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.stopping import Stopping, Writing
 from raytune_fsdp.predict.subject import ModelSpec
@@ -30,7 +30,7 @@ class Planned:
     """Everything that was found out about a config on a cluster."""
 
     prediction: Prediction
-    beside: HostNeeds
+    host_needs: HostNeeds
     advice: Sequence[Advice]
     largest_micro_batch: int | None
     """The largest that fits, whatever the batch is; None: not even one sample fits."""
@@ -78,7 +78,7 @@ def planned(
     stopping = None if writing is None else Stopping.of(found, writing)
     return Planned(
         prediction=found,
-        beside=beside(config, found),
+        host_needs=host_needs(config, found),
         advice=advice(asked, found, moving_less(subject, config, found) if bound else None, stopping),
         largest_micro_batch=largest,
         allowed_micro_batch=allowed_micro_batch(config, world),

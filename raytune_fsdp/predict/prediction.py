@@ -16,7 +16,7 @@ from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of,
 from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
 from raytune_fsdp.step.flops import Architecture, training_flops
-from raytune_fsdp.step.precision import computes_in
+from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.traffic import Traffic
 
 GIB = 2**30
@@ -145,7 +145,7 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
     precision = config.parallel.precision
     rates = rates_of(
         device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
-        itemsize=computes_in(precision).itemsize, narrow=precision == "fp8",
+        itemsize=compute_dtype(precision).itemsize, narrow=precision == "fp8",
     )  # fmt: skip
     seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
     tokens = plan.division.global_batch * config.data.seq_len

@@ -32,7 +32,7 @@ from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict_from
 from raytune_fsdp.predict.subject import with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
 from raytune_fsdp.run.standing import RunInputs
-from raytune_fsdp.step.precision import computes_in
+from raytune_fsdp.step.precision import compute_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def preflight(
     """
     check_attention(config, prepared, kind)
     device = device_named(name)
-    found = predict(config, prepared, plan, kind, device, per_node)
+    found = predict_for_run(config, prepared, plan, kind, device, per_node)
     known = memory if memory is not None or device is None else int(device.memory)
     check_memory(config, prepared, plan, found, kind=kind, memory=known, ranks=ranks, forced=forced)
     check_room(config, prepared, plan, found, forced=forced, say=say)
@@ -90,12 +90,12 @@ def check_attention(config: FinetuneConfig, prepared: RunInputs, kind: str) -> N
     if sequence > 1:
         attention = choose(
             config.model.attention, prepared.needs, kept=None, device=torch.device(kind),
-            dtype=computes_in(config.parallel.precision), fails=lambda _: None,
+            dtype=compute_dtype(config.parallel.precision), fails=lambda _: None,
         )  # fmt: skip
         check_attention_in_parts(sequence, attention)
 
 
-def predict(
+def predict_for_run(
     config: FinetuneConfig,
     prepared: RunInputs,
     plan: Plan,
@@ -275,7 +275,7 @@ def _fits(
         plan = resolve(changed, world, prepared.census)
     except (ValidationError, RaytuneError):  # what does not go together, or too many ranks for the batch
         return False
-    found = predict(changed, prepared, plan, kind, None, until=until)
+    found = predict_for_run(changed, prepared, plan, kind, None, until=until)
     return isinstance(found, Predicted) and found.needed <= room
 
 

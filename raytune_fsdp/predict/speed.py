@@ -257,9 +257,9 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
     collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
     moved = move(plan.layout, network, trace.traffic, collectives)
-    nbytes, times = moved_in_blocks(trace, phases, passes, "exchange")
+    nbytes, times = moved_in_layers(trace, phases, passes, "exchange")
     exchanged = exchange(plan.layout, network, nbytes, times)
-    added = add_up(plan.layout, network, *moved_in_blocks(trace, phases, passes, "sum"))
+    added = add_up(plan.layout, network, *moved_in_layers(trace, phases, passes, "sum"))
     # What is gathered before the first layer, and what is reduced after the last: of about as many units as layers.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
     return Seconds(
@@ -278,7 +278,7 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     )
 
 
-def moved_in_blocks(
+def moved_in_layers(
     trace: Trace, phases: Mapping[str, Sequence[Operation]], passes: int, sort: Sort
 ) -> tuple[float, float]:
     """Return the bytes that are exchanged for attention in a step, or added up, with those that stay, and how often."""

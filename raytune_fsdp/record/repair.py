@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class Checked:
     """What was found in the record that a run continues."""
 
     evaluated: frozenset[tuple[int, str]] = frozenset()
@@ -36,7 +36,7 @@ class Taken:
     """What was wrong with the record; usually nothing."""
 
 
-def truncate(path: Path, last_step: int, *, aside: Path) -> Taken:
+def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
     """Remove every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
 
     If the lines up to there are not what they should be, they are mended, and the broken file is kept as `aside`. The
@@ -46,7 +46,7 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Taken:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
     with _opened(path) as file, open(temporary, "wb", opener=open_private) as output:
-        spans, taken = ([], Taken()) if last_step == 0 else _take(file, last_step)
+        spans, taken = ([], Checked()) if last_step == 0 else _take(file, last_step)
         for first, after in spans:
             _copy(file, first, after, output)
         output.flush()
@@ -75,13 +75,13 @@ def is_whole(path: Path, last_step: int) -> bool:
         return _as_written(file, last_step) is not None
 
 
-def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
+def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
     """Return the places of the lines to keep, in order."""
     written = _as_written(file, last_step)
     if written is None:
         return _salvage(file, last_step)
     end, evaluated = written
-    return [(0, end)], Taken(evaluated=frozenset(evaluated))
+    return [(0, end)], Checked(evaluated=frozenset(evaluated))
 
 
 def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str]]] | None:
@@ -99,7 +99,7 @@ def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str
     return (end, evaluated) if newest == last_step else None
 
 
-def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
+def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
     """Return the lines of a broken record that can be trusted, and what is wrong with the others."""
     steps: dict[int, Span] = {}
     evaluations: list[tuple[int, Span]] = []
@@ -135,7 +135,7 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Taken]:
         problems.append(f"the lines of {_steps_in_words(missing)} are missing, and lost")
     # Sorting keeps the order of what is equal: first the step, then its evaluations.
     found = sorted([*steps.items(), *evaluations], key=lambda each: each[0])
-    return [span for _, span in found], Taken(evaluated=frozenset(evaluated), problems=tuple(problems))
+    return [span for _, span in found], Checked(evaluated=frozenset(evaluated), problems=tuple(problems))
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.batch import Saved, StepBatches
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.predicted import NotPredicted, Predicted
-from raytune_fsdp.checkpoint.reading import load
+from raytune_fsdp.checkpoint.reading import load_into
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
@@ -29,12 +29,12 @@ from raytune_fsdp.data.census import SkippedRows
 from raytune_fsdp.data.shared_batches import from_first, own_parts
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
-from raytune_fsdp.model.adapters.attach import is_adapted, keep_beginning
+from raytune_fsdp.model.adapters.attach import is_adapted, keep_initial_adapters
 from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import KernelChoice, generating
 from raytune_fsdp.model.compile_layers import COMPILED, Compiler
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.model.objective.objective import Objective
@@ -51,8 +51,8 @@ from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.base_model import agree_on_base
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
 from raytune_fsdp.run.evaluation.exam import Evaluation
-from raytune_fsdp.run.evaluation.losses import check_network, check_parts
-from raytune_fsdp.run.evaluation.owed import exam_of, is_missing
+from raytune_fsdp.run.evaluation.losses import check_computation, check_split_tokens
+from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.measure.against_prediction import Forecast, bytes_kept
@@ -62,7 +62,7 @@ from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
-from raytune_fsdp.run.trials.cut import try_cut
+from raytune_fsdp.run.trials.cut import try_split
 from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.accumulation import add_gradients
 from raytune_fsdp.step.flops import Architecture
@@ -82,7 +82,7 @@ from raytune_fsdp.step.parallel import (
     shard,
     sharding_units,
 )
-from raytune_fsdp.step.precision import computes_in, store_frozen
+from raytune_fsdp.step.precision import compute_dtype, store_frozen
 from raytune_fsdp.step.profiling import StepProfiler
 from raytune_fsdp.step.reduce_by_node import ranks_together
 from raytune_fsdp.step.train_step import FIRST_SCALE, LossScale
@@ -124,17 +124,17 @@ def assemble(
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
     learner = _learner(config, prepared, standing, device, partial(print, file=hooks.console, flush=True))
     # Checked on the model itself: some architectures take position_ids and still let packed documents see each other.
-    dtype = computes_in(config.parallel.precision)
-    check_network(learner.model, config.data.packing, device, dtype)
+    dtype = compute_dtype(config.parallel.precision)
+    check_computation(learner.model, config.data.packing, device, dtype)
     if learner.groups.sequence is not None:
-        check_parts(learner.model, learner.groups.sequence, device, dtype)
+        check_split_tokens(learner.model, learner.groups.sequence, device, dtype)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, learner.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = _batches(hooks, standing, stream, learner.groups.together)
-    exam = exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)
+    exam = evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)
     saves = open_saves(
         config, prepared, standing, learner.model, learner.optimizer, tracker,
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
@@ -294,7 +294,7 @@ def _learner(
     compiler = Compiler() if compiled else None
     parallel = as_stored(model, config, layout, memory_of(device), device.type)
     if layout.tensor > 1:
-        try_cut(config, prepared.hf_config, model, mesh[TENSOR], device)
+        try_split(config, prepared.hf_config, model, mesh[TENSOR], device)
         split_layers(model, mesh[TENSOR])
     units = sharding_units(model, parallel, ends=prepared.needs.ends)
     per_node = ranks_together(layout.shard_size) if parallel.reduce == "hierarchical" else None
@@ -315,13 +315,13 @@ def _learner(
         weights, beginning = first_weights(config, origin, model, mode, adapter, checkpoint)
         fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
         if getattr(config.method, "init", "zero") != "zero":
-            keep_beginning(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
+            keep_initial_adapters(model, [name for pair in pairs_of(model).values() for name in (pair.a, pair.b)])
     else:
         fill(model, None, "empty", device, shards_at=host)  # the checkpoint holds every tensor
     add_gradients(kernels.get("gradients"), model, units, parallel, layout, micro_batches)
     optimizer = build_optimizer(model, config.optim, config.method, seed=config.run.seed)
     if checkpoint is not None:
-        load(model, optimizer, checkpoint)
+        load_into(model, optimizer, checkpoint)
     return _Learner(
         model=model,
         units=[module for unit in units for module in unit.modules],
@@ -365,7 +365,7 @@ def spread(
 
     `copies` sends activations to the host. `per_node` is the number of ranks of a node that sum gradients first.
     """
-    run_blocks(
+    set_training_forward(
         model,
         recompute=parallel.activation_checkpointing,
         every=parallel.recompute_every,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.model.adapters.attach import rows_of
+from raytune_fsdp.model.adapters.attach import added_rows_of
 from raytune_fsdp.model.directory.files import WeightFiles, commit_of, is_local
 from raytune_fsdp.model.export.adapter import check_found_by_others
 from raytune_fsdp.model.fill import FillMode
@@ -56,7 +56,7 @@ def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: S
             "exported for transformers' own networks only: use method.type=full or freeze"
         )
     # Rows that are trained alone are in PEFT's directory, if the base has a place for them.
-    alone = {weight for weight, _ in rows_of(network).values()}
+    alone = {weight for weight, _ in added_rows_of(network).values()}
     grown = origin is not None and (origin.grown or origin.added.keys() - alone)
     exports = (config.export.at_end or config.export.every is not None) and not config.export.merge
     if exports and config.export.push is not None:

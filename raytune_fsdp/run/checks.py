@@ -18,7 +18,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.export.mark import check_replaceable
 from raytune_fsdp.plan.cadence import in_words, is_multiple
 from raytune_fsdp.plan.plan import Plan, layout_of, least_ranks, resolve
-from raytune_fsdp.plan.run_dir import RunDir, check_links, check_links_beside, is_place_of_exports
+from raytune_fsdp.plan.run_dir import RunDir, check_checkpoint_links, check_links, is_place_of_exports
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.copies.tensorboard import tensorboard_installed
 from raytune_fsdp.record.copies.wandb import wandb_installed
@@ -97,7 +97,7 @@ def _check_places(config: FinetuneConfig, place: RunDir) -> None:
         check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
     if not is_url(place.checkpoints):
         if config.checkpoint.storage is not None:
-            check_links_beside(place.checkpoints)
+            check_checkpoint_links(place.checkpoints)
         _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
     for file in (place.metrics, place.events):
         if file.exists() and not file.is_file():  # a pipe would keep its reader waiting

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
-from raytune_fsdp.model.adapters.attach import base_name, frozen_experts, is_adapted, left_out
+from raytune_fsdp.model.adapters.attach import base_name, experts_without_adapter, frozen_experts, is_adapted
 from raytune_fsdp.model.adapters.principal import check_ranks
-from raytune_fsdp.model.added_rows import why_not_alone
+from raytune_fsdp.model.added_rows import why_rows_not_alone
 from raytune_fsdp.model.attention.choose import positions_of, takes_position_ids
 from raytune_fsdp.model.network import fp32_in_bf16
 from raytune_fsdp.model.objective.routers import check_routers
@@ -61,7 +61,7 @@ def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Sta
         )
     else:
         way_out = f"name their modules in method.modules_to_save ([{names}])"
-    if isinstance(config.method, LoraMethod) and origin.added and why_not_alone(network) is None:
+    if isinstance(config.method, LoraMethod) and origin.added and why_rows_not_alone(network) is None:
         way_out = f"set method.train_added_tokens=true; for all rows, {way_out}"
     logger.warning(
         "%s: with method.type=%s the rows of new tokens stay as they begin (%s); to train them, %s",
@@ -97,7 +97,7 @@ def check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) 
         check_ranks(network, config.method.init)
     check_groups(network, config.optim)
     check_matrices(network, config.optim)
-    if is_adapted(network) and (experts := left_out(network)):
+    if is_adapted(network) and (experts := experts_without_adapter(network)):
         logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
     if isinstance(config.method, QloraMethod):
         check_torch()

@@ -53,7 +53,7 @@ from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
 from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracker, flatten
 from raytune_fsdp.run.described import used_data
-from raytune_fsdp.run.evaluation.owed import described, exam_of
+from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.saving import LOST, lost_seconds
 from raytune_fsdp.run.standing import ResumePoint, RunInputs
@@ -202,7 +202,7 @@ def start_tracker(
         **plan.spread(),
         **computed_on(device),
         **({LOST: round(opened.lost, 1)} if opened.lost else {}),
-        **described(exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
+        **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.tracking.mlflow.enabled and not mlflow_installed():

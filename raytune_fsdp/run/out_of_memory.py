@@ -41,7 +41,7 @@ def explain(
     snapshot = _snapshot(device, directory / f"memory-rank-{rank}.pickle")
     return TrainingError(
         f"rank {rank} ran out of memory on {device}: {first_line(error).rstrip('.')}. Largest: {shown}. "
-        f"Cheapest change: {way_out(config, parallel, used)}{snapshot}"
+        f"Cheapest change: {cheapest_change(config, parallel, used)}{snapshot}"
     )
 
 
@@ -67,7 +67,7 @@ def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak
     return {**used, "activations and gathered weights": max(0, peak - sum(used.values()))}
 
 
-def way_out(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:
+def cheapest_change(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:
     """Return what to change, the cheapest first. All changes but the last leave results as they are."""
     states = 1 - used["activations and gathered weights"] / max(1, sum(used.values()))
     if states > _MOSTLY:

@@ -55,7 +55,7 @@ from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
-from raytune_fsdp.run.standing import ResumePoint, RunInputs, confirm_complete, stand
+from raytune_fsdp.run.standing import ResumePoint, RunInputs, confirm_complete, resume_point_of
 from raytune_fsdp.run.starting_weights import (
     StartingWeights,
     find_adapter,
@@ -127,7 +127,7 @@ def prepare(
         mark=None if dry else mark_of(config, begins=begins),
         commit=commit_here(),
     )
-    standing = stand(config, prepared, world, found, windows_built=built)
+    standing = resume_point_of(config, prepared, world, found, windows_built=built)
     _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
     return prepared, confirm_complete(config, prepared, standing)
 

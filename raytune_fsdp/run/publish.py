@@ -21,7 +21,7 @@ from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.model.directory.files import WeightFiles
-from raytune_fsdp.model.directory.named_class import Named
+from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.export.adapter import check_found_by_others, export_adapter
 from raytune_fsdp.model.export.mean import MeanTensors
 from raytune_fsdp.model.export.write import export
@@ -182,7 +182,7 @@ def _bases(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> tu
     return None, base_of(checkpoint, base)
 
 
-def _beside_which(named: Named) -> str | None:
+def _beside_which(named: NamedClass) -> str | None:
     """Return the sentence on an adapter's card about the class that its names belong to; None if none is needed."""
     kind = type(named.network).__name__
     if named.unbuilt is not None:

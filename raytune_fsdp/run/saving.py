@@ -18,7 +18,7 @@ from raytune_fsdp.base.beat import beat, waiting
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
-from raytune_fsdp.checkpoint.catalogue import Keep, way_out
+from raytune_fsdp.checkpoint.catalogue import Keep, ways_out_of_divergence
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
@@ -274,7 +274,7 @@ class Saves:
         elif outcome.ending == "not_finite":
             raise TrainingError(
                 f"step {outcome.step}: a weight or moment is not finite ({outcome.problem}), so it was not saved; "
-                f"{way_out(self.saver.storage.location, outcome.step - 1)}"
+                f"{ways_out_of_divergence(self.saver.storage.location, outcome.step - 1)}"
             )
 
     def _compare(self, saved: Saved) -> None:

@@ -30,7 +30,7 @@ from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
-from raytune_fsdp.run.evaluation.owed import exam_of, owes
+from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
@@ -108,7 +108,7 @@ class ResumePoint:
         return not self.steps_left and not self.owes_evaluation and lasting
 
 
-def stand(
+def resume_point_of(
     config: FinetuneConfig, prepared: RunInputs, world: int, found: Resumed, *, windows_built: int = 0
 ) -> ResumePoint:
     """Return the resume point of a run that continues from `found` on `world` ranks."""
@@ -125,7 +125,7 @@ def stand(
     )
     if standing.steps_left:
         return standing
-    exam = exam_of(config, prepared.evals, prepared.tasks, dry=prepared.dry)
+    exam = evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)
     return replace(standing, owes_evaluation=owes(prepared.place, found.state.step, exam))
 
 
@@ -136,7 +136,7 @@ def look(config: FinetuneConfig, prepared: RunInputs, world: int, damaged: Damag
     """
     found = find_resume(prepared.place, resume="auto", damaged=damaged)
     check_same_run(found, prepared.identity, prepared.files_of_data)
-    return stand(config, prepared, world, found)
+    return resume_point_of(config, prepared, world, found)
 
 
 def on_world(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, world: int) -> ResumePoint:

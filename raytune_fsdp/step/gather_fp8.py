@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raytune_fsdp.model.precision.fp8 import dtype_of_weights, narrow, scales_of, widen
+from raytune_fsdp.model.precision.fp8 import dtype_of_weights, narrow, scales_of, widen_fp8
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The function, by its name since torch 2.13 or by its older one."""
 
 
-def groups_of(model: nn.Module) -> list[Any]:
+def fsdp_groups_of(model: nn.Module) -> list[Any]:
     """Return FSDP's own record of each unit."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
     return [group for state in states for group in state._fsdp_param_groups]
@@ -105,5 +105,5 @@ class _GatherInFp8:
         of = iter(scales)
         for place, piece in zip(places, self._pieces, strict=True):
             if piece.narrow:
-                widen(got[:, left : left + piece.numbers].view(self._dtype), next(of), place)
+                widen_fp8(got[:, left : left + piece.numbers].view(self._dtype), next(of), place)
                 left += piece.numbers

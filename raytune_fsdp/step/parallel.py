@@ -36,7 +36,7 @@ from raytune_fsdp.model.precision.fp8 import layers_in_fp8
 from raytune_fsdp.model.split.cuts import sharing_heads
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.step.gather_fp8 import gather_in_fp8
-from raytune_fsdp.step.precision import COMPUTE_DTYPE, computes_in, precision_policy
+from raytune_fsdp.step.precision import COMPUTE_DTYPE, compute_dtype, precision_policy
 from raytune_fsdp.step.reduce_by_node import reduce_by_node
 from raytune_fsdp.step.traffic import Collectives, Traffic, UnitSize, exchanged_by_attention, step_traffic
 
@@ -230,7 +230,7 @@ def describe(
     It also has what a rank receives in a step of `micro_batches` micro-batches of `tokens` tokens. The network is not
     sharded yet.
     """
-    width = computes_in(config.precision).itemsize
+    width = compute_dtype(config.precision).itemsize
     rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
     named: dict[str, list[int]] = {}
     for unit in units:
@@ -281,7 +281,7 @@ def exchanged_of(
     trained = [number for number, layer in enumerate(layers) if id(layer) in backward]
     # What is computed again is exchanged again: only results of attention itself are ever kept.
     again = [number for number in trained if config.activation_checkpointing != "none" and number % every == 0]
-    return numbers * (len(layers) + len(trained) + len(again)) / len(layers) * computes_in(config.precision).itemsize
+    return numbers * (len(layers) + len(trained) + len(again)) / len(layers) * compute_dtype(config.precision).itemsize
 
 
 def traffic_of(

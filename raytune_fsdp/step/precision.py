@@ -22,7 +22,7 @@ COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfl
 """Precisions that compute in another type than the weights have; under fp8, all but the products of linear layers."""
 
 
-def computes_in(precision: str) -> torch.dtype:
+def compute_dtype(precision: str) -> torch.dtype:
     """Return the type of forward and backward: under bf16 and fp16 not that of the weights, which are kept in fp32."""
     return COMPUTE_DTYPE.get(precision, MASTER_DTYPE[precision])
 
@@ -84,7 +84,7 @@ def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> No
 @torch.no_grad()
 def store_frozen(network: nn.Module, precision: str) -> None:
     """Keep frozen weights in the type that they are computed in: only trained weights need a master's precision."""
-    dtype = computes_in(precision)
+    dtype = compute_dtype(precision)
     made: dict[int, nn.Parameter] = {}
     for module in network.modules():
         for name, parameter in module._parameters.items():

@@ -17,11 +17,11 @@ from raytune_fsdp.base.batch import MicroBatch, StepBatches
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import OptimConfig, ParallelConfig
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.pieces import is_cut
-from raytune_fsdp.model.pieces.sums import first_ones
+from raytune_fsdp.model.pieces.sums import copy_first_gradients
 from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.step.optim.pieces import at, local_gradients
 from raytune_fsdp.step.optim.update import Optimizer
@@ -94,11 +94,11 @@ def train_step(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     layers, experts = objective.experts
     details = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
-    for k, micro_batch in enumerate(batches.blocks):
+    for k, micro_batch in enumerate(batches.micro_batches):
         beat()
-        set_gradient_sync(model, last=k == len(batches.blocks) - 1, config=parallel)
+        set_gradient_sync(model, last=k == len(batches.micro_batches) - 1, config=parallel)
         _seed_block(seed, batches.step, micro_batch)
-        losses = block_loss(model, micro_batch, objective)
+        losses = micro_batch_loss(model, micro_batch, objective)
         loss = losses.total
         loss_sum += loss.detach()
         details += torch.cat(
@@ -125,7 +125,7 @@ def eval_step(model: PreTrainedModel, block: MicroBatch) -> torch.Tensor:
 
     The loss is plain cross-entropy, whatever the run adds to it, so that runs can be compared.
     """
-    losses = block_loss(model, block)
+    losses = micro_batch_loss(model, block)
     targets = torch.full((), float(block.target_tokens * block.counts), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
@@ -150,7 +150,7 @@ def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layo
     """Return this rank's pieces of the gradients."""
     found = local_gradients(trained)
     if layout.tensor > 1:
-        first_ones(model, trained, found)
+        copy_first_gradients(model, trained, found)
     return found
 
 

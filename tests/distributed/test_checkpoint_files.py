@@ -125,7 +125,7 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
 
     from raytune_fsdp.checkpoint.catalogue import Keep, committed
     from raytune_fsdp.checkpoint.contents import tensors_of
-    from raytune_fsdp.checkpoint.reading import load
+    from raytune_fsdp.checkpoint.reading import load_into
     from raytune_fsdp.checkpoint.saver import open_saver
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import OptimConfig, ParallelConfig
@@ -139,7 +139,7 @@ def states(values: Mapping[str, Any], root: str | None, step: int) -> dict[str, 
     assert root is not None
     there = committed(root)
     if there:
-        load(model, optimizer, there[0])
+        load_into(model, optimizer, there[0])
     else:
         for tensor in tensors_of(model, optimizer).values():
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -179,12 +179,12 @@ def test_any_world_size_and_strategy_reads_any_other(tmp_path: Path) -> None:
 
 def test_torch_reads_our_files_and_we_say_what_is_wrong_with_others(saved: Path) -> None:
     """The files are in the format of torch.distributed.checkpoint."""
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint import load_into
 
     found = checkpoints(saved)[-1]
     expected = tensors_in(found)
     theirs = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    load(theirs, checkpoint_id=found.path, no_dist=True)
+    load_into(theirs, checkpoint_id=found.path, no_dist=True)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in expected.items())
 
 

@@ -73,7 +73,7 @@ def _train(values: Mapping[str, Any], given: Path, stop_after: int | None) -> No
         for each in batches:
             blocks = [
                 (block.index, block.input_ids.tolist(), block.labels.tolist())
-                for block in each.blocks
+                for block in each.micro_batches
                 if not block.is_filler
             ]
             (given / f"{each.step}.{dist.get_rank()}.{stop_after}").write_text(json.dumps(blocks))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.model.precision.quantized import Kind, QuantizedLayer, quantize, widen
+from raytune_fsdp.model.precision.quantized import Kind, QuantizedLayer, quantize, widen_rows
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
@@ -105,7 +105,7 @@ def test_it_is_lora_beside_the_numbers_that_the_bytes_stand_for(
     tensors = load_file(file)
     linear = [key for key, tensor in tensors.items() if tensor.ndim == 2 and ("proj" in key or "c_" in key)]
     for key in linear:
-        tensors[key] = widen(quantize(tensors[key], kind), tensors[key].shape[1], kind, torch.float32).contiguous()
+        tensors[key] = widen_rows(quantize(tensors[key], kind), tensors[key].shape[1], kind, torch.float32).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
     beside = trajectory(plain, 2)
     assert [row["loss"] for row in rows] == [row["loss"] for row in beside]

@@ -47,7 +47,7 @@ def gradients(parallel: dict[str, Any], per_node: int | None) -> tuple[dict[str,
     """What one block a rank makes of them, what that moved, and what it should have moved."""
     from raytune_fsdp.model.fill import fill
     from raytune_fsdp.model.network import MASTER_DTYPE
-    from raytune_fsdp.model.objective.loss import block_loss
+    from raytune_fsdp.model.objective.loss import micro_batch_loss
     from raytune_fsdp.model.pieces.pieces import local_piece
     from raytune_fsdp.model.proof import documents
     from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units, traffic_of
@@ -71,7 +71,7 @@ def gradients(parallel: dict[str, Any], per_node: int | None) -> tuple[dict[str,
     torch.manual_seed(dist.get_rank())
     block = documents(model, CPU)
     with Reductions(per_node or world) as seen:
-        (block_loss(model.train(), block).total * (1 + dist.get_rank())).backward()
+        (micro_batch_loss(model.train(), block).total * (1 + dist.get_rank())).backward()
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None

@@ -63,7 +63,7 @@ def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
 
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.local import prepare_on_rank0
-    from raytune_fsdp.model.objective.loss import block_loss
+    from raytune_fsdp.model.objective.loss import micro_batch_loss
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.parallel import evaluating
 
@@ -74,13 +74,13 @@ def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
     def note() -> None:
         found.append({name: not isinstance(p, DTensor) for name, p in parts.model.named_parameters()})
 
-    block = next(iter(parts.batches)).blocks[0]
-    loss = block_loss(parts.model, block).total
+    block = next(iter(parts.batches)).micro_batches[0]
+    loss = micro_batch_loss(parts.model, block).total
     note()
     loss.backward()  # type: ignore[no-untyped-call]
     note()
     with evaluating(parts.model):
-        block_loss(parts.model, block)
+        micro_batch_loss(parts.model, block)
     note()
     parts.saves.leave()
     parts.tracker.finish("interrupted")

@@ -211,7 +211,7 @@ def summed(values: Mapping[str, Any]) -> tuple[float, int, set[int]]:
             parts.model, parts.optimizer, parts.scale, batches,
             plan=standing.plan, parallel=parts.parallel, optim=config.optim, lr_factor=1.0, seed=3,
         )  # fmt: skip
-    return seen.numbers["summed"], sum(block.target_tokens for block in batches.blocks), widest.last
+    return seen.numbers["summed"], sum(block.target_tokens for block in batches.micro_batches), widest.last
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 0), ("full", 1)])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raytune_fsdp.checkpoint.writing import Staging, UpdatesAfterCopies
-from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.offload_activations import Offload
 from raytune_fsdp.record.jsonl import read_events
 from tests.gpu.test_gpu import losses, train
@@ -116,7 +116,7 @@ def test_a_host_that_is_ahead_does_not_fill_the_device_with_what_is_away() -> No
     """The device sleeps while the host queues all of a pass. Never run on a GPU."""
     depth, numbers = 32, 2**24
     model = _Deep(depth)
-    run_blocks(model, offload=Offload(torch.device("cuda")))  # type: ignore[arg-type]
+    set_training_forward(model, offload=Offload(torch.device("cuda")))  # type: ignore[arg-type]
     model.train()
     rows = torch.ones(numbers, device="cuda", requires_grad=True)
     for ahead in (False, True):  # the first pass gets the host's pinned memory, which waits

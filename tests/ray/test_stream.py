@@ -82,7 +82,7 @@ def shards_of(stream: Stream, cursor: Cursor, part: Part) -> list[Any]:
         cursor,
         micro_batch=part.division.micro_batch,
         samples=part.samples,
-        first_block=part.division.first_block(part.steps[0]),
+        first_block=part.division.first_micro_batch(part.steps[0]),
     )
     return split(dataset, part.division.data_ranks)
 
@@ -122,7 +122,7 @@ def seen(step: StepBatches) -> tuple[object, ...]:
             block.index, block.sample_ids, block.after, block.tokens, block.target_tokens, block.attended_pairs,
             block.input_ids.tolist(), block.labels.tolist(), block.position_ids.tolist(), block.source_ids.tolist(),
         )
-        for block in step.blocks
+        for block in step.micro_batches
     ]  # fmt: skip
     return step.step, blocks
 
@@ -149,7 +149,7 @@ def locally(stream: Stream, cursor: Cursor, part: Part) -> list[list[Any]]:
 def cursors(stream: Stream, last: int, **sizes: int) -> list[Cursor]:
     """The cursor in front of each step."""
     steps = rank_batches(stream, *divide(1, last=last, **sizes), cursor=Cursor(), data_rank=0)
-    return [Cursor(), *(step.blocks[-1].after for step in steps)]
+    return [Cursor(), *(step.micro_batches[-1].after for step in steps)]
 
 
 def samples_of(windows: Windows) -> list[int]:

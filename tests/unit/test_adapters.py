@@ -17,7 +17,7 @@ from raytune_fsdp.model.adapters.attach import (
     _nearest,
     adapter_tensors,
     base_name,
-    left_out,
+    experts_without_adapter,
     stored_names,
 )
 from raytune_fsdp.model.adapters.config_file import adapter_method, put_adapter_config
@@ -172,10 +172,10 @@ def test_all_linear_leaves_out_the_head_and_experts() -> None:
     model = network("qwen3_moe", {"type": "lora"})
     adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert left_out(model) == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert experts_without_adapter(model) == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    assert left_out(network("qwen3_moe", {"type": "lora", "target_parameters": both})) == []
-    hybrid = left_out(network("granitemoehybrid", {"type": "lora"}))
+    assert experts_without_adapter(network("qwen3_moe", {"type": "lora", "target_parameters": both})) == []
+    hybrid = experts_without_adapter(network("granitemoehybrid", {"type": "lora"}))
     assert hybrid == ["block_sparse_moe.experts.down_proj", "block_sparse_moe.experts.gate_up_proj"], "no convolution"
     adapted = {
         name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(network("gpt2", {"type": "lora"}))

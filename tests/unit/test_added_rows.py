@@ -13,7 +13,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.added_rows import HeadWithRows, train_rows, weights_with_rows
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import LossHead, install_chunked_loss
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents, error_of_loss
 from raytune_fsdp.step.operations import count_architecture
@@ -33,7 +33,7 @@ def learn(model: Any, parameters: list[torch.nn.Parameter], masked: bool) -> lis
     sgd = torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
     losses = []
     for _ in range(6):
-        total = block_loss(model, block, OBJECTIVE).total
+        total = micro_batch_loss(model, block, OBJECTIVE).total
         (total / block.target_tokens).backward()
         if masked:
             others = [row for row in range(parameters[0].shape[0]) if row not in IDS]
@@ -98,7 +98,7 @@ def test_the_chunked_head_knows_its_rows_in_bf16() -> None:
     assert isinstance(model.get_output_embeddings(), LossHead)
     assert error_of_loss(model, torch.device("cpu")) < 2e-2
     block = documents(model, torch.device("cpu"))
-    block_loss(model, block).total.backward()
+    micro_batch_loss(model, block).total.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert grads.keys() == {name for name, _, _ in weights_with_rows(model)}
     assert all(each.dtype == torch.bfloat16 and each.any() for each in grads.values())

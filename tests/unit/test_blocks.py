@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model import compile_layers as compiler_module
 from raytune_fsdp.model import offload_activations
-from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler, choose_blocks, why_it_fails
-from raytune_fsdp.model.layers import layers_of, run_blocks
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler, choose_compilation, why_not_compiled_here
+from raytune_fsdp.model.layers import layers_of, set_training_forward
 from tests.gpu.test_memory import WHERE_KEPT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -36,7 +36,7 @@ def saved_and_flops(mode: str, every: int | None = None) -> tuple[int, int]:
             num_key_value_heads=8, vocab_size=100, attn_implementation="sdpa",
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        run_blocks(model, recompute=mode, every=every)
+        set_training_forward(model, recompute=mode, every=every)
         tracker, operations = MemTracker(), FlopCounterMode(display=False)
         tracker.track_external(model)
         with tracker:
@@ -92,7 +92,7 @@ def test_only_training_uses_the_compiler() -> None:
             return run
 
     model = Network()
-    run_blocks(model, compiler=Counting())  # type: ignore[arg-type]
+    set_training_forward(model, compiler=Counting())  # type: ignore[arg-type]
     model.eval()(torch.ones(4))
     assert not calls
     model.train()(torch.ones(4))
@@ -110,16 +110,16 @@ def broken_compiler() -> Iterator[None]:
 
 
 def test_without_a_compiler_blocks_run_eagerly(broken_compiler: None) -> None:
-    reason = why_it_fails(CPU)
+    reason = why_not_compiled_here(CPU)
     assert reason is not None and reason.startswith("torch.compile fails here: ")
-    chosen = choose_blocks(True, kept=None, device=CPU, fails=lambda: reason)
+    chosen = choose_compilation(True, kept=None, device=CPU, fails=lambda: reason)
     assert (chosen.name, chosen.why) == (EAGER, reason)
 
 
 def test_a_compiler_that_fails_later_gives_way(broken_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
     compiler = Compiler()
     model = Network()
-    run_blocks(model, compiler=compiler)  # type: ignore[arg-type]
+    set_training_forward(model, compiler=compiler)  # type: ignore[arg-type]
     model.train()
     for _ in range(2):
         model(torch.ones(4, requires_grad=True)).sum().backward()
@@ -183,7 +183,7 @@ def test_past_the_limit_of_graphs_blocks_run_eagerly() -> None:
     ],
 )
 def test_a_run_keeps_what_it_began_with(asked: bool | str, kept: str | None, device: torch.device, name: str) -> None:
-    assert choose_blocks(asked, kept=kept, device=device, fails=lambda: None).name == name
+    assert choose_compilation(asked, kept=kept, device=device, fails=lambda: None).name == name
 
 
 def test_every_n_needs_its_n() -> None:
@@ -216,7 +216,7 @@ def test_offload_gives_back_what_a_block_kept(network: type[Network], monkeypatc
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.uniform_()
-        run_blocks(model, offload=offload_activations.Offload(CPU) if away else None)  # type: ignore[arg-type]
+        set_training_forward(model, offload=offload_activations.Offload(CPU) if away else None)  # type: ignore[arg-type]
         wide = torch.rand(3, 8, requires_grad=True)
         model.train()(wide[:, ::2]).sum().backward()
         gradients.append([wide.grad, *(parameter.grad for parameter in model.parameters())])
@@ -230,7 +230,7 @@ def test_offload_leaves_weights_that_ranks_have_parts_of(monkeypatch: pytest.Mon
     from torch.distributed.tensor import distribute_tensor
 
     from raytune_fsdp.launch.worker import alone
-    from raytune_fsdp.model.pieces.sums import here
+    from raytune_fsdp.model.pieces.sums import local_weight
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -238,7 +238,7 @@ def test_offload_leaves_weights_that_ranks_have_parts_of(monkeypatch: pytest.Mon
             self.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (1,))))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ here(self.weight)
+            return x @ local_weight(self.weight)
 
     def keep(tensor: torch.Tensor, host: torch.Tensor) -> offload_activations._Away:
         sent.append(tensor)
@@ -278,7 +278,7 @@ def test_a_host_that_is_ahead_does_not_fill_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(offload_activations, "_SMALLEST", 1)
     story, model = Story(), Network()
     away = offload_activations.Offload(CPU, story)
-    run_blocks(model, offload=away)  # type: ignore[arg-type]
+    set_training_forward(model, offload=away)  # type: ignore[arg-type]
     for number, block in enumerate(model.blocks):
         block.register_full_backward_hook(lambda *_, number=number: story.told.append(f"done {number}"))
     out = model.train()(torch.ones(4, requires_grad=True))
@@ -302,7 +302,7 @@ def test_a_host_that_is_ahead_does_not_fill_the_device(monkeypatch: pytest.Monke
 def test_a_backward_pass_that_was_left_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_activations, "_SMALLEST", 1)
     story, model = Story(), Network()
-    run_blocks(model, offload=(away := offload_activations.Offload(CPU, story)))  # type: ignore[arg-type]
+    set_training_forward(model, offload=(away := offload_activations.Offload(CPU, story)))  # type: ignore[arg-type]
     model.train()
 
     class LeftError(Exception):
@@ -334,7 +334,7 @@ def test_experts_that_add_their_bias_in_place(mode: str) -> None:
     for how in ("none", mode):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).train()
-        run_blocks(model, recompute=how)
+        set_training_forward(model, recompute=how)
         model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)
@@ -365,7 +365,7 @@ def test_selective_keeps_the_products_of_experts() -> None:
     for how in ("none", "selective", "full"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        run_blocks(model, recompute=how)
+        set_training_forward(model, recompute=how)
         loss = model(input_ids=torch.arange(16)[None], use_cache=False).logits.sum()
         with Products() as products:
             loss.backward()

@@ -66,7 +66,7 @@ def test_the_page_says_what_is_counted_with() -> None:
 
 def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]]:
     """Bytes of weight, gradient and state of each tensor, in the first step of a rank."""
-    from raytune_fsdp.model.objective.loss import block_loss
+    from raytune_fsdp.model.objective.loss import micro_batch_loss
     from raytune_fsdp.model.pieces.pieces import local_piece
     from raytune_fsdp.model.proof import documents
     from raytune_fsdp.step.optim.build import build_optimizer
@@ -80,7 +80,7 @@ def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]
         mesh = make_mesh(Layout(world=1, data_ranks=1, replicas=1, shard_size=1), cpu)
         shard(model, mesh, parallel, sharding_units(model, parallel, ends=True))
         optimizer = build_optimizer(model, OptimConfig.model_validate({"optimizer": ROWS[name]}))
-        block_loss(model.train(), documents(model, cpu)).total.backward()
+        micro_batch_loss(model.train(), documents(model, cpu)).total.backward()
         taken = {}
         for key, p in model.named_parameters():
             assert p.grad is not None

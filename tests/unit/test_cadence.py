@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.plan.cadence import PartsOfEpochs, due, in_words, is_multiple, passed
+from raytune_fsdp.plan.cadence import PartsOfEpochs, due, in_words, is_multiple, times_due
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.run.checks import check_best, check_export
@@ -36,14 +36,14 @@ def test_a_step_is_due_when_it_consumes_the_last_sample_of_a_part(epochs: list[i
     expected = {max(1, math.ceil(sample / batch)) for sample in last if sample}
     found = {step for step in range(1, steps + 1) if due(step, every)}
     assert found == expected or found == expected - {1}, "parts without a sample are no reason"
-    assert passed(steps, every) == parts * len(epochs)
+    assert times_due(steps, every) == parts * len(epochs)
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 20))
 def test_epochs_that_are_counted_once_are_all_as_long(length: int, parts: int, batch: int) -> None:
     once, each = (PartsOfEpochs.of(parts, (length,) * times, batch) for times in (1, 4))
-    assert [passed(step, once) for step in range(4 * length // batch + 1)] == [
-        passed(step, each) for step in range(4 * length // batch + 1)
+    assert [times_due(step, once) for step in range(4 * length // batch + 1)] == [
+        times_due(step, each) for step in range(4 * length // batch + 1)
     ]
 
 

@@ -18,7 +18,7 @@ from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, MicroBatch, StepBat
 from raytune_fsdp.base.errors import DataError, ResumeError
 from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, rank_batches
 from raytune_fsdp.data.stream import Stream
-from raytune_fsdp.data.to_device import mapped, to_device
+from raytune_fsdp.data.to_device import map_tensors, to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.division import Division
 from tests.rows import all_samples, make_windows, token_rows
@@ -50,7 +50,7 @@ def steps(
 
 def after(ranks: list[list[StepBatches]], step: int) -> Cursor:
     """The cursor behind the step at this place, from the rank that has its last block."""
-    blocks = [block for rank in ranks for block in rank[step].blocks if not block.is_filler]
+    blocks = [block for rank in ranks for block in rank[step].micro_batches if not block.is_filler]
     return max(blocks, key=lambda block: block.index).after
 
 
@@ -59,7 +59,10 @@ def interleaved(ranks: list[list[StepBatches]], *, blocks_per_step: int) -> list
     world, result = len(ranks), []
     for of_step in zip(*ranks, strict=True):
         blocks = {
-            block.index: (rank, block) for rank, s in enumerate(of_step) for block in s.blocks if not block.is_filler
+            block.index: (rank, block)
+            for rank, s in enumerate(of_step)
+            for block in s.micro_batches
+            if not block.is_filler
         }
         step = of_step[0].step
         for index in range(len(blocks)):
@@ -98,7 +101,7 @@ def test_steps_take_the_stream_in_order(data: st.DataObject, world: int, blocks:
     expected = [stream[s * batch : (s + 1) * batch] for s in range(last)]
     assert interleaved(ranks, blocks_per_step=blocks) == expected
     for of_step in zip(*ranks, strict=True):
-        assert len({len(s.blocks) for s in of_step}) == 1
+        assert len({len(s.micro_batches) for s in of_step}) == 1
 
 
 def test_every_world_size_has_the_same_steps() -> None:
@@ -124,7 +127,7 @@ def test_same_tail_from_every_step_on_every_rank(world: int) -> None:
 
 
 def seen(step: StepBatches) -> tuple[object, ...]:
-    return step.step, [(b.index, b.sample_ids, b.tokens, b.after, b.input_ids.tolist()) for b in step.blocks]
+    return step.step, [(b.index, b.sample_ids, b.tokens, b.after, b.input_ids.tolist()) for b in step.micro_batches]
 
 
 def test_resume_goes_back_to_no_window_that_was_used_up() -> None:
@@ -202,25 +205,29 @@ def test_fillers_come_last_and_weigh_nothing() -> None:
         for step in steps(windows, world=2, rank=rank, last=6):
             # Three blocks for two ranks: the owner of the first block also has the third.
             owns_two = (3 * (step.step - 1)) % 2 == rank
-            assert [block.is_filler for block in step.blocks] == [False, not owns_two]
+            assert [block.is_filler for block in step.micro_batches] == [False, not owns_two]
             if not owns_two:
-                assert_filler(step.blocks[1], shape=(2, 16))
+                assert_filler(step.micro_batches[1], shape=(2, 16))
 
 
 def test_short_last_batch() -> None:
     windows = make(LENGTHS)
     # Three full steps of six, then three samples: a block of two and a block of one.
     ranks = [steps(windows, world=4, rank=r, last=4, total=21)[-1] for r in range(4)]
-    rows = {rank: step.blocks[0].input_ids.shape[0] for rank, step in enumerate(ranks) if not step.blocks[0].is_filler}
+    rows = {
+        rank: step.micro_batches[0].input_ids.shape[0]
+        for rank, step in enumerate(ranks)
+        if not step.micro_batches[0].is_filler
+    }
     assert rows == {9 % 4: 2, 10 % 4: 1}
-    assert [len(step.blocks) for step in ranks] == [1, 1, 1, 1]
-    assert_filler(ranks[0].blocks[0], shape=(2, 16))
+    assert [len(step.micro_batches) for step in ranks] == [1, 1, 1, 1]
+    assert_filler(ranks[0].micro_batches[0], shape=(2, 16))
 
 
 def test_counts_of_a_batch() -> None:
     windows = make([5, 3, 7, 16], window=4, shuffle="none")
     (step,) = steps(windows, world=1, rank=0, last=1, batch=2, micro=2)
-    (block,) = step.blocks
+    (block,) = step.micro_batches
     assert (block.tokens, block.target_tokens) == (31, 31 - 4)
     assert block.attended_pairs == sum(n * (n + 1) // 2 for n in (5, 3, 7, 16))
     assert len(block.sample_ids) == 2 and block.index == 0
@@ -242,7 +249,7 @@ def test_what_travels_with_a_block_to_the_device() -> None:
     """Borders and targets are found on the host; every tensor goes along, whatever it stands in."""
     windows = make([5, 3, 7, 16], window=4, shuffle="none")
     (step,) = steps(windows, world=1, rank=0, last=1, batch=2, micro=2)
-    (block,) = step.blocks
+    (block,) = step.micro_batches
     flat, row = block.position_ids.flatten(), block.labels.shape[1]
     assert block.borders.starts.tolist() == [*torch.nonzero(flat == 0).flatten().tolist(), flat.numel()]
     assert block.borders.longest == 16
@@ -250,10 +257,11 @@ def test_what_travels_with_a_block_to_the_device() -> None:
     assert list(zip(block.targets.places.tolist(), block.targets.ids.tolist(), strict=True)) == predicted
     assert block.targets.by_dataset == (len(predicted),) == (block.target_tokens,)
     seen: list[torch.Tensor] = []
-    moved = mapped(step, lambda tensor: seen.append(tensor) or tensor.clone())
+    moved = map_tensors(step, lambda tensor: seen.append(tensor) or tensor.clone())
     assert len(seen) == 4 + 1 + 3 + 1
     assert (
-        torch.equal(moved.blocks[0].targets.ids, block.targets.ids) and moved.blocks[0].sample_ids == block.sample_ids
+        torch.equal(moved.micro_batches[0].targets.ids, block.targets.ids)
+        and moved.micro_batches[0].sample_ids == block.sample_ids
     )
     assert moved.counts is not step.counts and torch.equal(moved.counts, step.counts)
     assert next(to_device(iter([step]), torch.device("cpu"))) is step

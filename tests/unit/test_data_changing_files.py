@@ -16,7 +16,7 @@ import pytest
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.data.sources import arrow, opening
-from raytune_fsdp.data.sources.handles import BLOCK_BYTES
+from raytune_fsdp.data.sources.handles import CHUNK_BYTES
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.source import Source
 from tests.rows import make_windows, token_rows
@@ -126,13 +126,13 @@ def test_nothing_of_a_changed_file_enters_the_cache_under_its_old_fingerprint(tm
 def test_of_large_data_a_part_is_compared_when_it_is_opened_and_all_of_it_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_COMPARED_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(opening, "_COMPARED_BYTES", 4 * CHUNK_BYTES)
     path = tmp_path / "rows.jsonl"
     write(path, content("a"))
     before = opened(path).fingerprints
     facts, data = os.stat(path), bytearray(path.read_bytes())
-    assert len(data) > 16 * BLOCK_BYTES
-    data[data.index(b"aaaa", 5 * BLOCK_BYTES // 2)] = ord("x")  # in the third block, of which every fifth is compared
+    assert len(data) > 16 * CHUNK_BYTES
+    data[data.index(b"aaaa", 5 * CHUNK_BYTES // 2)] = ord("x")  # in the third block, of which every fifth is compared
     path.write_bytes(data)
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     again = opened(path)

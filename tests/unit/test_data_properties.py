@@ -113,7 +113,7 @@ def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data
         for world in (1, 2, 3, 4, 7):
             whole = ranks(world, 1, Cursor())
             assert interleaved(whole, blocks) == stream
-            cursor = max((b for rank in whole for b in rank[start - 1].blocks), key=lambda b: b.index).after
+            cursor = max((b for rank in whole for b in rank[start - 1].micro_batches), key=lambda b: b.index).after
             tail = ranks(world, start + 1, cursor)
             assert [[held(step) for step in rank] for rank in tail] == [
                 [held(step) for step in rank[start:]] for rank in whole
@@ -122,11 +122,11 @@ def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data
 
 def interleaved(ranks: list[list[StepBatches]], blocks: int) -> list[int]:
     """Sample ids in the order of the run, put together by the rule of ownership alone."""
-    queues = [[block for step in rank for block in step.blocks if not block.is_filler][::-1] for rank in ranks]
+    queues = [[block for step in rank for block in step.micro_batches if not block.is_filler][::-1] for rank in ranks]
     total = sum(map(len, queues))
     assert total == len(ranks[0]) * blocks
     return [i for number in range(total) for i in queues[number % len(ranks)].pop().sample_ids]
 
 
 def held(step: StepBatches) -> tuple[Any, ...]:
-    return step.step, [(b.index, b.sample_ids, b.labels.tolist(), b.position_ids.tolist()) for b in step.blocks]
+    return step.step, [(b.index, b.sample_ids, b.labels.tolist(), b.position_ids.tolist()) for b in step.micro_batches]

@@ -14,7 +14,7 @@ from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, LoraMethod, Method
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.network import build_base, choose_trained, init_buffers, load_architecture
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.step.flops import Architecture, Products, mfu, peak_flops, training_flops
 from raytune_fsdp.step.operations import count_architecture
 from raytune_fsdp.step.precision import check_precision
@@ -121,7 +121,7 @@ def counted(name: str, method: Method) -> tuple[int, float]:
         model.set_experts_implementation("eager")
     block = to_batch([sample([24], first) for first in (3, 50)], index=0, after=Cursor())
     with FlopCounterMode(display=False) as counter:
-        block_loss(model, block).total.backward()
+        micro_batch_loss(model, block).total.backward()
     # Eager attention computes the whole square of each row, and the plain loss the logits of its last token as well.
     square = training_flops(found, tokens=2 * 24, targets=2 * 24, attended_pairs=2 * 24 * 24)
     return counter.get_total_flops(), square

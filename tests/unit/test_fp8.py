@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ParallelConfig
-from raytune_fsdp.model.layers import layers_of, run_blocks
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.layers import layers_of, set_training_forward
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.precision import fp8
 from raytune_fsdp.model.precision.fp8 import (
     check_fp8,
@@ -22,7 +22,7 @@ from raytune_fsdp.model.precision.fp8 import (
     left_in_bf16,
     narrow,
     scales_of,
-    widen,
+    widen_fp8,
 )
 from raytune_fsdp.model.proof import documents
 from raytune_fsdp.plan.plan import resolve
@@ -110,7 +110,7 @@ def test_what_was_widened_is_narrowed_to_the_same_bits(dtype: torch.dtype) -> No
         scale = scales_of(numbers.abs().max(), dtype)
         sent = narrow(numbers, scale, dtype)
         got = torch.empty_like(numbers)
-        widen(sent, scale, got)
+        widen_fp8(sent, scale, got)
         assert torch.equal(got.float(), (sent.float() / scale).bfloat16().float())
         assert torch.equal(scales_of(got.abs().max(), dtype), scale)
         assert torch.equal(narrow(got, scale, dtype).float(), sent.float())
@@ -121,8 +121,8 @@ def _computed(scaling: str | None, recompute: str = "none") -> dict[str, torch.T
     model = build("llama").bfloat16()
     if scaling is not None:
         compute_in_fp8(model, scaling, emulated=True)  # type: ignore[arg-type]
-    run_blocks(model, recompute=recompute)
-    loss = block_loss(model.train(), documents(model, CPU)).total
+    set_training_forward(model, recompute=recompute)
+    loss = micro_batch_loss(model.train(), documents(model, CPU)).total
     loss.backward()  # type: ignore[no-untyped-call]
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
@@ -149,11 +149,11 @@ def test_evaluations_multiply_in_16_bits() -> None:
     model = build("llama").bfloat16().eval()
     block = documents(model, CPU)
     with torch.no_grad():
-        before = block_loss(model, block).total
+        before = micro_batch_loss(model, block).total
         names = [name for name, _ in model.named_parameters()]
         compute_in_fp8(model, "tensorwise", emulated=True)
-        assert torch.equal(block_loss(model, block).total, before)
-        assert not torch.equal(block_loss(model.train(), block).total, before)
+        assert torch.equal(micro_batch_loss(model, block).total, before)
+        assert not torch.equal(micro_batch_loss(model.train(), block).total, before)
     assert [name for name, _ in model.named_parameters()] == names
     assert len(layers_in_fp8(model)) == 7 * len(layers_of(model))
 

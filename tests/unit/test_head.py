@@ -16,7 +16,7 @@ from raytune_fsdp.model.objective.chunked_head import (
     install_chunked_loss,
     linear_cross_entropy,
 )
-from raytune_fsdp.model.objective.loss import block_loss, plain_losses
+from raytune_fsdp.model.objective.loss import micro_batch_loss, plain_losses
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents
 from tests.models import ARCHITECTURES, EXPERTS, SCALED, build
@@ -115,13 +115,13 @@ def test_both_heads_of_a_network_smooth_alike(name: str, objective: Objective) -
         model.zero_grad()
         if chunked:
             install_chunked_loss(model)
-        found = block_loss(model, block, objective)
+        found = micro_batch_loss(model, block, objective)
         found.total.backward()
         assert torch.allclose(found.each, each, rtol=1e-12, atol=1e-12)
         assert found.total.item() == pytest.approx(each.sum().item(), rel=1e-12)
         for key, parameter in model.named_parameters():
             assert torch.allclose(parameter.grad, wanted[key], rtol=1e-9, atol=1e-12), key
-        plain = block_loss(model, block).each
+        plain = micro_batch_loss(model, block).each
         assert torch.allclose(plain, nn.functional.cross_entropy(logits, block.targets.ids, reduction="none"))
 
 
@@ -132,7 +132,7 @@ def test_smoothing_is_that_of_transformers() -> None:
     block = documents(model, torch.device("cpu"))
     logits = logits_of(model, block.input_ids, block.position_ids, block.borders)
     theirs = LabelSmoother(epsilon=0.2)({"logits": logits}, block.labels, shift_labels=True)
-    ours = block_loss(model, block, Objective(label_smoothing=0.2)).total / block.target_tokens
+    ours = micro_batch_loss(model, block, Objective(label_smoothing=0.2)).total / block.target_tokens
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_a_network_with_it_has_the_losses_and_gradients_of_its_own(name: str, at
     names = list(model.state_dict())
     install_chunked_loss(model)
     assert isinstance(model.get_output_embeddings(), LossHead) and list(model.state_dict()) == names
-    found = block_loss(model, block)
+    found = micro_batch_loss(model, block)
     found.total.backward()
     assert found.total.item() == pytest.approx(plain.total.item(), rel=1e-12)
     assert torch.allclose(found.each, plain.each, rtol=1e-12, atol=1e-12) and torch.equal(found.right, plain.right)

@@ -188,10 +188,10 @@ def test_wrong_kernels_are_found_at_the_start(
                 module.weight.data *= 30  # or the scores of small random weights would not reach a cap
         model.set_attn_implementation("documents_cpu")
         if kernel is reference:
-            losses.check_network(model, "none", CPU, dtype)
+            losses.check_computation(model, "none", CPU, dtype)
         else:
             with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=eager"):
-                losses.check_network(model, "none", CPU, dtype)
+                losses.check_computation(model, "none", CPU, dtype)
         assert model.config._attn_implementation == "documents_cpu"
 
 

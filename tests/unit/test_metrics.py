@@ -42,7 +42,7 @@ def add(meter: Meter, step: int, targets: tuple[int, int], sums: tuple[float, fl
     counts[0], counts[-2:] = sum(targets), torch.tensor(targets)
     loss = sum(sums) / max(1, sum(targets))
     values = torch.tensor([loss, 1.0, 0.0, *sums, *right], dtype=torch.float64)
-    batches = StepBatches(step=step, blocks=(), counts=counts)
+    batches = StepBatches(step=step, micro_batches=(), counts=counts)
     meter.add(batches, StepTensors(counts=counts, values=values), lr=0.1, data_seconds=0.0)
 
 

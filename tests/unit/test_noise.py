@@ -11,7 +11,7 @@ import torch
 from raytune_fsdp.base.batch import PADDING, MicroBatch
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.proof import documents
 from tests.models import build
@@ -66,5 +66,5 @@ def test_only_a_step_has_it(block: MicroBatch) -> None:
     """A loss without an objective, as evaluations take it, is the same as ever, in training mode, too."""
     model = build("llama").train()
     noisy = Objective(neftune_noise_alpha=ALPHA)
-    losses = [block_loss(model, block, *objective).total.item() for objective in ((), (noisy,), (noisy,), ())]
+    losses = [micro_batch_loss(model, block, *objective).total.item() for objective in ((), (noisy,), (noisy,), ())]
     assert losses[0] == losses[3] and len(set(losses)) == 3

@@ -16,7 +16,7 @@ from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim import pieces
 from raytune_fsdp.step.optim.build import build_optimizer
-from raytune_fsdp.step.optim.moments import BLOCK
+from raytune_fsdp.step.optim.moments import MOMENT_GROUP
 from tests.models import build
 
 GO = torch.tensor(0.0)
@@ -64,13 +64,13 @@ def stepped(kind: str, largest: Largest | None = None) -> dict[str, torch.Tensor
 def test_an_expert_is_updated_in_parts_and_no_bit_differs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all that is worked on at once was one row, an expert of Mixtral took 4.7 GB."""
     whole = stepped(kind)
-    at_once = 2 * BLOCK
+    at_once = 2 * MOMENT_GROUP
     monkeypatch.setattr(pieces, "NUMBERS_AT_ONCE", at_once)
     largest = Largest()
     for name, tensor in stepped(kind, largest).items():
         assert torch.equal(tensor, whole[name]), name
     assert largest.most == at_once
-    assert pieces.NUMBERS_AT_ONCE % BLOCK == 0, "parts end where blocks do"
+    assert pieces.NUMBERS_AT_ONCE % MOMENT_GROUP == 0, "parts end where blocks do"
 
 
 # ---- weights on the host, ranks on GPUs ----

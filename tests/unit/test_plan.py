@@ -52,7 +52,7 @@ def train(**fields: Any) -> dict[str, Any]:
 )
 def test_blocks_are_dealt_to_all_ranks_and_filled_up(world: int, rounds: int, fillers: int) -> None:
     plan = resolve(config(), world)
-    assert (plan.division.blocks, plan.division.full_rounds, plan.division.fillers) == (8, rounds, fillers)
+    assert (plan.division.micro_batches, plan.division.full_rounds, plan.division.fillers) == (8, rounds, fillers)
 
 
 @given(micro=st.integers(1, 5), blocks=st.integers(1, 50), world=st.integers(1, 50))
@@ -287,7 +287,7 @@ def test_the_run_lives_below_its_storage(tmp_path: Path) -> None:
 
 def test_the_founding_recipe() -> None:
     plan = resolve(config(train={"global_batch": 16, "micro_batch": 1, "max_steps": 500}), 16)
-    assert (plan.division.blocks, plan.division.full_rounds, plan.division.fillers) == (16, 1, 0)
+    assert (plan.division.micro_batches, plan.division.full_rounds, plan.division.fillers) == (16, 1, 0)
     assert plan.warmup_steps == 15
     assert math.prod((plan.layout.replicas, plan.layout.shard_size)) == 16
 

@@ -101,7 +101,7 @@ def test_a_few_blocks_say_what_all_of_them_need(name: str) -> None:
 
 def test_samples_alike_are_the_block_that_they_would_be_put_together_to() -> None:
     config = config_of(LLAMA, train={"micro_batch": 4})
-    (block, _) = full_batches(config, load_architecture(config.model, None), 2).blocks
+    (block, _) = full_batches(config, load_architecture(config.model, None), 2).micro_batches
     names = ("input_ids", "labels", "position_ids", "source_ids")
     sample = PackedSample(**{name: getattr(block, name)[0].numpy().astype("int32") for name in names}, id=0)
     expected = to_batch([sample] * 4, index=0, after=Cursor())

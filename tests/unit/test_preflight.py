@@ -21,7 +21,7 @@ from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict import prediction, preflight
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.host import kept_at_once, more_by_clock
-from raytune_fsdp.predict.preflight import check_memory, check_room, predict
+from raytune_fsdp.predict.preflight import check_memory, check_room, predict_for_run
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.standing import RunInputs
 from tests.clock import Clock
@@ -86,22 +86,22 @@ def test_what_may_fit_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> Non
 def test_what_a_run_with_flash_attention_needs_is_known_where_there_is_no_gpu(tmp_path: Path) -> None:
     config, run, plan = prepared(tmp_path)
     asked = config.model_copy(update={"model": config.model.model_copy(update={"attention": "flash_attention_2"})})
-    found = predict(asked, run, plan, "cuda", None)
-    assert isinstance(found, Predicted) and found == predict(config, run, plan, "cuda", None)
+    found = predict_for_run(asked, run, plan, "cuda", None)
+    assert isinstance(found, Predicted) and found == predict_for_run(config, run, plan, "cuda", None)
     # Without flash-attn, all scores would be kept for a soft cap.
     capped = replace(run, needs=replace(run.needs, softcap=True))
-    assert isinstance(predict(asked, capped, plan, "cuda", None), NotPredicted)
+    assert isinstance(predict_for_run(asked, capped, plan, "cuda", None), NotPredicted)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_what_is_named_as_a_way_out_fits(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PROCESS", 0)
     config, run, plan = prepared(tmp_path, train={"micro_batch": 4})
-    found = predict(config, run, plan, kind, None)
+    found = predict_for_run(config, run, plan, kind, None)
     assert isinstance(found, Predicted)
     full = config.parallel.model_copy(update={"activation_checkpointing": "full"})
     changed = config.model_copy(update={"parallel": full})
-    less = predict(changed, run, plan, kind, None)
+    less = predict_for_run(changed, run, plan, kind, None)
     assert isinstance(less, Predicted) and less.kept == found.kept
     assert less.needed * 1.1 < found.needed  # else nothing is shown here
     with pytest.raises(ConfigError, match=r"It fits with parallel\.activation_checkpointing=full; --force"):
@@ -137,7 +137,7 @@ def test_a_way_out_is_looked_for_longer_before_a_refusal_than_before_a_warning(
 def test_more_ranks_are_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "CONTEXT", 0)
     config, run, plan = prepared(tmp_path, activation_checkpointing="full")
-    alone, four = (predict(config, run, resolve(config, world), "cuda", None) for world in (1, 4))
+    alone, four = (predict_for_run(config, run, resolve(config, world), "cuda", None) for world in (1, 4))
     assert isinstance(alone, Predicted) and isinstance(four, Predicted) and four.kept < alone.kept
     with pytest.raises(ConfigError, match=r"It fits on (2|4) ranks \(cluster\.workers=(2|4)\); --force"):
         check_memory(config, run, plan, alone, kind="cuda", memory=four.needed, forced=False)
@@ -180,7 +180,7 @@ def test_ranks_that_share_samples_need_a_kernel_for_their_precision(tmp_path: Pa
 def test_no_time_is_predicted_of_ranks_on_several_machines(tmp_path: Path, per_node: int, known: bool) -> None:
     """Nobody has said how fast the network between them is."""
     config, run, _ = prepared(tmp_path)
-    found = predict(config, run, resolve(config, 2), "cuda", find_device("H100"), per_node)
+    found = predict_for_run(config, run, resolve(config, 2), "cuda", find_device("H100"), per_node)
     assert isinstance(found, Predicted) and (found.seconds is not None) is known
 
 

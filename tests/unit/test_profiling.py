@@ -13,7 +13,7 @@ from torch import nn
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
-from raytune_fsdp.run.out_of_memory import consumers, explain, way_out
+from raytune_fsdp.run.out_of_memory import cheapest_change, consumers, explain
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.profiling import StepProfiler, shares_of
 from tests.runs import make_config
@@ -70,7 +70,7 @@ def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: 
 def test_the_cheapest_change(tmp_path: Path, sections: dict[str, Any], states: int, words: str) -> None:
     config = make_config(tmp_path, **sections)
     used = {"weights": states, "gradients": 0, "moments": states, "activations and gathered weights": 100}
-    assert words in way_out(config, config.parallel, used)
+    assert words in cheapest_change(config, config.parallel, used)
 
 
 def test_running_out_of_memory_names_what_took_it(tmp_path: Path) -> None:

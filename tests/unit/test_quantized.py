@@ -12,14 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.precision.quantized import (
-    BLOCK,
+    GROUP,
     Kind,
     QuantizedLayer,
     check_torch,
     ends_of,
     quantize,
     row_bytes,
-    widen,
+    widen_rows,
 )
 
 KINDS: tuple[Kind, ...] = ("nf4", "int8")
@@ -34,13 +34,13 @@ def test_rows_are_quantized_alone_and_each_number_to_its_nearest_value(kind: Kin
     packed = quantize(rows, kind)
     assert packed.shape == (7, row_bytes(numbers, kind))
     assert torch.equal(packed, torch.cat([quantize(row[None], kind) for row in rows]))
-    found = widen(packed, numbers, kind, torch.float32)
+    found = widen_rows(packed, numbers, kind, torch.float32)
     values = torch.arange(-127, 128) / 127 if kind == "int8" else None
     for row in range(7):
-        blocks = rows[row].abs().split(BLOCK)
+        blocks = rows[row].abs().split(GROUP)
         roots = torch.stack([block.max() for block in blocks]) ** 0.25
-        for block in range(-(-numbers // BLOCK)):
-            piece = slice(block * BLOCK, (block + 1) * BLOCK)
+        for block in range(-(-numbers // GROUP)):
+            piece = slice(block * GROUP, (block + 1) * GROUP)
             largest = float(rows[row, piece].abs().max())
             at = rows[row, piece].abs().argmax()
             scale = abs(found[row, piece][at])
@@ -58,11 +58,11 @@ def test_nf4_has_its_sixteen_values() -> None:
 
     values = torch.tensor(_NF4)
     rows = torch.stack([values.repeat(4), values.repeat(4) * 0.25])
-    assert torch.allclose(widen(quantize(rows, "nf4"), 64, "nf4", torch.float32), rows, atol=1e-7)
+    assert torch.allclose(widen_rows(quantize(rows, "nf4"), 64, "nf4", torch.float32), rows, atol=1e-7)
     for low, high in zip(values[:-1], values[1:], strict=True):
         for share, nearer in ((0.49, low), (0.51, high)):
             row = torch.cat([(low + share * (high - low))[None], torch.ones(63)])
-            assert widen(quantize(row[None], "nf4"), 64, "nf4", torch.float32)[0, 0] == nearer
+            assert widen_rows(quantize(row[None], "nf4"), 64, "nf4", torch.float32)[0, 0] == nearer
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +88,17 @@ def test_a_block_of_large_numbers_does_not_cost_the_others_their_accuracy(kind: 
     rows[:, 256:320] = 0
 
     def error(packed_as: torch.Tensor) -> torch.Tensor:
-        found = widen(quantize(packed_as, kind), packed_as.shape[1], kind, torch.float32)
-        wrong, blocks = (each.reshape(-1, BLOCK).norm(dim=1) for each in (found - packed_as, packed_as))
+        found = widen_rows(quantize(packed_as, kind), packed_as.shape[1], kind, torch.float32)
+        wrong, blocks = (each.reshape(-1, GROUP).norm(dim=1) for each in (found - packed_as, packed_as))
         return (wrong[blocks > 0] / blocks[blocks > 0]).mean()
 
-    assert error(rows) <= most * error(rows.reshape(-1, BLOCK))
+    assert error(rows) <= most * error(rows.reshape(-1, GROUP))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_shows(kind: Kind) -> None:
     rows = torch.zeros(3, 64)
-    assert not widen(quantize(rows, kind), 64, kind, torch.float32).any()
+    assert not widen_rows(quantize(rows, kind), 64, kind, torch.float32).any()
     rows[0, 3], rows[1, 5] = torch.nan, torch.inf
     shown = ends_of(quantize(rows, kind)).isfinite().all(1)
     assert shown.tolist() == [False, False, True]
@@ -114,7 +114,7 @@ def test_a_layer_computes_with_its_widened_weight(kind: Kind, turned: bool) -> N
     nn.init.normal_(plain.bias)
     layer = QuantizedLayer(plain, kind)
     layer.packed.data = quantize(plain.weight.detach(), kind)
-    plain.weight.data = widen(layer.packed, plain.weight.shape[1], kind, torch.float32)
+    plain.weight.data = widen_rows(layer.packed, plain.weight.shape[1], kind, torch.float32)
     assert torch.equal(layer.weight, plain.weight)
     kept: list[torch.Tensor] = []
 

@@ -14,9 +14,9 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import TrainConfig
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.attention.choose import inputs_of
-from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.objective.routers import check_routers, numbers_of_experts, routers_of, watch_routers
 from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize_layers
@@ -51,7 +51,7 @@ def block() -> MicroBatch:
 def by_the_book(model: Any, block: MicroBatch) -> torch.Tensor:
     """From the router logits that transformers returns, by its own function."""
     inputs = inputs_of(model, block.input_ids, block.position_ids, block.borders)
-    plain = block_loss(model, block).total
+    plain = micro_batch_loss(model, block).total
     logits = model(**inputs, output_router_logits=True).router_logits
     text = model.config.get_text_config()
     real = block.source_ids != PADDING
@@ -67,10 +67,10 @@ def test_they_are_those_of_transformers(name: str, block: MicroBatch) -> None:
     wanted.backward()
     right = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    found = block_loss(model, block, objective)
+    found = micro_batch_loss(model, block, objective)
     found.total.backward()
     assert found.total.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert found.total.item() > 1.001 * block_loss(model, block).total.item()
+    assert found.total.item() > 1.001 * micro_batch_loss(model, block).total.item()
     for key, parameter in model.named_parameters():
         if key in right:
             assert (parameter.grad - right[key]).abs().max() <= 1e-5 * max(right[key].abs().max().item(), 1e-3), key
@@ -84,10 +84,10 @@ def test_blocks_that_are_computed_again_have_the_same(name: str, recompute: str,
     for how in ("none", recompute):
         model, objective = made(name, router_aux_loss_coef=AUX, router_z_loss_coef=Z)
         install_chunked_loss(model)
-        run_blocks(model, recompute=how, every=2 if how == "every_n" else None)
+        set_training_forward(model, recompute=how, every=2 if how == "every_n" else None)
         for _ in range(2):  # the second block begins with nothing of the first
             model.zero_grad()
-            found = block_loss(model, block, objective)
+            found = micro_batch_loss(model, block, objective)
             found.total.backward()
         results.append((found, {key: p.grad for key, p in model.named_parameters()}))
     (plain, wanted), (again, got) = results
@@ -100,12 +100,12 @@ def test_blocks_that_are_computed_again_have_the_same(name: str, recompute: str,
 def test_the_load_is_that_of_the_tokens(name: str, block: MicroBatch) -> None:
     """Without losses they are counted as well, and change nothing."""
     model, objective = made(name)
-    found = block_loss(model, block, objective)
-    assert torch.equal(found.total, block_loss(model, block).total)
+    found = micro_batch_loss(model, block, objective)
+    assert torch.equal(found.total, micro_batch_loss(model, block).total)
     chosen: list[torch.Tensor] = []
     routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
     hooks = [m.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for m in routers]
-    block_loss(model, block)
+    micro_batch_loss(model, block)
     for hook in hooks:
         hook.remove()
     real = (block.source_ids != PADDING).flatten()
@@ -117,7 +117,7 @@ def test_the_load_is_that_of_the_tokens(name: str, block: MicroBatch) -> None:
 def test_a_router_that_returns_no_choice_is_counted_by_its_logits(block: MicroBatch) -> None:
     """Llama 4's returns scores and logits. Its load is a metric, and must not stop a run."""
     model, objective = made("llama4_text")
-    found = block_loss(model, block, objective)
+    found = micro_batch_loss(model, block, objective)
     real = int((block.source_ids != PADDING).sum())
     assert len(found.load) == 2 and all(load.sum() == real and len(load) == 4 for load in found.load)
 
@@ -125,13 +125,15 @@ def test_a_router_that_returns_no_choice_is_counted_by_its_logits(block: MicroBa
 def test_a_filler_adds_nothing_and_evaluations_are_without_them(block: MicroBatch) -> None:
     model, objective = made("mixtral", router_aux_loss_coef=AUX, router_z_loss_coef=Z)
     install_chunked_loss(model)
-    none = block_loss(model, filler(2, seq_len=19, pad_id=0), objective)
+    none = micro_batch_loss(model, filler(2, seq_len=19, pad_id=0), objective)
     none.total.backward()
     assert none.total.item() == 0.0 and not any(each.any() for each in none.load)
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     with torch.no_grad():
-        evaluated = block_loss(model.eval(), block)
-    assert torch.equal(evaluated.total, block_loss(model.train(), block, CROSS_ENTROPY).total) and not evaluated.load
+        evaluated = micro_batch_loss(model.eval(), block)
+    assert (
+        torch.equal(evaluated.total, micro_batch_loss(model.train(), block, CROSS_ENTROPY).total) and not evaluated.load
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "nemotron_h"])
@@ -154,7 +156,7 @@ def test_a_router_of_several_layers_is_known_by_its_config(block: MicroBatch) ->
     assert watch_routers(model, train()) is None
     with pytest.raises(ConfigError, match="router_aux_loss_coef"):
         check_routers(model, train(router_aux_loss_coef=AUX))
-    block_loss(model.train(), block).total.backward()
+    micro_batch_loss(model.train(), block).total.backward()
     quantize_layers(model.requires_grad_(False), "nf4")
     packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
     assert len(packed) == 2 * 5 and not [name for name in packed if "gate" in name]

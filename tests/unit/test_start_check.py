@@ -16,7 +16,7 @@ from raytune_fsdp.model.attention.choose import KernelNeeds, generating, without
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.run.evaluation import losses
-from raytune_fsdp.run.evaluation.losses import check_network
+from raytune_fsdp.run.evaluation.losses import check_computation
 from tests.models import architecture, build
 from tests.ranks import run_ranks
 from tests.runs import make_config
@@ -45,7 +45,7 @@ def test_a_kernel_that_returns_nan_is_refused(alone: None, monkeypatch: pytest.M
     model = build("llama")
     model.set_attn_implementation("documents_cpu")
     with pytest.raises(ModelError, match=r"documents_cpu is wrong here: its results are not finite in float32; set"):
-        check_network(model, "none", CPU, torch.float32)
+        check_computation(model, "none", CPU, torch.float32)
 
 
 @pytest.mark.parametrize(("packing", "chunked"), [("best_fit", False), ("none", True)])
@@ -53,10 +53,10 @@ def test_logits_that_are_not_finite_are_refused(alone: None, packing: str, chunk
     model = build("llama")
     if chunked:
         install_chunked_loss(model)
-    check_network(model, packing, CPU, torch.float32)
+    check_computation(model, packing, CPU, torch.float32)
     model.lm_head.weight.data[7, 3] = math.nan
     with pytest.raises(ModelError, match=r"logits of LlamaForCausalLM are not finite in float32; choose another"):
-        check_network(model, packing, CPU, torch.float32)
+        check_computation(model, packing, CPU, torch.float32)
 
 
 def _refused(nan_on: int) -> str:
@@ -68,7 +68,7 @@ def _refused(nan_on: int) -> str:
     model = build("llama")
     model.set_attn_implementation("documents_cpu")
     try:
-        check_network(model, "none", CPU, torch.float32)
+        check_computation(model, "none", CPU, torch.float32)
     except RaytuneError as error:
         return str(error)
     return "accepted"
@@ -113,15 +113,15 @@ def test_only_experts_in_16_bits_may_differ_a_little(
     monkeypatch.setattr(losses, "leak_between_documents", lambda *_: 1e-3)
     if refused:
         with pytest.raises(ConfigError, match=r"packed documents see each other \(logits change by 1\.0e-03\)"):
-            check_network(build(name), "best_fit", CPU, dtype)
+            check_computation(build(name), "best_fit", CPU, dtype)
     else:
-        check_network(build(name), "best_fit", CPU, dtype)
+        check_computation(build(name), "best_fit", CPU, dtype)
 
 
 def test_a_leak_in_bf16_is_still_found(alone: None) -> None:
     model = build("opt").to(torch.bfloat16)  # whose mask ignores where a document begins
     with pytest.raises(ConfigError, match=r"packed documents see each other"):
-        check_network(model, "best_fit", CPU, torch.bfloat16)
+        check_computation(model, "best_fit", CPU, torch.bfloat16)
 
 
 def test_text_is_generated_with_an_attention_that_is_right() -> None:

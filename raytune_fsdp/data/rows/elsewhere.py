@@ -22,7 +22,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _OURS = "raytune_fsdp"
 
 
-def attempt(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+def try_call(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
     """Return what a function makes of a row, or what it raises. The row stays as it is."""
     try:
         return function(copy.deepcopy(dict(row))), None
@@ -111,7 +111,7 @@ def main() -> None:
     before = set(sys.modules)
     function = getattr(importlib.import_module(request["module"]), request["function"])
     # From the last row to the first, so that state which a function keeps between calls shows, too.
-    results = [_sent(*attempt(function, row)) for row in reversed(request["rows"])]
+    results = [_sent(*try_call(function, row)) for row in reversed(request["rows"])]
     modules = modules_of_users(set(sys.modules) - before - {request["module"]})
     with answer:
         pickle.dump({"results": results[::-1], "modules": modules}, answer)

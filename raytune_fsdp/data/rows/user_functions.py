@@ -16,7 +16,7 @@ import xxhash
 
 from raytune_fsdp.base.errors import DataError, RowError, in_one_line
 from raytune_fsdp.data.rows import elsewhere
-from raytune_fsdp.data.rows.elsewhere import attempt
+from raytune_fsdp.data.rows.elsewhere import try_call
 from raytune_fsdp.data.sources.source import shorten
 
 
@@ -56,7 +56,7 @@ class RowFunction:
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return what the function makes of a row. Raises RowError."""
-        made, error = attempt(self._function, row)
+        made, error = try_call(self._function, row)
         if error is not None:
             raise self._raised(type(error).__name__, str(error), where) from error
         return self._checked(made, where)

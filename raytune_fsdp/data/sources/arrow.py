@@ -19,10 +19,10 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
-    BLOCK_BYTES,
+    CHUNK_BYTES,
     DECODED,
     OPEN,
-    Blocks,
+    ChunkHashes,
     Reader,
     Stored,
     TooLarge,
@@ -142,7 +142,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
             write_content(file, path, progress=progress)
             content = hash_file(path, file=file, progress=progress)
         else:
-            stored = Stored(file.shown, file.url, file.size, content, Blocks(str(directory / BLOCKS)))
+            stored = Stored(file.shown, file.url, file.size, content, ChunkHashes(str(directory / BLOCKS)))
             check_unchanged(file)
             if (rows := _index_in_place(stored, directory)) is not None:
                 return {"content": content, "rows": rows, "copied": False}
@@ -162,7 +162,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
 
     identity = {"preparation": "arrow", **file.identity}
     if not foreign:
-        identity["blocks"] = BLOCK_BYTES
+        identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
     made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     if made.meta["copied"]:

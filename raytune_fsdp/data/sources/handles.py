@@ -38,7 +38,7 @@ class Stored:
     path: str
     size: int
     content: str
-    blocks: Blocks | None = None
+    blocks: ChunkHashes | None = None
     """The hashes of what its content must be. None for files in the cache, which are never rewritten."""
 
     def open(self) -> OpenFile:
@@ -72,7 +72,7 @@ def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | Non
     if file.remote:
         return ""
     with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
-        hashing = hash_blocks(opened.read, report)
+        hashing = hash_chunks(opened.read, report)
     (directory / NAME).write_bytes(hashing.blocks())
     return hashing.content
 
@@ -114,9 +114,9 @@ class OpenFile:
         hashes = self._stored.blocks
         if hashes is None:
             return self._read(offset, length)
-        first = offset // BLOCK_BYTES
-        start = first * BLOCK_BYTES
-        end = min(-(-(offset + length) // BLOCK_BYTES) * BLOCK_BYTES, self._stored.size)
+        first = offset // CHUNK_BYTES
+        start = first * CHUNK_BYTES
+        end = min(-(-(offset + length) // CHUNK_BYTES) * CHUNK_BYTES, self._stored.size)
         raw = self._read(start, end - start)
         if not hashes.same(first, memoryview(raw)):
             hashes.forget()
@@ -225,7 +225,7 @@ def content_hash(fd: int, progress: Callable[[int], None] | None = None) -> str:
 # on another node has another inode and time, and a tool that restores times hides a change. So the chunks that a row
 # lies in are hashed whenever the row is read, and wrong ones are never used.
 
-BLOCK_BYTES = 1 << 14
+CHUNK_BYTES = 1 << 14
 """The size of a chunk. For a row of 16 KiB, half of what is read is read in vain on average; the hashes, 8 bytes a
 chunk, are 0.05 % of the data."""
 
@@ -238,7 +238,7 @@ TABLES = Bounded(64)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class ChunkHashes:
     """The hashes of a file's chunks: from number `first` on in a file in the cache."""
 
     path: str
@@ -256,18 +256,18 @@ class Blocks:
     def same(self, number: int, data: memoryview) -> bool:
         """Return whether `data` is what the file had from chunk `number` on."""
         known = self.hashes()[self.first + number :]
-        starts = range(0, len(data), BLOCK_BYTES)
-        return all(xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) == known[i] for i, at in enumerate(starts))
+        starts = range(0, len(data), CHUNK_BYTES)
+        return all(xxhash.xxh3_64_intdigest(data[at : at + CHUNK_BYTES]) == known[i] for i, at in enumerate(starts))
 
     def hold(self, file: File, every: int) -> bool:
         """Return whether the file still has this content, judged by each `every`-th chunk and the last."""
-        last = (file.size - 1) // BLOCK_BYTES
+        last = (file.size - 1) // CHUNK_BYTES
         with reading(file.shown):
             fd = os.open(file.url, os.O_RDONLY)
             try:
                 many = _AT_ONCE if every == 1 else 1
                 return all(
-                    self.same(number, memoryview(os.pread(fd, many * BLOCK_BYTES, number * BLOCK_BYTES)))
+                    self.same(number, memoryview(os.pread(fd, many * CHUNK_BYTES, number * CHUNK_BYTES)))
                     for number in (*range(0, last, every * many), last)
                 )
             finally:
@@ -279,7 +279,7 @@ class Blocks:
             Path(self.path).with_name("meta.json").unlink()
 
 
-class BlockHashing:
+class ChunkHashing:
     """Hashes a file as it is read: the whole, and its chunks."""
 
     def __init__(self) -> None:
@@ -292,11 +292,11 @@ class BlockHashing:
         self._whole.update(piece)
         rest = memoryview(piece)
         while rest:
-            part = rest[: BLOCK_BYTES - self._in_block]
+            part = rest[: CHUNK_BYTES - self._in_block]
             self._block.update(part)
             self._in_block += len(part)
             rest = rest[len(part) :]
-            if self._in_block == BLOCK_BYTES:
+            if self._in_block == CHUNK_BYTES:
                 self._end_block()
 
     @property
@@ -315,10 +315,10 @@ class BlockHashing:
         self._in_block = 0
 
 
-def hash_blocks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> BlockHashing:
+def hash_chunks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> ChunkHashing:
     """Hash a file, reading it from its start to its end."""
-    hashing, done = BlockHashing(), 0
-    while piece := read(_AT_ONCE * BLOCK_BYTES):
+    hashing, done = ChunkHashing(), 0
+    while piece := read(_AT_ONCE * CHUNK_BYTES):
         hashing.update(piece)
         done += len(piece)
         if report is not None:

@@ -119,7 +119,7 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def noted(made: PreparedRows, search: Callable[[], Sequence[Keys]]) -> list[Keys]:
+def cached_keys(made: PreparedRows, search: Callable[[], Sequence[Keys]]) -> list[Keys]:
     """Return what `search` finds, and keep it: for files prepared without this search, or by an older version."""
     note = made.path / _NOTE
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -31,9 +31,17 @@ from raytune_fsdp.data.sources.arrow import (
     write_groups,
 )
 from raytune_fsdp.data.sources.fetched import write_content
-from raytune_fsdp.data.sources.handles import BLOCK_BYTES, DECODED, OPEN, Blocks, Stored, check_unchanged, keep_hashes
+from raytune_fsdp.data.sources.handles import (
+    CHUNK_BYTES,
+    DECODED,
+    OPEN,
+    ChunkHashes,
+    Stored,
+    check_unchanged,
+    keep_hashes,
+)
 from raytune_fsdp.data.sources.handles import NAME as BLOCKS
-from raytune_fsdp.data.sources.keys import keys_of_schema, noted
+from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Keys, Row, compression_of, reading
@@ -154,7 +162,7 @@ def _open_in_place(
     def make(directory: Path) -> Mapping[str, Any]:
         # A file in a store is identified by its ETag: `in_place` is there to avoid reading all of it.
         content = file.fingerprint if file.remote else keep_hashes(file, directory, report_of(file, progress))
-        stored = Stored(file.shown, file.url, file.size, content, Blocks(str(directory / BLOCKS)))
+        stored = Stored(file.shown, file.url, file.size, content, ChunkHashes(str(directory / BLOCKS)))
         with reading(file.shown):
             opened = _open(file, None if file.remote else stored)
         groups = _groups(opened, shown=file.shown)
@@ -165,7 +173,7 @@ def _open_in_place(
 
     identity = {"preparation": "parquet in place", **file.identity}
     if not file.remote:
-        identity["blocks"] = BLOCK_BYTES
+        identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
     made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     stored = None if file.remote else made.in_place(file)
@@ -182,7 +190,7 @@ def _open_in_place(
         stored=stored,
         groups=str(made.path / "groups"),
         columns=columns,
-        keys=noted(made, search)[0] if keys else Keys(),
+        keys=cached_keys(made, search)[0] if keys else Keys(),
     )
 
 

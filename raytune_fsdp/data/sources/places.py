@@ -21,7 +21,7 @@ from raytune_fsdp.base.untrusted import read_file
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config.sections.data import SourceConfig
 from raytune_fsdp.data.mixture import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
-from raytune_fsdp.data.sources.remote import BESIDE_DATA_BYTES, remote_files
+from raytune_fsdp.data.sources.remote import SIDE_FILE_BYTES, remote_files
 from raytune_fsdp.data.sources.source import (
     File,
     compression_of,
@@ -156,7 +156,7 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
     else:
         with reading(path):
             below, again = _walk(place, [""], skip=is_hidden)
-    names = choose(below, lambda name: read_file(Path(place, name), limit=BESIDE_DATA_BYTES, links=True))
+    names = choose(below, lambda name: read_file(Path(place, name), limit=SIDE_FILE_BYTES, links=True))
     return Found([to_file(os.path.join(place, name)) for name in names], THIRD_ORDER if again else OLDEST_ORDER)
 
 

@@ -26,7 +26,7 @@ import xxhash
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import sync_directory, write_durably
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, TABLES, Blocks, Stored, hash_once
+from raytune_fsdp.data.sources.handles import DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
 from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.source import File
 
@@ -51,12 +51,12 @@ class PreparedRows:
 
     def in_place(self, file: File) -> Stored:
         """Return the file itself that was prepared, which must still have the content that it had then."""
-        return Stored(file.shown, file.url, file.size, self.meta["content"], Blocks(str(self.path / BLOCKS)))
+        return Stored(file.shown, file.url, file.size, self.meta["content"], ChunkHashes(str(self.path / BLOCKS)))
 
     def holds(self, file: File, every: int) -> bool:
         """Return whether the local file still has the content that was prepared, judged by each `every`-th chunk."""
         # Copies that were made before chunks were hashed have no hashes: size and time must do for them.
-        return BLOCKS not in self.meta["files"] or Blocks(str(self.path / BLOCKS)).hold(file, every)
+        return BLOCKS not in self.meta["files"] or ChunkHashes(str(self.path / BLOCKS)).hold(file, every)
 
 
 def prepare(

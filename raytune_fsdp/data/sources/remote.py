@@ -24,7 +24,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", 
 UNKNOWN = "unknown"
 """The version of a file whose store tells nothing about it that changes with the content."""
 
-BESIDE_DATA_BYTES = 64 << 20
+SIDE_FILE_BYTES = 64 << 20
 """The most bytes of a README.md, or of a file by `Dataset.save_to_disk` that holds no rows."""
 
 
@@ -69,8 +69,8 @@ def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> li
 
         def read(name: str) -> bytes:
             with system.open_input_stream(f"{top}/{name}", compression=None) as stream:
-                content: bytes = stream.read(BESIDE_DATA_BYTES + 1)
-                check_size(len(content), BESIDE_DATA_BYTES)
+                content: bytes = stream.read(SIDE_FILE_BYTES + 1)
+                check_size(len(content), SIDE_FILE_BYTES)
                 return content
 
         return [_file(url, system, f"{top}/{name}", below[name]) for name in choose(list(below), read)]

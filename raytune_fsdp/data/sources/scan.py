@@ -18,7 +18,7 @@ import numpy as np
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.handles import BlockHashing
+from raytune_fsdp.data.sources.handles import ChunkHashing
 from raytune_fsdp.data.sources.keys import KeySearch
 from raytune_fsdp.data.sources.source import reading, shorten, unreadable
 
@@ -52,7 +52,7 @@ class Scanned:
         self._size = size
         self._progress = progress
         self._search = search
-        self.hashing = BlockHashing()
+        self.hashing = ChunkHashing()
         self._reported = 0
         with reading(shown):
             start = file.read(len(_BOM))

@@ -21,16 +21,16 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
-    BLOCK_BYTES,
+    CHUNK_BYTES,
     OPEN,
-    BlockHashing,
-    Blocks,
+    ChunkHashes,
+    ChunkHashing,
     Stored,
     check_unchanged,
     keep_hashes,
 )
 from raytune_fsdp.data.sources.handles import NAME as BLOCKS
-from raytune_fsdp.data.sources.keys import KeySearch, keys_of_columns, noted
+from raytune_fsdp.data.sources.keys import KeySearch, cached_keys, keys_of_columns
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
@@ -191,7 +191,7 @@ def open_text(
 
     identity = {"preparation": "text", "kind": kind, **file.identity}
     if not copied:
-        identity["blocks"] = BLOCK_BYTES
+        identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
     made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
@@ -228,7 +228,7 @@ def with_keys(texts: Sequence[TextRows], metas: Sequence[Mapping[str, Any]], mad
     def search() -> list[Keys]:
         return [_keys_of(text, meta) for text, meta in zip(texts, metas, strict=True)]
 
-    found = search() if all("keys" in meta for meta in metas) else noted(made, search)
+    found = search() if all("keys" in meta for meta in metas) else cached_keys(made, search)
     return [replace(text, keys=each) for text, each in zip(texts, found, strict=True)]
 
 
@@ -245,7 +245,7 @@ def _keys_of(text: TextRows, meta: Mapping[str, Any]) -> Keys:
 
 def find_rows(
     source: BinaryIO, size: int, out: BinaryIO, *, file: File, kind: str, progress: Progress | None, keys: bool
-) -> tuple[Mapping[str, Any], BlockHashing]:
+) -> tuple[Mapping[str, Any], ChunkHashing]:
     """Write where the rows of an open file are. Return what is known of the file, and the hashes of its content."""
     syntax = json_syntax(source, shown=file.shown) if kind == "json" else kind
     spans, search = Spans(out), KeySearch() if keys and syntax not in _WITHOUT_KEYS else None
@@ -310,11 +310,11 @@ def open_small_texts(
         (directory / _TEXTS).write_text(json.dumps(texts), encoding="utf-8")
         return {"rows": sum(meta["rows"] for meta in texts)}
 
-    def hashes_of_files(made: PreparedRows) -> Iterator[Blocks]:
+    def hashes_of_files(made: PreparedRows) -> Iterator[ChunkHashes]:
         path, first = str(made.path / BLOCKS), 0
         for file in files:
-            yield Blocks(path, first)
-            first += -(-file.size // BLOCK_BYTES)
+            yield ChunkHashes(path, first)
+            first += -(-file.size // CHUNK_BYTES)
 
     def parts(made: PreparedRows) -> list[TextRows]:
         found: list[TextRows] = []
@@ -335,6 +335,6 @@ def open_small_texts(
         "kind": kind,
         "files": len(files),
         "whole": xxhash.xxh3_128_hexdigest(facts.encode("utf-8", "surrogateescape")),
-        "blocks": BLOCK_BYTES,
+        "blocks": CHUNK_BYTES,
     }
     return parts(prepare(cache, identity, make, shown=shown, progress=progress, holds=holds))

@@ -67,7 +67,14 @@ from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.counts import WindowCounts
 from raytune_fsdp.plan.plan import Plan, resolve, sizes_of
 from raytune_fsdp.plan.run_dir import storage_of
-from raytune_fsdp.predict.preflight import check_attention, check_memory, check_room, device_named, is_too_much, predict
+from raytune_fsdp.predict.preflight import (
+    check_attention,
+    check_memory,
+    check_room,
+    device_named,
+    is_too_much,
+    predict_for_run,
+)
 from raytune_fsdp.record import names
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.jsonl import append_event
@@ -430,7 +437,7 @@ class Foresight:
 
     def _predicted(self, ranks: int) -> Predicted | NotPredicted:
         if ranks not in self._found:
-            self._found[ranks] = predict(
+            self._found[ranks] = predict_for_run(
                 self._config, self._prepared, self._plan(ranks), self._kind, self._device, self._per_node
             )
         return self._found[ranks]

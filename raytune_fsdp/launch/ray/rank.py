@@ -240,7 +240,7 @@ def _batches(
             cursor,
             micro_batch=division.micro_batch,
             samples=division.samples_of_steps(left[0], left[-1]),
-            first_block=division.first_block(left[0]),
+            first_block=division.first_micro_batch(left[0]),
         )
         job.board.share("batches", (read, split(dataset, division.data_ranks)))
     read, shards = job.board.shared("batches")

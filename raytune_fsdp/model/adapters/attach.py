@@ -202,18 +202,18 @@ def is_adapted(network: nn.Module) -> bool:
     return hasattr(network, "peft_config")
 
 
-def keep_beginning(network: nn.Module, names: Iterable[str]) -> None:
+def keep_initial_adapters(network: nn.Module, names: Iterable[str]) -> None:
     """Keep a copy of these adapters as they are now, before the first step."""
     network.began_as = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
 
 
 def initial_adapters(network: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the copies that `keep_beginning` has made."""
+    """Return the copies that `keep_initial_adapters` has made."""
     found: Mapping[str, torch.Tensor] = getattr(network, "began_as", {})
     return found
 
 
-def left_out(network: PreTrainedModel) -> list[str]:
+def experts_without_adapter(network: PreTrainedModel) -> list[str]:
     """Return the names of the experts' weights that have no adapter, without the numbers of their layers."""
     adapted = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
     return sorted(name for name in frozen_experts(network) if name.rpartition(".")[2] not in adapted)
@@ -245,7 +245,7 @@ def adapter_tensors(network: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
-def rows_of(network: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+def added_rows_of(network: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return, by the name of rows trained alone, the frozen weight next to them and their ids. Tied rows come once."""
     trained = adapter_tensors(network)
     return {name: (weight, ids) for name, weight, ids in weights_with_rows(network) if name in trained}
@@ -264,7 +264,7 @@ def stored_names(network: PreTrainedModel) -> dict[str, str]:
             network, state_dict=dict(network.state_dict(keep_vars=True)), save_embedding_layers=False
         )
     keys = {names[id(value)]: f"base_model.model.{key}" for key, value in reversed(found.items()) if id(value) in names}
-    keys |= {name: f"base_model.model.{name.removesuffix(ROWS)}{_ROWS_IN_PEFT}" for name in rows_of(network)}
+    keys |= {name: f"base_model.model.{name.removesuffix(ROWS)}{_ROWS_IN_PEFT}" for name in added_rows_of(network)}
     assert keys.keys() == tensors.keys(), sorted(keys.keys() ^ tensors.keys())
     return {name: keys[name] for name in tensors}
 
@@ -286,7 +286,7 @@ class AdaptedWeights:
         self._adapter = adapter
         self._given = {} if adapter is None else adapter.shapes()
         self._tensors = owned_tensors(network)
-        self._rows = rows_of(network)
+        self._rows = added_rows_of(network)
         self._turned = set(_turned(network))
         self._drawn: tuple[str, torch.Tensor] | None = None
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from raytune_fsdp.model.adapters.attach import adapter_tensors, base_name, is_adapter_layer, rows_of
+from raytune_fsdp.model.adapters.attach import adapter_tensors, added_rows_of, base_name, is_adapter_layer
 from raytune_fsdp.model.weights.source import Weights
 
 
@@ -32,7 +32,7 @@ class MergedWeights:
                     self._layers.setdefault(f"{base_name(prefix)}.{own}", []).append((prefix, module))
         self._whole = {base_name(name): name for name in self._trained if base_name(name) in base.shapes()}
         """Tensors that are trained whole, by the name of the tensor that they replace."""
-        self._rows = {weight: (name, ids) for name, (weight, ids) in rows_of(network).items()}
+        self._rows = {weight: (name, ids) for name, (weight, ids) in added_rows_of(network).items()}
         """Rows that are trained alone and their ids, by the name of the weight that they go into."""
         self._last: tuple[str, torch.Tensor] | None = None
 

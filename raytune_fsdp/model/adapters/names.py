@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.model.adapters.attach import ADAPTER, base_name, is_adapter_layer, stored_names
-from raytune_fsdp.model.directory.named_class import Named
+from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.weights.source import Weights
 
 _PEFT = "base_model.model."
 """Prefix of every name in PEFT's files."""
 
 
-def keys_there(network: PreTrainedModel, named: Named, *, outside: bool = False) -> dict[str, str]:
+def keys_there(network: PreTrainedModel, named: NamedClass, *, outside: bool = False) -> dict[str, str]:
     """Return the key in PEFT's file of every tensor of an adapter, by its name in the network that was trained.
 
     Tensors of parts that see or hear are left out unless they do something (`outside`): the last parts of their names
@@ -34,7 +34,7 @@ def keys_there(network: PreTrainedModel, named: Named, *, outside: bool = False)
     return kept or keys
 
 
-def acts_outside(named: Named, adapter: Weights, initial: Weights) -> bool:
+def acts_outside(named: NamedClass, adapter: Weights, initial: Weights) -> bool:
     """Return whether adapters of parts that see or hear do something.
 
     Only adapters that a run began with can: training on texts leaves them as they began. `initial`: their initial
@@ -58,7 +58,7 @@ def _neutral(name: str) -> tuple[float, ...]:
     return (1.0,) if ".ia3_l." in name else ()
 
 
-def keys_held(network: PreTrainedModel, named: Named, held: Iterable[str]) -> dict[str, str]:
+def keys_held(network: PreTrainedModel, named: NamedClass, held: Iterable[str]) -> dict[str, str]:
     """Return every tensor's key by its name, in the naming (ours or an older one) of a file with the keys `held`."""
     held = set(held)
     return max(
@@ -66,13 +66,13 @@ def keys_held(network: PreTrainedModel, named: Named, held: Iterable[str]) -> di
     )
 
 
-def own_names(named: Named) -> Callable[[str], str]:
+def own_names(named: NamedClass) -> Callable[[str], str]:
     """Return a function from a name in PEFT's files (module or tensor, either naming) to that in the run's network."""
     return lambda name: (None if named.is_own else named.here(name.removeprefix(_PEFT))) or name.removeprefix(_PEFT)
 
 
 def targets_there(
-    network: PreTrainedModel, named: Named, written: Mapping[str, Any], *, outside: bool
+    network: PreTrainedModel, named: NamedClass, written: Mapping[str, Any], *, outside: bool
 ) -> dict[str, Any]:
     """Return the fields of PEFT's config with which the named class gets these adapters and no others.
 
@@ -113,7 +113,7 @@ def _ending(modules: Iterable[str], ends: list[str]) -> list[str]:
     return [name for name in modules if name in ends or name.endswith(tuple(f".{each}" for each in ends))]
 
 
-def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_loads(directory: Path, named: NamedClass, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that PEFT can load the keys of an adapter's file into the named class: all of them, and no others.
 
     It is done on the meta device, without values, so that it needs only names and shapes, whatever the model's size.
@@ -141,7 +141,7 @@ def check_loads(directory: Path, named: Named, shapes: Mapping[str, tuple[int, .
         raise _not_loaded(named, f"it {'lacks' if missing else 'does not know'} {key}")
 
 
-def _not_loaded(named: Named, why: str) -> ModelError:
+def _not_loaded(named: NamedClass, why: str) -> ModelError:
     return ModelError(
         f"PEFT cannot load this adapter into a {type(named.network).__name__}, the class that the base's config names "
         f"({why}), so nothing was exported: merge it (export.merge=true, or raytune-fsdp export --merge)"

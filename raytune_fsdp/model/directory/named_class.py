@@ -51,7 +51,7 @@ def built_on_meta(directory: Path, make: Callable[[PretrainedConfig], PreTrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class NamedClass:
     """A network of the class that a base's config names, and where the modules of a run's network are in it."""
 
     network: PreTrainedModel
@@ -106,7 +106,7 @@ def config_for(kind: Kind, hf_config: PretrainedConfig) -> PretrainedConfig:
     return hf_config if isinstance(hf_config, of) else hf_config.get_text_config()
 
 
-def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) -> Named:
+def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) -> NamedClass:
     """Find the class that the base's config names, with the sizes of the config in `files`, around the run's network.
 
     `network`: the run's, without adapters. `base`: the directory of the base, if it can be read. Without it, the class
@@ -122,8 +122,8 @@ def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) 
         else:
             places = _places(network, there)
             if places is not None:
-                return Named(network=there, files=files, places=places, outside=_outside(there))
-    return Named(network=network, files=files, places={"": ""}, outside=_outside(network), unbuilt=unbuilt)
+                return NamedClass(network=there, files=files, places=places, outside=_outside(there))
+    return NamedClass(network=network, files=files, places={"": ""}, outside=_outside(network), unbuilt=unbuilt)
 
 
 def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.model.adapters.attach import ADAPTER, rows_of
+from raytune_fsdp.model.adapters.attach import ADAPTER, added_rows_of
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.adapters.names import acts_outside, check_loads, keys_there, targets_there
 from raytune_fsdp.model.adapters.principal import PlainAdapter
@@ -24,7 +24,7 @@ from raytune_fsdp.model.directory.known_files import (
     GENERATION_CONFIG_FILE,
     read_object,
 )
-from raytune_fsdp.model.directory.named_class import Named
+from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.model.export.mark import new_export
 from raytune_fsdp.model.export.write import copy_known, finish
@@ -57,7 +57,7 @@ def _not_served(network: PreTrainedModel) -> str:
         "DoRA": peft.use_dora,
         "whole modules": peft.modules_to_save,
         "adapted weights": peft.target_parameters,
-        "rows of tokens": rows_of(network),
+        "rows of tokens": added_rows_of(network),
     }
     return " and ".join(what for what, has in found.items() if has)
 
@@ -66,7 +66,7 @@ def export_adapter(
     adapter: Weights,
     initial: Weights,
     network: PreTrainedModel,
-    named: Named,
+    named: NamedClass,
     model_files: Path,
     destination: Path,
     *,
@@ -104,7 +104,7 @@ def export_adapter(
             "(export.merge=true, or raytune-fsdp export --merge)",
             special,
         )
-    if rows := rows_of(network):
+    if rows := added_rows_of(network):
         # Whole names: PEFT compares the ends of names, and another module's name may end alike.
         modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}
         config["trainable_token_indices"] = modules

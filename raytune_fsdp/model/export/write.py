@@ -43,7 +43,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ExportForm:
     """The network that an export is written as, if it is not the one that was trained."""
 
     network: PreTrainedModel
@@ -72,7 +72,7 @@ def export(
     dtype: str,
     max_file_bytes: int,
     card: str | None = None,
-    form: Form | None = None,
+    form: ExportForm | None = None,
     trust_remote_code: bool = False,
     adopt: bool = False,
 ) -> None:
@@ -100,7 +100,7 @@ def export(
             check_complete(staging, model, source.shapes())
 
 
-def _put_form(form: Form, staging: Path) -> None:
+def _put_form(form: ExportForm, staging: Path) -> None:
     """Write the config of another network than the one that was trained, and the files of its processors."""
     config = read_object(staging / CONFIG_FILE)
     if config.get("model_type") != form.network.config.model_type:

@@ -25,7 +25,7 @@ from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
-from raytune_fsdp.model.pieces.sums import here, summed
+from raytune_fsdp.model.pieces.sums import local_weight, summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
 _CHUNK = {"cpu": 2**25, "cuda": 2**27}
@@ -95,7 +95,7 @@ class LossHead(HeadWithRows):
             self._targets = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight, bias = here(self.weight), None if self.bias is None else here(self.bias)
+        weight, bias = local_weight(self.weight), None if self.bias is None else local_weight(self.bias)
         if self._targets is None:
             if self.vocabulary is not None:
                 return self.vocabulary.gathered(F.linear(hidden, weight, bias))

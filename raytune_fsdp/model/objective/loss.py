@@ -16,7 +16,7 @@ from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 
 
-def block_loss(model: PreTrainedModel, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
+def micro_batch_loss(model: PreTrainedModel, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """Compute the losses of a micro-batch from its tokens. All ranks must call this (sharded forward)."""
     routers = objective.routers
     if routers is None:

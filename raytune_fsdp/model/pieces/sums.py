@@ -18,7 +18,7 @@ _AT_ONCE = 2**24
 """Numbers that are sent in one message: 64 MiB in fp32."""
 
 
-def here(parameter: torch.Tensor) -> torch.Tensor:
+def local_weight(parameter: torch.Tensor) -> torch.Tensor:
     """Return a weight as this rank computes with it: if it is cut, this rank's piece."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -41,7 +41,9 @@ def summed(group: ProcessGroup, tensor: torch.Tensor, how: str = "sum") -> torch
     return found
 
 
-def first_ones(model: nn.Module, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+def copy_first_gradients(
+    model: nn.Module, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]
+) -> None:
     """Give all ranks that compute layers together the first rank's gradients of weights that are not cut.
 
     These gradients are sums of the same numbers, but over other ranks, in an order that the library chooses for each

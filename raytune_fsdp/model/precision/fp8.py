@@ -135,7 +135,7 @@ def narrow(numbers: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     return (numbers.float() * scale).clamp(-most, most).to(dtype)
 
 
-def widen(narrowed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+def widen_fp8(narrowed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     """Write into `out`, of 16 bits: divide each number in fp32, then round it."""
     # A scale without dimensions would be rounded to 16 bits first. Copies in fp32 would take three times as many bytes.
     torch.div(out.copy_(narrowed), scale.view(1), out=out)

@@ -35,7 +35,7 @@ from raytune_fsdp.model.weights.source import Weights
 
 Kind = Literal["nf4", "int8"]
 
-BLOCK = 64
+GROUP = 64
 """Numbers that share a scale; the last group of a row may have fewer."""
 _TAIL: dict[Kind, int] = {"nf4": 8, "int8": 4}
 """Bytes at a row's end. nf4: the fourth root of the smallest scale, and the step between two of 256. int8: the unit."""
@@ -55,7 +55,7 @@ _NF4 = (
 
 def row_bytes(numbers: int, kind: Kind) -> int:
     """Return the bytes of a row of `numbers` numbers."""
-    return _code_bytes(numbers, kind) + -(-numbers // BLOCK) * (1 if kind == "nf4" else 2) + _TAIL[kind]
+    return _code_bytes(numbers, kind) + -(-numbers // GROUP) * (1 if kind == "nf4" else 2) + _TAIL[kind]
 
 
 def _code_bytes(numbers: int, kind: Kind) -> int:
@@ -75,7 +75,7 @@ def quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 def _quantize(rows: torch.Tensor, kind: Kind) -> torch.Tensor:
     count, numbers = rows.shape
-    groups = F.pad(rows, (0, -numbers % BLOCK)).reshape(count, -1, BLOCK)
+    groups = F.pad(rows, (0, -numbers % GROUP)).reshape(count, -1, GROUP)
     ends = _ends(groups.abs().amax(-1), kind)
     scales = _scales(ends, kind)
     levels = groups / torch.where(scales > 0, scales, 1)[..., None]  # divided by the scale as it will be read back
@@ -122,7 +122,7 @@ def _as(dtype: torch.dtype, packed: torch.Tensor) -> torch.Tensor:
     return packed.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def widen(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
+def widen_rows(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows that these bytes stand for, computed in fp32."""
     width, count = _code_bytes(numbers, kind), packed.shape[0]
     scales = _scales(packed[:, width:], kind)
@@ -130,7 +130,7 @@ def widen(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtype) ->
         values = F.embedding(packed[:, :width].int(), _pairs(packed.device)).view(count, -1)[:, :numbers]
     else:
         values = (packed[:, :width].float() - 128) / 127
-    padded = F.pad(values, (0, -numbers % BLOCK)).reshape(count, -1, BLOCK)
+    padded = F.pad(values, (0, -numbers % GROUP)).reshape(count, -1, GROUP)
     return (padded * scales[..., None]).reshape(count, -1)[:, :numbers].to(dtype)
 
 
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, packed: torch.Tensor, numbers: int, kind: Kind, turned: bool) -> torch.Tensor:
-        weight = widen(packed, numbers, kind, x.dtype)
+        weight = widen_rows(packed, numbers, kind, x.dtype)
         return x @ weight if turned else F.linear(x, weight)
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,), (packed,), (numbers, kind, turned) = grads, ctx.saved_tensors, ctx.format
-        weight = widen(packed, numbers, kind, grad.dtype)
+        weight = widen_rows(packed, numbers, kind, grad.dtype)
         return F.linear(grad, weight) if turned else grad @ weight, None, None, None, None
 
 
@@ -177,7 +177,7 @@ class QuantizedLayer(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The widened weight, for callers such as PEFT's DoRA."""
-        return widen(self.packed, self.numbers, self.kind, torch.float32)
+        return widen_rows(self.packed, self.numbers, self.kind, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         format_ = (self.numbers, self.kind, self.turned)
@@ -250,7 +250,7 @@ class QuantizedWeights:
             packed[first - start : last - start] = quantize(
                 self._inner.read(f"{owner}.weight", first, last), layer.kind
             )
-        return packed if own == "packed" else widen(packed, layer.numbers, layer.kind, torch.float32)
+        return packed if own == "packed" else widen_rows(packed, layer.numbers, layer.kind, torch.float32)
 
     def where(self, name: str) -> str:
         owner, _, own = name.rpartition(".")

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.model.added_rows import EmbeddingWithRows
 from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.pieces.pieces import range_of
-from raytune_fsdp.model.pieces.sums import here, sum_gradients, sum_results
+from raytune_fsdp.model.pieces.sums import local_weight, sum_gradients, sum_results
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 from raytune_fsdp.model.split.cuts import BY_COLUMNS, BY_ROWS, EXPERTS, SUMMED, holders_of, styles_of
 from raytune_fsdp.model.split.dropout import DropoutInParts
@@ -162,15 +162,15 @@ class _Cutter:
         module._parameters[name] = self._made[id(whole)]
 
     def _summed(self, parameter: torch.Tensor) -> torch.Tensor:
-        return sum_gradients(self.group, here(parameter))[0]
+        return sum_gradients(self.group, local_weight(parameter))[0]
 
 
 def _by_columns(module: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    return F.linear(hidden, here(module.weight), None if module.bias is None else here(module.bias))
+    return F.linear(hidden, local_weight(module.weight), None if module.bias is None else local_weight(module.bias))
 
 
 def _by_rows(module: nn.Linear, group: ProcessGroup, hidden: torch.Tensor) -> torch.Tensor:
-    result = sum_results(group, F.linear(hidden, here(module.weight)))
+    result = sum_results(group, F.linear(hidden, local_weight(module.weight)))
     return result if module.bias is None else result + module.bias
 
 
@@ -179,7 +179,7 @@ def _embed(module: nn.Embedding, part: VocabularyPart, tokens: torch.Tensor) -> 
     padding = module.padding_idx
     if padding is not None:
         padding = padding - part.first if part.first <= padding < part.first + part.rows else None
-    found = F.embedding(own, here(module.weight), padding_idx=padding)
+    found = F.embedding(own, local_weight(module.weight), padding_idx=padding)
     found = sum_results(part.group, torch.where(mine[..., None], found, 0))
     scale = getattr(module, "embed_scale", None)
     if scale is None:
@@ -202,7 +202,9 @@ def _some_experts(
     own = chosen - first
     mine = (own >= 0) & (own < many)
     # An index of no expert is left out, as in transformers.
-    found = _with_parameters(module, here, forward, hidden, torch.where(mine, own, many), torch.where(mine, weights, 0))
+    found = _with_parameters(
+        module, local_weight, forward, hidden, torch.where(mine, own, many), torch.where(mine, weights, 0)
+    )
     return sum_results(group, _Connected.apply(found, hidden, weights))  # type: ignore[no-untyped-call]
 
 

@@ -112,11 +112,12 @@ def _of_hardware(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
             "or another driver may be too much",
             source=f"more than {_TIGHT:.0%}",
         )
-    if found.plan.division.fillers:
+    division = found.plan.division
+    if division.fillers:
         yield Advice(
             id="fillers",
-            text=f"{found.plan.division.fillers} of {found.plan.division.blocks + found.plan.division.fillers} passes "
-            "of a step only keep ranks aligned: choose a world size that divides the micro-batches",
+            text=f"{division.fillers} of {division.micro_batches + division.fillers} passes of a step only keep ranks "
+            "aligned: choose a world size that divides the micro-batches",
             source="this plan",
         )
 

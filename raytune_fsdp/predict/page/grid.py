@@ -12,7 +12,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.advise.alternatives import METHODS
 from raytune_fsdp.predict.devices import DEVICES, link_speed
-from raytune_fsdp.predict.host import beside
+from raytune_fsdp.predict.host import host_needs
 from raytune_fsdp.predict.page.text import point_as_data
 from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
 from raytune_fsdp.predict.subject import ModelSpec
@@ -115,7 +115,7 @@ def _point(subject: ModelSpec, config: FinetuneConfig) -> list[Any]:
         if trace is None or plan.layout.world == 1:  # one rank alone looks at how much memory there is
             trace = traced(subject, config, plan, cluster_of(device))
         found = predict_from(trace, config, plan, cluster_of(device))
-        each = point_as_data(found, beside(config, found), [], None)
+        each = point_as_data(found, host_needs(config, found), [], None)
         if not rows:
             rows.append([_short(value_at(each, name)) for name in COMMON])
         rows.append([_short(value_at(each, name)) for name in OF_DEVICE])

@@ -21,7 +21,7 @@ from raytune_fsdp.predict.advise.advice import advice
 from raytune_fsdp.predict.advise.alternatives import METHODS
 from raytune_fsdp.predict.advise.changes import with_changes
 from raytune_fsdp.predict.devices import DEVICES
-from raytune_fsdp.predict.host import beside
+from raytune_fsdp.predict.host import host_needs
 from raytune_fsdp.predict.page.text import point_as_data
 from raytune_fsdp.predict.planned import as_long
 from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
@@ -216,4 +216,4 @@ class Points:
             if len(self._traces) > _TRACES:
                 self._traces.popitem(last=False)
         found = predict_from(self._traces[key], config, plan, cluster)
-        return point_as_data(found, beside(config, found), advice(asked, found), None)
+        return point_as_data(found, host_needs(config, found), advice(asked, found), None)

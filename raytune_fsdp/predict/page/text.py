@@ -130,7 +130,7 @@ def _speed(planned: Planned) -> list[str]:
 
 
 def _beside(planned: Planned) -> list[str]:
-    each = planned.beside
+    each = planned.host_needs
     kept = ", ".join(f"{count} {name}" for name, count in each.kept.items())
     free = "" if planned.free is None else f"; {_gib(planned.free)} are free at its place on this machine"
     clock = f", and up to {each.by_clock} more by the clock where there is room" if each.by_clock else ""
@@ -290,7 +290,7 @@ def as_data(planned: Planned) -> dict[str, Any]:
             "attention": found.attention,
         },
         "device": found.cluster.device.name,
-        **point_as_data(found, planned.beside, planned.advice, planned.price),
+        **point_as_data(found, planned.host_needs, planned.advice, planned.price),
         "micro_batch": {
             "largest": planned.largest_micro_batch,
             "allowed": planned.allowed_micro_batch,

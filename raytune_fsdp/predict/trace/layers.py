@@ -19,7 +19,7 @@ _NUMBERED = ("idx", "index", "layer_id", "layer_number", "layer_num")
 """Parts of the names under which a module keeps its place, which says nothing about its size."""
 
 
-def keep_blocks(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
+def keep_layers(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool) -> list[int]:
     """Cut layers out of a network on the meta device that is not sharded yet; return which kept one stands for each."""
     layers = layers_of(model)
     units = sharding_units(model, parallel.model_copy(update={"wrap": 1}), ends=ends)

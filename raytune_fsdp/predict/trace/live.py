@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytune_fsdp.predict.trace.work import Operation, tensors_in, work_of
-from raytune_fsdp.step.gather_fp8 import groups_of
+from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "activations", "host"]
 """`gathered`: weights of other ranks that a unit computes with, gradients on their way there, and buffers of both.
@@ -152,7 +152,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def follow_gathered(self, model: nn.Module) -> None:
         """Look for the memory that gathered weights come into, which FSDP keeps between passes without bytes."""
-        self._groups = groups_of(model)
+        self._groups = fsdp_groups_of(model)
 
     def _find_gathered(self) -> None:
         for group in [*self._groups]:  # made one after the other, when they are first gathered

@@ -38,18 +38,18 @@ from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, check_sequence, split_tokens
 from raytune_fsdp.model.split.tensor import split_layers
 from raytune_fsdp.plan.plan import Plan
-from raytune_fsdp.predict.trace.layers import keep_blocks
+from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
 from raytune_fsdp.run.assemble import as_stored, spread
 from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import add_in_fp32
 from raytune_fsdp.step.flops import Architecture
-from raytune_fsdp.step.gather_fp8 import groups_of
+from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 from raytune_fsdp.step.operations import count_architecture, count_asleep
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.parallel import Unit, is_wrapped, make_groups, make_mesh, sharding_units, traffic_of
-from raytune_fsdp.step.precision import computes_in
+from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.traffic import Traffic
 from raytune_fsdp.step.train_step import LossScale, train_step
@@ -132,7 +132,7 @@ class Recorder:
     def _name_gradients(self) -> None:
         parameters = [p for p in self._model.parameters() if p.grad is not None]
         self._live.name((_local(p.grad) for p in parameters), "gradients")
-        for group in groups_of(self._model):
+        for group in fsdp_groups_of(self._model):
             held = [each.unsharded_accumulated_grad for each in group.fsdp_params]
             held.append(group._partial_reduce_output)  # of replicas, until they are summed over all of them
             self._live.name((each for each in held if each is not None), "gradients")
@@ -222,7 +222,7 @@ def trace(
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
         mesh, per_node = _share(model, plan), _together(parallel, plan, per_node)
         traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
-        kept = range(len(layers_of(model))) if whole else keep_blocks(model, parallel, ends=needs.ends)
+        kept = range(len(layers_of(model))) if whole else keep_layers(model, parallel, ends=needs.ends)
         layers, passes = layers_of(model), min(2, plan.division.full_rounds)
         (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
         units = sharding_units(model, parallel, ends=needs.ends)
@@ -356,7 +356,7 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Kernel
         head.stands_for = device
     if model._can_set_experts_implementation() and device == "cpu":
         model.set_experts_implementation("batched_mm")  # the others ask how many tokens come to an expert
-    dtype = computes_in(config.parallel.precision)
+    dtype = compute_dtype(config.parallel.precision)
     attention = choose(
         config.model.attention, needs, kept=None, device=torch.device(device), dtype=dtype,
         fails=lambda name: None if name == f"{PREFIX}varlen" else "it is not looked for",
@@ -383,7 +383,7 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
     micro_batches: tuple[MicroBatch, ...] = tuple(replace(micro_batch, index=index) for index in range(passes))
     assert all(each.index != FILLER_INDEX for each in micro_batches)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
-    return StepBatches(step=1, blocks=micro_batches, counts=counts)
+    return StepBatches(step=1, micro_batches=micro_batches, counts=counts)
 
 
 def _repeated(one: MicroBatch, times: int) -> MicroBatch:

@@ -48,7 +48,7 @@ class Best(NamedTuple):
     value: float
 
 
-def standing(history: History) -> Iterator[Fact]:
+def key_figures(history: History) -> Iterator[Fact]:
     """Yield the key figures of a run."""
     columns, steps = history.columns, len(history.steps)
     total, last = history.planned("steps"), int(history.steps[-1]) if steps else 0

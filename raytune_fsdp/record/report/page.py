@@ -113,7 +113,7 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
         "version": history.version,
         "state": facts.state_in_words(history),
         "problems": history.problems,
-        "facts": list(facts.standing(history)),
+        "facts": list(facts.key_figures(history)),
         "spikes": [
             (f"{each.step:,}", f"{each.loss:.4f}", f"{each.before:.4f}", step_command(history, each.step))
             for each in found
@@ -144,7 +144,7 @@ def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str
     names = [history.name for history in histories]
     if len(set(names)) < len(names):  # runs of two storages: name them by their directories
         names = [str(history.path) for history in histories]
-    said = [dict(facts.standing(history)) for history in histories]
+    said = [dict(facts.key_figures(history)) for history in histories]
     labels = dict.fromkeys(label for each in said for label in each)
     return {
         "title": " and ".join(names) if len(names) == 2 else ", ".join(names),

@@ -22,7 +22,7 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.attention.choose import SIXTEEN_BITS, logits_of
 from raytune_fsdp.model.network import class_name
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.proof import documents, error_of_kernel, error_of_loss, error_of_parts, leak_between_documents
 from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.plan.plan import Layout
@@ -67,7 +67,7 @@ def document_losses(
         for first in range(0, len(samples), micro_batch):
             some = samples[first : first + micro_batch]
             (batch,) = to_device([to_batch(some, index=0, after=Cursor())], device)
-            each = block_loss(model, batch).each.double().cpu().numpy()
+            each = micro_batch_loss(model, batch).each.double().cpu().numpy()
             starts = batch.borders.starts.cpu().numpy()
             # The segment that each target is in: a document or, without targets, the padding of a sample.
             segment = np.searchsorted(starts, batch.targets.places.cpu().numpy(), side="right") - 1
@@ -80,7 +80,7 @@ def document_losses(
     return found
 
 
-def check_network(model: PreTrainedModel, packing: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_computation(model: PreTrainedModel, packing: str, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse an attention or a loss that computes something else, and packing where one document sees another.
 
     Collective. `dtype` is what the network computes in, which may not be the type of its weights.
@@ -115,7 +115,9 @@ def check_network(model: PreTrainedModel, packing: str, device: torch.device, dt
         )
 
 
-def check_parts(model: PreTrainedModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+def check_split_tokens(
+    model: PreTrainedModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> None:
     """Make the network compute parts of micro-batches, and refuse one that then computes something else. Collective."""
     with evaluating(model):
         batch = documents(model, device)

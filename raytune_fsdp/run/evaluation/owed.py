@@ -26,7 +26,7 @@ EVALUATES = "evaluates"
 """The field of the event that an attempt has started which says what the attempt's evaluations consist of."""
 
 
-def exam_of(
+def evaluation_of_run(
     config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions], *, dry: bool = False
 ) -> Evaluation:
     """Return what the ranks measure: nothing if a task measures instead, or the run is dry."""

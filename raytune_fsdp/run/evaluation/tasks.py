@@ -25,7 +25,7 @@ from raytune_fsdp.data.questions import NEXT_QUESTION, Choices, Questions, Writt
 from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.attention.choose import takes_position_ids, without_borders
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import ACCURACY_OF_CHOICES, EXACT_MATCH, evaluation_of
 from raytune_fsdp.run.evaluation.answers import beating, ends
@@ -79,7 +79,7 @@ def _choose(
     """Measure whether the right choice is the most likely one after its question: as it is, and for its length."""
     log_probabilities = np.zeros(len(task.characters))
     for batch, numbers in to_device(_blocks(task, micro_batch, layout), device):
-        losses = block_loss(model, batch)
+        losses = micro_batch_loss(model, batch)
         # Added on the host, in order: a GPU adds to the same place in any order, and a tie must be one every time.
         each = losses.each.double().cpu().numpy()
         np.subtract.at(log_probabilities, numbers[batch.targets.datasets.cpu().numpy()], each)

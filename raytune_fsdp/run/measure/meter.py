@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from raytune_fsdp.base.batch import Cursor, StepBatches, StepMetrics
 from raytune_fsdp.base.errors import TrainingError
-from raytune_fsdp.checkpoint.catalogue import way_out
+from raytune_fsdp.checkpoint.catalogue import ways_out_of_divergence
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.step_counts import StepCounts, digest_of
 from raytune_fsdp.run.measure.against_prediction import Forecast
@@ -93,7 +93,7 @@ class Meter:
     def add(self, batches: StepBatches, tensors: StepTensors, *, lr: float, data_seconds: float) -> None:
         tensors, arrival = to_host(tensors)
         if self._own is not None:
-            self._own.end_step(len(batches.blocks))
+            self._own.end_step(len(batches.micro_batches))
         self._pending.append(
             _Pending(step=batches.step, lr=lr, data_seconds=data_seconds, tensors=tensors, arrival=arrival)
         )
@@ -135,7 +135,7 @@ class Meter:
                 raise TrainingError(
                     f"step {row.step}: loss {row.loss} or gradient norm {row.grad_norm} has not been finite for "
                     f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}); "
-                    f"{way_out(self._checkpoints, row.step - self.skipped_in_row)}"
+                    f"{ways_out_of_divergence(self._checkpoints, row.step - self.skipped_in_row)}"
                 )
 
     def slow(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from raytune_fsdp.base.errors import ConfigError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
-from raytune_fsdp.model.objective.loss import block_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.pieces.pieces import cut_piece
 from raytune_fsdp.model.proof import documents
 from raytune_fsdp.model.split.tensor import split_layers
@@ -30,7 +30,7 @@ _BOUND = 1e-4
 """Relative to the largest gradient of a weight. Other orders of sums are 1e-6 apart in fp32; errors are off by 1."""
 
 
-def try_cut(
+def try_split(
     config: FinetuneConfig,
     hf_config: PretrainedConfig,
     network: PreTrainedModel,
@@ -81,6 +81,6 @@ def _computed(model: PreTrainedModel, device: torch.device) -> tuple[float, dict
     """Return the loss of documents, and its gradients. All calls draw the same dropout."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
-        loss = block_loss(model.train(), documents(model, device)).total
+        loss = micro_batch_loss(model.train(), documents(model, device)).total
         loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

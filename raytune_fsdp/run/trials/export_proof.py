@@ -22,8 +22,8 @@ from raytune_fsdp.base.errors import ModelError, in_one_line
 from raytune_fsdp.model.adapters.attach import ADAPTER, adapter_tensors
 from raytune_fsdp.model.adapters.names import keys_there
 from raytune_fsdp.model.directory.bounds import bounded_building
-from raytune_fsdp.model.directory.named_class import Named, config_for
-from raytune_fsdp.run.trials.probe import fill_small, first_blocks, shrunk
+from raytune_fsdp.model.directory.named_class import NamedClass, config_for
+from raytune_fsdp.run.trials.probe import fill_small, first_layers, shrunk
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _BOUND = 1e-6
 _TOKENS = 16
 
 
-def check_acts(directory: Path, *, network: PreTrainedModel, named: Named) -> None:
+def check_acts(directory: Path, *, network: PreTrainedModel, named: NamedClass) -> None:
     """Refuse an adapter that does something else in the named class than in the run's, or nothing.
 
     `directory`: the adapter as it was written. `network`: the run's, with adapters.
@@ -60,7 +60,9 @@ def check_acts(directory: Path, *, network: PreTrainedModel, named: Named) -> No
         )
 
 
-def _logits(directory: Path, network: PreTrainedModel, named: Named) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logits(
+    directory: Path, network: PreTrainedModel, named: NamedClass
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return logits of a small network: without adapters, with them, and as PEFT loads them into the named class."""
     from peft import PeftConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
 
@@ -85,17 +87,17 @@ def _logits(directory: Path, network: PreTrainedModel, named: Named) -> tuple[to
     return before, _forward(own), _forward(loaded)
 
 
-def _small(named: Named) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _small(named: NamedClass) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a small network of the run's class on the CPU, and one of the named class around it, or the same one."""
     kind, hf_config = type(named.network), shrunk(AutoConfig.from_pretrained(named.files, trust_remote_code=False))
     with torch.device("meta"), bounded_building():
-        there = first_blocks(kind._from_config(config_for(kind, copy.deepcopy(hf_config))))
+        there = first_layers(kind._from_config(config_for(kind, copy.deepcopy(hf_config))))
         for part in named.outside:
             there.set_submodule(part, nn.Identity())
         plain = (
             there
             if named.is_own
-            else first_blocks(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
+            else first_layers(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
         )
     count = sum(parameter.numel() for parameter in plain.parameters())
     if count > _SMALL:
@@ -104,7 +106,7 @@ def _small(named: Named) -> tuple[PreTrainedModel, PreTrainedModel]:
     return plain.float().eval(), there
 
 
-def _put(plain: PreTrainedModel, there: PreTrainedModel, named: Named) -> None:
+def _put(plain: PreTrainedModel, there: PreTrainedModel, named: NamedClass) -> None:
     """Put the modules of `plain` in their places in `there`."""
     for own, place in sorted(named.places.items()):
         there.set_submodule(place, plain.get_submodule(own))

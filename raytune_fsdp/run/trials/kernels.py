@@ -13,14 +13,14 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.adapters.attach import why_not_compiled
 from raytune_fsdp.model.attention.choose import KernelChoice, choose, set_attention
 from raytune_fsdp.model.attention.trial import why_kernel_fails
-from raytune_fsdp.model.compile_layers import EAGER, choose_blocks, why_it_fails
+from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.step.accumulation import FP32
-from raytune_fsdp.step.precision import computes_in
+from raytune_fsdp.step.precision import compute_dtype
 
 
 def _why_parts_forbid(config: FinetuneConfig) -> str | None:
@@ -46,7 +46,7 @@ def kernels_of(
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else standing.state.kernels
-    chosen, dtype = config.model, computes_in(config.parallel.precision)
+    chosen, dtype = config.model, compute_dtype(config.parallel.precision)
     attention = choose(
         chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
         fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
@@ -59,12 +59,12 @@ def kernels_of(
             f"parallel.mesh.tensor={standing.plan.layout.tensor}: nobody would have the logits that the plain loss "
             f"needs ({loss.why}); set model.loss=chunked, or parallel.mesh.tensor=1"
         )
-    compiled = choose_blocks(
+    compiled = choose_compilation(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
         fails=lambda: why_not_compiled(model)
         or _why_parts_forbid(config)
         or why_routers_forbid(config.train)
-        or why_on_any_rank(lambda: why_it_fails(device)),
+        or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
     attention = set_attention(model, attention)
     if standing.plan.layout.sequence > 1:

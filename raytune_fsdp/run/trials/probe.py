@@ -21,7 +21,7 @@ from raytune_fsdp.base.errors import ModelError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
 from raytune_fsdp.model.directory.bounds import unknown_word
-from raytune_fsdp.model.layers import run_blocks
+from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import build_network, init_buffers
 from raytune_fsdp.model.objective.loss import token_loss_sum
 from raytune_fsdp.model.proof import leak_between_documents
@@ -89,7 +89,7 @@ def check_step(
 
 def _part(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
     """Return the first layers of a network, at a fraction of its widths if it is large."""
-    return first_blocks(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
+    return first_layers(_build(config, hf_config if _weights_of_part(network) <= _SMALL else shrunk(hf_config)))
 
 
 def small_network(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> PreTrainedModel:
@@ -112,7 +112,7 @@ def _fails_at_full_width(config: FinetuneConfig, hf_config: PretrainedConfig) ->
     for first, length, fake in ((True, _LENGTH, False), (False, _LENGTH, False), (False, config.data.seq_len, True)):
         try:
             model = _build(config, hf_config)
-            model = first_blocks(model) if first else model
+            model = first_layers(model) if first else model
         except Exception:  # the network was built before: it is not for this to refuse it
             return None
         error = _step(config, model, real=not fake and _weights(model) <= _SMALL, length=length)
@@ -140,7 +140,9 @@ def _build(config: FinetuneConfig, hf_config: PretrainedConfig) -> PreTrainedMod
     model = build_network(copy.deepcopy(hf_config), config)
     if _other_attention(config):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    run_blocks(model, recompute=config.parallel.activation_checkpointing, every=config.parallel.recompute_every)
+    set_training_forward(
+        model, recompute=config.parallel.activation_checkpointing, every=config.parallel.recompute_every
+    )
     return model
 
 
@@ -148,7 +150,7 @@ def _weights(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def first_blocks(model: PreTrainedModel) -> PreTrainedModel:
+def first_layers(model: PreTrainedModel) -> PreTrainedModel:
     """Cut the lists of layers where every kind of layer has come, but not before two."""
     for parent, name, kept, _ in _lists(model):
         setattr(parent, name, nn.ModuleList(kept))
@@ -156,7 +158,7 @@ def first_blocks(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _weights_of_part(model: PreTrainedModel) -> int:
-    """Return the number of weights that `first_blocks` would leave."""
+    """Return the number of weights that `first_layers` would leave."""
     lists = list(_lists(model))
     cut = {id(p): p.numel() for _, _, _, rest in lists for layer in rest for p in layer.parameters()}
     left = {id(p) for _, _, kept, _ in lists for layer in kept for p in layer.parameters()}  # layers may share some

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from raytune_fsdp.config.sections.optimizers import AdafactorOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, split_like
-from raytune_fsdp.step.optim.update import Trained, computes_in, decayed, replace
+from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype
 
 _LEAST = 1e-30
 """Added to squares, so that a row whose gradients are all 0 is not divided by 0."""
@@ -46,7 +46,7 @@ class Adafactor:
             if name in self._trained.state:
                 continue
             local = local_piece(parameter)
-            dtype = computes_in(local)
+            dtype = update_dtype(local)
             state = self._trained.start(name)
             if parameter.ndim < 2:
                 state["square"] = torch.zeros_like(parameter, dtype=dtype)
@@ -123,7 +123,7 @@ class Adafactor:
         for rows in in_parts(parameter, whole_rows=True):
             place = slice(rows.start, rows.stop)
             weight = rows.of(parameter)
-            gradient = rows.of(parameter.grad).to(computes_in(weight))
+            gradient = rows.of(parameter.grad).to(update_dtype(weight))
             if parameter.ndim < 2:
                 root = rows.of(state["square"]).sqrt()
             else:
@@ -150,7 +150,7 @@ class Adafactor:
 
 
 def _squares(gradient: torch.Tensor) -> torch.Tensor:
-    wide = gradient.to(computes_in(gradient))
+    wide = gradient.to(update_dtype(gradient))
     return wide * wide + _LEAST
 
 

@@ -13,9 +13,9 @@ import torch
 
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.sections.optimizers import LionOptimizer, SgdOptimizer
-from raytune_fsdp.step.optim.moments import BLOCK, AsType, Bf16, EightBit, Kept, is_quantized
+from raytune_fsdp.step.optim.moments import MOMENT_GROUP, AsType, Bf16, EightBit, Kept, is_quantized
 from raytune_fsdp.step.optim.pieces import in_parts
-from raytune_fsdp.step.optim.update import Trained, computes_in, decayed, replace
+from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype
 
 Moments = Mapping[str, torch.Tensor]
 
@@ -121,9 +121,11 @@ class Elementwise:
         step = self._trained.count(name, skip)  # 0 if the first step is skipped: the result of 0/0 is not written
         for rows in in_parts(parameter):
             weight = rows.of(parameter)
-            dtype = computes_in(weight)
+            dtype = update_dtype(weight)
             stored = {
-                moment: {key.removeprefix(moment): rows.of(state[key], 1 if key == moment else BLOCK) for key in keys}
+                moment: {
+                    key.removeprefix(moment): rows.of(state[key], 1 if key == moment else MOMENT_GROUP) for key in keys
+                }
                 for moment, keys in _keys(state, kept).items()
             }
             moments = {moment: kept[moment].read(stored[moment], dtype) for moment in kept}

@@ -15,7 +15,7 @@ from raytune_fsdp.model.tables import table
 from raytune_fsdp.step.optim.pieces import split_like
 from raytune_fsdp.step.optim.update import LEVELS, to_bf16
 
-BLOCK = 256
+MOMENT_GROUP = 256
 """Numbers that share a scale. Groups are parts of a row and so of a shard, whatever the number of ranks; groups of the
 flat tensor, as others have them, would be cut."""
 
@@ -119,7 +119,7 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, columns)
+    return min(MOMENT_GROUP, columns)
 
 
 def _largest(value: torch.Tensor) -> torch.Tensor:

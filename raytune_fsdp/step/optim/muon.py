@@ -19,7 +19,7 @@ from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.matrices import Parts
 from raytune_fsdp.step.optim.pieces import Split, in_parts
-from raytune_fsdp.step.optim.update import Optimizer, Trained, computes_in, decayed, replace
+from raytune_fsdp.step.optim.update import Optimizer, Trained, decayed, replace, update_dtype
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration. Muon's authors chose them to raise small singular values fastest, to between
@@ -112,7 +112,7 @@ class Muon:
         found = torch.empty_like(local, dtype=_works_in(local, place))
         for rows in in_parts(parameter):
             share, old = self._chosen.momentum, rows.of(momentum)
-            gradient = rows.of(parameter.grad).to(computes_in(old))
+            gradient = rows.of(parameter.grad).to(update_dtype(old))
             mean = old.to(gradient.dtype) * share + gradient * (1 - share)
             replace(old, mean, skip)
             mean = gradient * (1 - share) + mean * share if self._chosen.nesterov else mean
@@ -125,13 +125,13 @@ class Muon:
         step, lr = self._trained.count(name, skip), self._trained.rate(group, lr_factor)
         for rows in in_parts(parameter):
             weight = rows.of(parameter)
-            moved = rows.of(update).to(computes_in(weight)) * lr
+            moved = rows.of(update).to(update_dtype(weight)) * lr
             self._trained.write(name, weight, decayed(weight, lr, group.weight_decay) - moved, step, rows, skip)
 
 
 def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:
     """Return the type of the iteration: bf16 is enough, since it only ends near 1, but CPUs are not faster in it."""
-    return torch.bfloat16 if place == "cuda" else computes_in(piece)
+    return torch.bfloat16 if place == "cuda" else update_dtype(piece)
 
 
 def orthogonal_together(

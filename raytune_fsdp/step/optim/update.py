@@ -94,14 +94,14 @@ def replace(tensor: torch.Tensor, value: torch.Tensor, skip: torch.Tensor) -> No
     tensor.copy_(torch.where(skip, tensor, value.to(tensor.dtype)))
 
 
-def computes_in(weight: torch.Tensor) -> torch.dtype:
+def update_dtype(weight: torch.Tensor) -> torch.dtype:
     """Return the type in which an update is computed: fp32 for 16-bit weights."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 def decayed(weight: torch.Tensor, lr: float, weight_decay: float) -> torch.Tensor:
     """Return the weight after decoupled decay, in the type of its update."""
-    wide = weight.to(computes_in(weight))
+    wide = weight.to(update_dtype(weight))
     return wide * (1 - lr * weight_decay) if weight_decay else wide
 
 

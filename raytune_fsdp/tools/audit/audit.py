@@ -19,7 +19,7 @@ from raytune_fsdp.run.beginning import adapters_of, put_beginning
 from raytune_fsdp.run.length import plan_on_record
 from raytune_fsdp.tools.audit.comparison import Audit, compare
 from raytune_fsdp.tools.audit.repeat import repeat_of
-from raytune_fsdp.tools.audit.segment import Segment, steps_of, taken
+from raytune_fsdp.tools.audit.segment import Segment, copied_checkpoint, steps_of
 
 
 def audit(
@@ -48,10 +48,10 @@ def audit(
         found.difference = f"step {missing[0]} is not on record: {place.metrics} has {len(record)} of the steps"
         return found
     # Take both checkpoints: the run may go on meanwhile, and prune them.
-    after = None if segment.after is None else taken(segment.after, directory / "audited")
+    after = None if segment.after is None else copied_checkpoint(segment.after, directory / "audited")
     repeat = repeat_of(config, place, replace(segment, after=after), directory, use_cache=use_cache)
     again = RunDir.of(repeat)
-    before = None if segment.before is None else taken(segment.before, Path(again.checkpoints))
+    before = None if segment.before is None else copied_checkpoint(segment.before, Path(again.checkpoints))
     if before is not None:  # without the run's plan, these steps would count as more than the run was to have
         replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)

@@ -56,7 +56,7 @@ def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segmen
     return Segment(first=first, last=last, before=kept.get(first), after=kept.get(last))
 
 
-def taken(checkpoint: CommittedCheckpoint, root: Path) -> CommittedCheckpoint:
+def copied_checkpoint(checkpoint: CommittedCheckpoint, root: Path) -> CommittedCheckpoint:
     """Copy a committed checkpoint to another directory, where a run that goes on does not prune it."""
     target = root / checkpoint.name
     target.mkdir(parents=True)

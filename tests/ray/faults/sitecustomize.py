@@ -36,7 +36,7 @@ PLACES = {
     "network": ("raytune_fsdp.run.assemble", "build_network"),
     "weights": ("raytune_fsdp.run.assemble", "fill"),
     "optimizer": ("raytune_fsdp.run.assemble", "build_optimizer"),
-    "checkpoint": ("raytune_fsdp.run.assemble", "load"),
+    "checkpoint": ("raytune_fsdp.run.assemble", "load_into"),
     "batch": ("raytune_fsdp.run.loop", "lr_factor"),
     "backward": ("torch", "Tensor.backward"),
     "update": ("raytune_fsdp.step.train_step", "_clip"),
@@ -107,10 +107,10 @@ def watch_join() -> None:
 
 def watch_forward() -> None:
     """Ranks import `raytune_fsdp.step.train_step` long after this."""
-    while not hasattr(sys.modules.get("raytune_fsdp.step.train_step"), "block_loss"):
+    while not hasattr(sys.modules.get("raytune_fsdp.step.train_step"), "micro_batch_loss"):
         time.sleep(0.01)
     step = sys.modules["raytune_fsdp.step.train_step"]
-    calls, forward = iter(range(1, 10**9)), step.block_loss
+    calls, forward = iter(range(1, 10**9)), step.micro_batch_loss
 
     def counted(model, *arguments):
         call = next(calls)
@@ -127,7 +127,7 @@ def watch_forward() -> None:
             if hook is not None:
                 hook.remove()
 
-    step.block_loss = counted
+    step.micro_batch_loss = counted
 
 
 def watch_places() -> None:

@@ -43,17 +43,17 @@ def ray_batches(
     asked = in_thread(lambda: next(arrived, None), "first-block")
     try:
         samples = 0 if first is None else len(first)
-        tables = to_blocks(iter([first]), division.micro_batch, samples, division.first_block(steps[0]))
+        tables = to_blocks(iter([first]), division.micro_batch, samples, division.first_micro_batch(steps[0]))
         own_tables = (table for table in tables if table["block"][0].as_py() % division.data_ranks == data_rank)
         blocks = chain(map(to_block, own_tables), map(Future.result, [asked]), arrived)
         for step in steps:
             own: list[MicroBatch] = []
             built = 0
-            for index, size in enumerate(division.block_sizes(step)):
+            for index, size in enumerate(division.micro_batch_sizes(step)):
                 if division.owner(step, index) == data_rank:
                     with own_errors():
                         block = next(blocks, None)
-                    number = division.first_block(step) + index
+                    number = division.first_micro_batch(step) + index
                     if block is None or block.number != number or len(block.batch.sample_ids) != size:
                         raise _out_of_order(data_rank, number, size, block)
                     own.append(block.batch)
@@ -78,7 +78,7 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
     """Turns arriving tables into tensors. Ray Data calls it in threads, before the block is needed."""
 
     def __init__(self, division: Division) -> None:
-        self._blocks_per_step = division.blocks
+        self._blocks_per_step = division.micro_batches
 
     def __call__(self, table: pa.Table) -> Block:
         number: int = table["block"][0].as_py()

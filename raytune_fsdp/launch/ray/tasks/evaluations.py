@@ -13,7 +13,7 @@ from raytune_fsdp.config import EvalConfig, FinetuneConfig
 from raytune_fsdp.launch.ray.placement_groups import free_for_tasks, group_around, may_ever_fit
 from raytune_fsdp.launch.ray.resources import nodes
 from raytune_fsdp.launch.shared_storage import Token, check_seen
-from raytune_fsdp.plan.cadence import passed
+from raytune_fsdp.plan.cadence import times_due
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import evaluation_in_words
@@ -79,7 +79,7 @@ class Evaluations:
         there = [step_of(line) for line in each_line(record) if line is not None]
         last, every = max([*there, *(found.step for found in asked)], default=0), self._plan.eval_every
         return checkpoint.step > last and (
-            checkpoint.step == self._plan.steps or passed(checkpoint.step, every) > passed(last, every)
+            checkpoint.step == self._plan.steps or times_due(checkpoint.step, every) > times_due(last, every)
         )
 
     def missing(self, *, beside: bool) -> str | None:

@@ -20,7 +20,7 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.launch.shared_storage import Token, check_seen
-from raytune_fsdp.plan.cadence import Every, passed
+from raytune_fsdp.plan.cadence import Every, times_due
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 
@@ -68,12 +68,12 @@ class Exports:
                 shutil.rmtree(left, ignore_errors=True)
 
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
-        number = passed(checkpoint.step, self._every)
+        number = times_due(checkpoint.step, self._every)
         if not number:
             return False
         there = [int(match[1]) for path in self._run.exports.glob("step-*") if (match := _PLACE.fullmatch(path.name))]
         there += [found.step for found in asked]
-        return number not in {passed(step, self._every) for step in there}
+        return number not in {times_due(step, self._every) for step in there}
 
     def missing(self, *, beside: bool) -> str | None:
         return None

@@ -58,7 +58,7 @@ _FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes
 def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples: int, first_block: int = 0) -> Dataset:
     """The next `samples` samples from `cursor` on, `micro_batch` in a block (fewer in the last one). Starts nothing.
 
-    `first_block` is the number of the first block in the run: `Division.first_block` of the first step.
+    `first_block` is the number of the first block in the run: `Division.first_micro_batch` of the first step.
     """
     here = ray.get_runtime_context().get_node_id()
     source = StreamDatasource(partial(_blocks, ray.put(stream), cursor, micro_batch, samples, first_block), samples)
