@@ -131,7 +131,7 @@ def _measure(
     from raytune_fsdp.launch.worker import choose_device
     from raytune_fsdp.model.attention.choose import positions_of
     from raytune_fsdp.run.evaluation.answers import check_prompts
-    from raytune_fsdp.run.evaluation.exam import Evaluation
+    from raytune_fsdp.run.evaluation.evaluation import Evaluation
     from raytune_fsdp.run.network_checks import check_lengths
     from raytune_fsdp.run.prepare import set_template
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    Conversion,
     Project,
     TheirOption,
+    Translation,
     ask,
     carry,
     flag,
@@ -27,7 +27,7 @@ from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, fsdp_op
 _ZERO = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 
 
-def prepare(c: Conversion) -> None:
+def prepare(c: Translation) -> None:
     ranks = c.get("num_processes", whole, 0)
     if c.gpus is not None and ranks > 0 and ranks != c.gpus:
         c.problems.append(f"num_processes={ranks} in the file, and --gpus {c.gpus}: leave --gpus out, or correct one")
@@ -46,7 +46,7 @@ def prepare(c: Conversion) -> None:
     _precision(c)
 
 
-def _mesh(c: Conversion) -> None:
+def _mesh(c: Translation) -> None:
     """Carry the copies of the model and the ranks of each. Other axes are left: they do not change what is learned."""
     keys = {
         axis: f"parallelism_config.parallelism_config_{axis}_size"
@@ -69,7 +69,7 @@ def _mesh(c: Conversion) -> None:
         c.say(keys[axis], "carried", how + size)
 
 
-def _distributed(c: Conversion) -> None:
+def _distributed(c: Translation) -> None:
     # A kind that is dropped is one that we lack: the run is still spread by FSDP.
     kind = c.get("distributed_type", text, "FSDP" if "distributed_type" in c.dropping else "NO").upper()
     if kind in ("NO", "FALSE"):
@@ -99,7 +99,7 @@ def _distributed(c: Conversion) -> None:
     _offload(c)
 
 
-def _offload(c: Conversion) -> None:
+def _offload(c: Translation) -> None:
     """Carry DeepSpeed's offloading, which moves the optimizer or the weights; here both are moved, or neither."""
     keys = [f"deepspeed_config.offload_{what}_device" for what in ("optimizer", "param")]
     moved = any(c.get(key, text, "none").lower() not in ("none", "no", "false") for key in keys)
@@ -109,7 +109,7 @@ def _offload(c: Conversion) -> None:
         c.say(key, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
 
 
-def _precision(c: Conversion) -> None:
+def _precision(c: Translation) -> None:
     how = c.get("mixed_precision", text, "no").lower()
     ours = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}.get(how)
     if ours is None:
@@ -123,30 +123,30 @@ def _precision(c: Conversion) -> None:
     c.default("parallel.precision", "fp32", "mixed_precision by default; a training script may have set another")
 
 
-def finish(c: Conversion) -> None:
+def finish(c: Translation) -> None:
     """Do nothing: all defaults of accelerate are ours."""
 
 
-def _compiler(c: Conversion, key: str) -> None:
+def _compiler(c: Translation, key: str) -> None:
     on = c.get(key, text, "no").lower() not in ("no", "none", "false")
     c.carry(key, "parallel.compile", on, "with torch's default backend" if on else "")
 
 
-def _clipping(c: Conversion, key: str) -> None:
+def _clipping(c: Translation, key: str) -> None:
     if c.get(key, text, "") in ("none", "auto"):
         c.say(key, "left", "as the training script says; see optim.max_grad_norm")
         return
     c.carry(key, "optim.max_grad_norm", c.get(key, number, 1.0) or None)
 
 
-def _accumulation(c: Conversion, key: str) -> None:
+def _accumulation(c: Translation, key: str) -> None:
     if c.get(key, text, "1") in ("1", "auto"):
         c.say(key, "same", "one, or as the training script says")
     else:
         c.say(key, "refused", "a part of train.global_batch: set that to the samples of a GPU x this x GPUs")
 
 
-def _megatron(c: Conversion) -> bool:
+def _megatron(c: Translation) -> bool:
     return str(spelled(c.given.get("distributed_type"))).upper() == "MEGATRON_LM"
 
 

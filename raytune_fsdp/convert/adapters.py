@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raytune_fsdp.config.sections.method import ALL_LINEAR
-from raytune_fsdp.convert.rules import Conversion, WrongValueError, flag, number, text, whole, words
+from raytune_fsdp.convert.rules import Translation, WrongValueError, flag, number, text, whole, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ _NESTED = "scales are one byte each"
 _NOT_NESTED = f"there scales are fp32, here {_NESTED}"
 
 
-def base_of_flags(c: Conversion, *, beside_adapters: bool, way_out: str) -> Quantized | None:
+def base_of_flags(c: Translation, *, beside_adapters: bool, way_out: str) -> Quantized | None:
     """Return the quantized base that load_in_4bit or load_in_8bit asks for; None if neither does."""
     asked = [key for key in ("load_in_4bit", "load_in_8bit") if c.get(key, flag, False)]
     for key in asked:
@@ -65,7 +65,7 @@ def base_of_flags(c: Conversion, *, beside_adapters: bool, way_out: str) -> Quan
     return Quantized(asked[0], "nf4" if asked[0] == "load_in_4bit" else "int8")
 
 
-def details_of_nf4(c: Conversion, *, type_: str, nested: str, nested_by_default: bool) -> None:
+def details_of_nf4(c: Translation, *, type_: str, nested: str, nested_by_default: bool) -> None:
     """Convert the details of a base of 4 bits: its type, and whether the scales are quantized, too."""
     kind, doubled = c.get(type_, text, "nf4"), c.get(nested, flag, nested_by_default)
     if kind == "nf4":
@@ -77,7 +77,7 @@ def details_of_nf4(c: Conversion, *, type_: str, nested: str, nested_by_default:
         c.tell_default("method.quantization", "nf4", f"without {nested}, the default, {_NOT_NESTED}")
 
 
-def carry_lora(c: Conversion, lora: Lora, quantized: Quantized | None = None) -> None:
+def carry_lora(c: Translation, lora: Lora, quantized: Quantized | None = None) -> None:
     """Turn a project's adapters into ours."""
     kind = "lora" if quantized is None else "qlora"
     c.put("method.type", kind, lora.owner)
@@ -104,13 +104,13 @@ def carry_lora(c: Conversion, lora: Lora, quantized: Quantized | None = None) ->
         c.say(key, "same", "off")
 
 
-def _value(c: Conversion, key: str, field: str, value: Any) -> None:
+def _value(c: Translation, key: str, field: str, value: Any) -> None:
     c.carry(key, field, value)
     if key not in c.given:
         c.default(field, value, f"{key} by default")
 
 
-def _targets(c: Conversion, lora: Lora) -> None:
+def _targets(c: Translation, lora: Lora) -> None:
     asked = c.get(lora.targets, _names, None)
     if asked is not None:
         every = asked in lora.all_words or (isinstance(asked, list) and len(asked) == 1 and asked[0] in lora.all_words)

@@ -10,9 +10,9 @@ from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
 from raytune_fsdp.convert.axolotl_left import left_options, machine_options
 from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.rules import (
-    Conversion,
     Project,
     TheirOption,
+    Translation,
     a_map,
     ask,
     carry,
@@ -43,7 +43,7 @@ _ATTENTION_SWITCHES = {
 _OFFLOADING = ("offload", "offload_disk", "unsloth")
 
 
-def prepare(c: Conversion) -> None:
+def prepare(c: Translation) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     prepare_method(c)
@@ -64,7 +64,7 @@ def prepare(c: Conversion) -> None:
     prepare_data(c)
 
 
-def _cadence(c: Conversion, field: str, per_epoch: str, strategy: str, steps: str) -> None:
+def _cadence(c: Translation, field: str, per_epoch: str, strategy: str, steps: str) -> None:
     """Carry how often something is done. Times per epoch exclude the other two options, there too."""
     if per_epoch not in c.given:
         cadence(c, field, strategy, steps, without="steps", every=None)
@@ -74,7 +74,7 @@ def _cadence(c: Conversion, field: str, per_epoch: str, strategy: str, steps: st
         c.say(key, "left", f"{per_epoch} decides")
 
 
-def _batch(c: Conversion) -> None:
+def _batch(c: Translation) -> None:
     """Carry the batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it."""
     shared = 1
     for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
@@ -89,7 +89,7 @@ def _batch(c: Conversion) -> None:
     global_batch(c, "micro_batch_size", "gradient_accumulation_steps", default=1, passes=passes, divided_by=shared)
 
 
-def _learning_rate(c: Conversion) -> None:
+def _learning_rate(c: Translation) -> None:
     kind = schedule(c, "lr_scheduler", default="cosine", default_lr=5e-5)
     floor = c.get("cosine_min_lr_ratio", number, 0)
     if kind == "cosine":
@@ -107,7 +107,7 @@ def _learning_rate(c: Conversion) -> None:
         )
 
 
-def _memory(c: Conversion) -> None:
+def _memory(c: Translation) -> None:
     """Carry which activations are kept, and where."""
     kept = spelled(c.given.get("gradient_checkpointing"))
     moved = spelled(c.given.get("activation_offloading"))
@@ -119,7 +119,7 @@ def _memory(c: Conversion) -> None:
     activation_checkpointing(c, "gradient_checkpointing", read=lambda value: plain(value) in _OFFLOADING or flag(value))
 
 
-def _precision(c: Conversion) -> None:
+def _precision(c: Translation) -> None:
     """Carry the precision. axolotl's bf16 also loads the weights in bf16.
 
     FSDP and DeepSpeed make them fp32 again for the optimizer, and so does PEFT with adapters.
@@ -141,14 +141,14 @@ def _precision(c: Conversion) -> None:
         c.default("parallel.precision", found, f"bf16=auto by default{note and f': {note}'}")
 
 
-def finish(c: Conversion) -> None:
+def finish(c: Translation) -> None:
     c.default("optim.weight_decay", 0.0, "weight_decay by default")
     c.default("run.seed", 42, "seed by default")
     if "learning_rate" not in c.given:
         c.problems.append("learning_rate is not set: axolotl has no default for it; write it into the file")
 
 
-def _attention_switch(c: Conversion, key: str) -> None:
+def _attention_switch(c: Translation, key: str) -> None:
     if not c.get(key, flag, False):
         c.say(key, "same", "another one is used, or the best that is correct (model.attention=auto)")
     elif key in _ATTENTION_SWITCHES:
@@ -157,14 +157,14 @@ def _attention_switch(c: Conversion, key: str) -> None:
         c.say(key, "left", "other kernels for the same function; model.attention=auto takes the best that is correct")
 
 
-def _tf32(c: Conversion, key: str) -> None:
+def _tf32(c: Translation, key: str) -> None:
     if spelled(c.given[key]) == "auto":
         c.say(key, "left", "set parallel.tf32; with bf16 hardly anything is computed in fp32")
     else:
         c.carry(key, "parallel.tf32", c.get(key, flag, False))
 
 
-def _plugins(c: Conversion, key: str) -> None:
+def _plugins(c: Translation, key: str) -> None:
     others = [name for name in c.get(key, words, []) if not re.search(r"(?i)liger|cut_?cross_?entropy|kernels", name)]
     if others:
         c.say(key, "refused", f"what {', '.join(others)} does is not known here")
@@ -172,14 +172,14 @@ def _plugins(c: Conversion, key: str) -> None:
         c.say(key, "left", "other kernels for the same function; see model.loss")
 
 
-def _base_config(c: Conversion, key: str) -> None:
+def _base_config(c: Translation, key: str) -> None:
     if c.get(key, text, "") == c.get("base_model", text, ""):
         c.say(key, "same", "the model's own")
     else:
         c.say(key, "refused", "the architecture is the model's own; change single attributes with model.overrides")
 
 
-def _new_rows(c: Conversion, key: str) -> None:
+def _new_rows(c: Translation, key: str) -> None:
     if c.get(key, flag, False):
         c.say(key, "same", "the row of a new token starts as the mean of all")
     elif "model.add_tokens" in c.fields:
@@ -190,7 +190,7 @@ def _new_rows(c: Conversion, key: str) -> None:
         c.say(key, "same", "no token is new")
 
 
-def _dropped_rows(c: Conversion, key: str) -> None:
+def _dropped_rows(c: Translation, key: str) -> None:
     if c.get(key, whole, 2) <= 2:
         c.say(key, "same", "a row without a token to train on is reported")
     else:

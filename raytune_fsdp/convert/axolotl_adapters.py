@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.convert.adapters import Lora, Quantized, base_of_flags, carry_lora
-from raytune_fsdp.convert.rules import Conversion, TheirOption, flag, leave, part, same, settled, text, words
+from raytune_fsdp.convert.rules import TheirOption, Translation, flag, leave, part, same, settled, text, words
 
 _LORA = Lora(
     owner="adapter", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
@@ -13,7 +13,7 @@ _LORA = Lora(
 )  # fmt: skip
 
 
-def prepare_method(c: Conversion) -> None:
+def prepare_method(c: Translation) -> None:
     """Settle what the options of adapters and of their base say together.
 
     In axolotl of July 2026 `qlora` alone means 4 bits, and so does `lora` with load_in_4bit.

@@ -8,8 +8,8 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    Conversion,
     TheirOption,
+    Translation,
     a_map,
     flag,
     in_words,
@@ -43,7 +43,7 @@ _BRACES = {"{", "}"}
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
 
 
-def prepare_data(c: Conversion) -> None:
+def prepare_data(c: Translation) -> None:
     """Carry all datasets, what becomes of long documents in them, and the evaluation."""
     found = {name: _list(c, name) for name in _LISTS}
     train, eval_sets = found["datasets"] + found["pretraining_dataset"], found["test_datasets"]
@@ -78,7 +78,7 @@ _OVERLAP = 256
 """The most tokens that two windows of a text share in packed pretraining."""
 
 
-def _long_documents(c: Conversion, types: set[str], *, pretraining: bool) -> None:
+def _long_documents(c: Translation, types: set[str], *, pretraining: bool) -> None:
     """Carry the strategy for long rows. axolotl cuts up texts before it applies; here one rule is for all rows."""
     key, field = "excess_length_strategy", "data.long_documents"
     how = c.get(key, text, "drop")
@@ -110,7 +110,7 @@ def _long_documents(c: Conversion, types: set[str], *, pretraining: bool) -> Non
     c.default(field, cut, why)
 
 
-def _list(c: Conversion, name: str) -> list[dict[str, Any]]:
+def _list(c: Translation, name: str) -> list[dict[str, Any]]:
     found_numbers = (re.match(rf"{name}\.([0-9]{{1,9}})\.", key) for key in c.given)
     prefixes = [f"{name}.{number}." for number in sorted({int(each[1]) for each in found_numbers if each})]
     if name in c.given and not prefixes:
@@ -124,7 +124,7 @@ def _list(c: Conversion, name: str) -> list[dict[str, Any]]:
     return [_dataset(c, prefix, f"{ours}.{index}", kind) for index, prefix in enumerate(prefixes)]
 
 
-def _dataset(c: Conversion, prefix: str, ours: str, kind: str) -> dict[str, Any]:
+def _dataset(c: Translation, prefix: str, ours: str, kind: str) -> dict[str, Any]:
     name, files = c.get(f"{prefix}path", text, ""), c.get(f"{prefix}data_files", words, [])
     found: dict[str, Any] = dict(place(name))
     if not name:
@@ -148,7 +148,7 @@ def _dataset(c: Conversion, prefix: str, ours: str, kind: str) -> dict[str, Any]
     return found
 
 
-def _file(c: Conversion, prefix: str, hub: str, files: list[str]) -> dict[str, Any]:
+def _file(c: Translation, prefix: str, hub: str, files: list[str]) -> dict[str, Any]:
     """Return the file in `data_files`; it may belong to a revision of a hub dataset."""
     if len(files) > 1:
         why = "a dataset has one place here: write one entry for each file, or a pattern"
@@ -161,7 +161,7 @@ def _file(c: Conversion, prefix: str, hub: str, files: list[str]) -> dict[str, A
     return {"path": f"{_OF_HUB}{hub}{revision and f'@{revision}'}/{files[0]}"}
 
 
-def _format(c: Conversion, prefix: str, kind: str) -> dict[str, Any]:
+def _format(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     """Return the format of a dataset by its type, and say what becomes of its other keys."""
     own = [key for key in _OWN_TYPES if f"{prefix}type.{key}" in c.given]
     if own:
@@ -190,7 +190,7 @@ def _format(c: Conversion, prefix: str, kind: str) -> dict[str, Any]:
     return made
 
 
-def _chat(c: Conversion, prefix: str, kind: str) -> dict[str, Any]:
+def _chat(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     made: dict[str, Any] = {"type": "chat"}
 
     def name(key: str, field: str, usual: str | None, standing_for: str | None = None) -> None:
@@ -224,7 +224,7 @@ def _chat(c: Conversion, prefix: str, kind: str) -> dict[str, Any]:
     return made
 
 
-def _loss(c: Conversion, prefix: str) -> None:
+def _loss(c: Translation, prefix: str) -> None:
     """Carry which turns are trained on. `human` and `gpt` are names for the user and the assistant."""
     names = {"human": "user", "gpt": "assistant"}
     trained = {names.get(role, role) for role in c.get(f"{prefix}roles_to_train", words, ["assistant"])}
@@ -238,7 +238,7 @@ def _loss(c: Conversion, prefix: str) -> None:
     c.say(f"{prefix}roles_to_train", "same", "format.loss=assistant")
 
 
-def _own_type(c: Conversion, prefix: str) -> dict[str, Any]:
+def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
     """Convert a type that the file defines: a template with columns in it, if it is the same for all rows."""
     columns = {part: c.get(f"{prefix}field_{part}", text, part) for part in ("instruction", "output")}
     prompt = c.get(f"{prefix}format", text, "{instruction} {input} ")
@@ -273,7 +273,7 @@ def _own_type(c: Conversion, prefix: str) -> dict[str, Any]:
     return made
 
 
-def _templates(c: Conversion, chats: list[dict[str, Any]]) -> None:
+def _templates(c: Translation, chats: list[dict[str, Any]]) -> None:
     """Carry the chat template: here all datasets have the same."""
     keys = [key for key in c.given if key == "chat_template" or re.fullmatch(r"datasets\.\d+\.chat_template", key)]
     names = {c.get(key, text, "") for key in keys}
@@ -297,7 +297,7 @@ def _templates(c: Conversion, chats: list[dict[str, Any]]) -> None:
     c.say("chat_template_jinja", "refused", "save the template to a file, and name that")
 
 
-def _tokens(c: Conversion, only_chats: bool) -> None:
+def _tokens(c: Translation, only_chats: bool) -> None:
     """Carry new tokens, and tokens that end a text; in a chat those come from its template."""
     special = "special_tokens.additional_special_tokens"
     named = ["special_tokens.pad_token"]

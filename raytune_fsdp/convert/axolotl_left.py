@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from raytune_fsdp.convert.rules import Conversion, TheirOption, ask, flag, leave
+from raytune_fsdp.convert.rules import TheirOption, Translation, ask, flag, leave
 
 
-def _fp32_norms(c: Conversion, key: str) -> None:
+def _fp32_norms(c: Translation, key: str) -> None:
     if key == "fp32_norms" and not c.get(key, flag, False):
         c.say(key, "same", "norms have the type of the other weights")
     elif c.fields.get("parallel.precision") == "bf16_pure":

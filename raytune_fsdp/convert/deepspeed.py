@@ -6,9 +6,9 @@ import re
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    Conversion,
     Said,
     TheirOption,
+    Translation,
     ask,
     flag,
     in_words,
@@ -26,7 +26,7 @@ _SEE = "see that its file sets no optimizer, schedule or clipping of its own"
 _AUTO = "as it is outside of deepspeed"
 
 
-def _file(c: Conversion, key: str) -> None:
+def _file(c: Translation, key: str) -> None:
     """Carry the stage of ZeRO, taken from the name of DeepSpeed's file."""
     name = c.get(key, text, "").rpartition("/")[2]
     found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", name)
@@ -43,12 +43,12 @@ def _file(c: Conversion, key: str) -> None:
     c.said[key] = Said("carried", f"{said}{more}; {_SEE}")
 
 
-def _strategy(c: Conversion, key: str, stage: int) -> None:
+def _strategy(c: Translation, key: str, stage: int) -> None:
     c.put("parallel.strategy", _ZERO[stage], key)
     c.say(key, "carried", in_words("parallel.strategy", _ZERO[stage]))
 
 
-def _stage(c: Conversion, key: str) -> None:
+def _stage(c: Translation, key: str) -> None:
     stage = c.get(key, whole, 0)
     if stage in _ZERO:
         _strategy(c, key, stage)
@@ -56,7 +56,7 @@ def _stage(c: Conversion, key: str) -> None:
         c.say(key, "refused", "ZeRO has the stages 0 to 3")
 
 
-def _offload(c: Conversion, key: str) -> None:
+def _offload(c: Translation, key: str) -> None:
     """Carry offloading: `{device: cpu}`, or true in old files."""
     value = spelled(c.given[key])
     device = str(value.get("device", "none") if isinstance(value, dict) else value).lower()
@@ -66,7 +66,7 @@ def _offload(c: Conversion, key: str) -> None:
         c.carry(key, "parallel.cpu_offload", True)
 
 
-def _clipping(c: Conversion, key: str) -> None:
+def _clipping(c: Translation, key: str) -> None:
     if plain(c.given[key]) == "auto":
         c.say(key, "same", _AUTO)
         return
@@ -76,14 +76,14 @@ def _clipping(c: Conversion, key: str) -> None:
     c.carry(key, "optim.max_grad_norm", norm or None)
 
 
-def _optimizer(c: Conversion, key: str) -> None:
+def _optimizer(c: Translation, key: str) -> None:
     if c.get(key, text, "").lower() in ("adamw", "auto"):
         c.say(key, "same", "AdamW")
     else:
         c.say(key, "refused", "name it outside of deepspeed (optim, or optimizer)", "deepspeed.optimizer")
 
 
-def _half(c: Conversion, key: str) -> None:
+def _half(c: Translation, key: str) -> None:
     """Compare `deepspeed.bf16.enabled` or `fp16` with the precision that the file sets outside of deepspeed."""
     kind = key.split(".")[1]
     if plain(c.given[key]) == "auto":

@@ -23,7 +23,7 @@ from raytune_fsdp.config.text import Plain, dump, parse, problem_line, spelled
 from raytune_fsdp.convert.accelerate import ACCELERATE
 from raytune_fsdp.convert.axolotl import AXOLOTL
 from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
-from raytune_fsdp.convert.rules import Conversion, Project, Said, TheirOption
+from raytune_fsdp.convert.rules import Project, Said, TheirOption, Translation
 from raytune_fsdp.convert.trl import TRL
 
 PROJECTS = {project.name: project for project in (AXOLOTL, TRL, LLAMA_FACTORY, ACCELERATE)}
@@ -122,7 +122,7 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
         for key, option, value in leaves
         if key not in dropped and (spelled(value) is not None or (option and option.takes_null))
     }
-    c = Conversion(file, given, gpus=gpus, drop=drop)
+    c = Translation(file, given, gpus=gpus, drop=drop)
     about.prepare(c)
     lines = []
     for key, option, value in leaves:
@@ -236,7 +236,7 @@ def _drops(drop: Sequence[str], key: str) -> bool:
     return any(key == each or key.startswith(f"{each}.") for each in drop)
 
 
-def _say(c: Conversion, project: Project, key: str, option: TheirOption | None) -> Said:
+def _say(c: Translation, project: Project, key: str, option: TheirOption | None) -> Said:
     """Return what became of a key."""
     if option is None:
         # Many options share most of their path, so only a very near name counts.
@@ -284,7 +284,7 @@ def _nested(fields: dict[str, Any]) -> dict[str, Any]:
     return ordered
 
 
-def _check(tree: dict[str, Any], c: Conversion, *, fragment: bool) -> list[str]:
+def _check(tree: dict[str, Any], c: Translation, *, fragment: bool) -> list[str]:
     """Validate the config; return the problems, which name the keys of both files."""
     whole = tree
     if fragment:

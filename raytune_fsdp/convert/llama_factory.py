@@ -9,9 +9,9 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, Quantized, carry_lora, details_of_nf4
 from raytune_fsdp.convert.llama_factory_data import prepare_data
 from raytune_fsdp.convert.rules import (
-    Conversion,
     Project,
     TheirOption,
+    Translation,
     ask,
     carry,
     flag,
@@ -41,7 +41,7 @@ _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "
 _LENGTH = 2048
 
 
-def prepare(c: Conversion) -> None:
+def prepare(c: Translation) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     mixed = prepare_training(c, lr=5e-5, output="saves", default_precision="fp32")
@@ -59,7 +59,7 @@ def prepare(c: Conversion) -> None:
     _method(c)
 
 
-def _method(c: Conversion) -> None:
+def _method(c: Translation) -> None:
     kind = "full" if "finetuning_type" in c.dropping else c.get("finetuning_type", text, "lora")
     quantized = _base(c, beside_adapters=kind == "lora")
     if kind == "full":
@@ -72,7 +72,7 @@ def _method(c: Conversion) -> None:
         c.say("finetuning_type", "refused", "adapters are lora here; or write full")
 
 
-def _base(c: Conversion, *, beside_adapters: bool) -> Quantized | None:
+def _base(c: Translation, *, beside_adapters: bool) -> Quantized | None:
     """Return the base that is quantized while it is loaded; None if it is not."""
     bits = c.get("quantization_bit", whole, None)
     if bits is None:
@@ -100,12 +100,12 @@ _LORA = Lora(
 )  # fmt: skip
 
 
-def _adapts(c: Conversion) -> bool:
+def _adapts(c: Translation) -> bool:
     kind = spelled(c.given.get("finetuning_type", "lora"))
     return kind != "full" and "finetuning_type" not in c.dropping
 
 
-def _packing(c: Conversion, pretraining: bool) -> None:
+def _packing(c: Translation, pretraining: bool) -> None:
     packed, apart = c.get("packing", flag, pretraining), c.get("neat_packing", flag, False)
     if apart or not packed:
         why = "LLaMA-Factory cuts a text at cutoff_len, too"
@@ -133,7 +133,7 @@ def _packing(c: Conversion, pretraining: bool) -> None:
     c.default("data.packing", ours, "packing is on for stage pt, else off, by default")
 
 
-def _loss(c: Conversion) -> None:
+def _loss(c: Translation) -> None:
     everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
     c.say(
         "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
@@ -141,7 +141,7 @@ def _loss(c: Conversion) -> None:
     c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
 
 
-def _checkpointing(c: Conversion) -> None:
+def _checkpointing(c: Translation) -> None:
     off = c.get("disable_gradient_checkpointing", flag, False)
     c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
     if c.get("use_unsloth_gc", flag, False):
@@ -149,12 +149,12 @@ def _checkpointing(c: Conversion) -> None:
     c.say("use_unsloth_gc", "same", "off")
 
 
-def finish(c: Conversion) -> None:
+def finish(c: Translation) -> None:
     finish_training(c, lr=5e-5)
     c.default("parallel.activation_checkpointing", "full", "on by default")
 
 
-def _template(c: Conversion, key: str) -> None:
+def _template(c: Translation, key: str) -> None:
     name = c.get(key, text, "")
     formats = [each["format"].get("then", each["format"]) for each in _train(c)]
     chats = any(each["type"] == "chat" or each.get("style") == "chat" for each in formats)
@@ -170,19 +170,19 @@ def _template(c: Conversion, key: str) -> None:
         )
 
 
-def _train(c: Conversion) -> list[dict[str, Any]]:
+def _train(c: Translation) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = c.fields.get("data.train", [])
     return found
 
 
-def _stage(c: Conversion, key: str) -> None:
+def _stage(c: Translation, key: str) -> None:
     if c.get(key, text, "") in ("sft", "pt"):
         c.say(key, "carried", f"format.type={'completion' if c.get(key, text, '') == 'pt' else 'chat or instruction'}")
     else:
         c.say(key, "refused", "supervised training only")
 
 
-def _attention(c: Conversion, key: str) -> None:
+def _attention(c: Translation, key: str) -> None:
     name = c.get(key, text, "auto")
     if name in _ATTENTION:
         c.carry(key, "model.attention", _ATTENTION[name])
@@ -190,27 +190,27 @@ def _attention(c: Conversion, key: str) -> None:
         c.say(key, "same", "the best that is correct (model.attention=auto)")
 
 
-def _revision(c: Conversion, key: str) -> None:
+def _revision(c: Translation, key: str) -> None:
     if c.get(key, text, "main") == "main":
         c.say(key, "same", "the main branch")
     else:
         c.carry(key, "model.revision", c.get(key, text, None))
 
 
-def _new_tokens(c: Conversion, key: str) -> None:
+def _new_tokens(c: Translation, key: str) -> None:
     added: list[dict[str, Any]] = [{"text": each} for each in c.get("add_tokens", words, [])]
     added += [{"text": each, "special": True} for each in c.get("add_special_tokens", words, [])]
     c.carry(key, "model.add_tokens", added, "their rows start as the mean of all")
 
 
-def _split_tokens(c: Conversion, key: str) -> None:
+def _split_tokens(c: Translation, key: str) -> None:
     if c.get(key, flag, False):
         c.carry(key, "data.special_tokens_in_text", "escape")
     else:
         c.say(key, "same", "data.special_tokens_in_text=keep")
 
 
-def _mixing(c: Conversion, key: str) -> None:
+def _mixing(c: Translation, key: str) -> None:
     if c.get(key, text, "concat") == "concat":
         c.say(key, "same", "every row is seen once in an epoch")
     else:

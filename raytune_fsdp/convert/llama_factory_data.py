@@ -7,7 +7,7 @@ from typing import Any
 
 from raytune_fsdp.base.untrusted import UnsoundError, read_json, reason
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.rules import Conversion, flag, in_words, number, text, whole, words
+from raytune_fsdp.convert.rules import Translation, flag, in_words, number, text, whole, words
 from raytune_fsdp.convert.runs import is_directory, rows_of
 
 _INFO = "dataset_info.json"
@@ -35,7 +35,7 @@ class _NotHereError(ValueError):
     """A dataset cannot be carried; the message says why."""
 
 
-def prepare_data(c: Conversion, *, pretraining: bool) -> None:
+def prepare_data(c: Translation, *, pretraining: bool) -> None:
     """Carry the datasets to `data.train` and `data.eval`."""
     train = _datasets(c, "dataset", pretraining)
     if "dataset" not in c.given:
@@ -53,7 +53,7 @@ def prepare_data(c: Conversion, *, pretraining: bool) -> None:
     c.say("val_size", "same", "nothing is held out")
 
 
-def _datasets(c: Conversion, key: str, pretraining: bool) -> list[dict[str, Any]]:
+def _datasets(c: Translation, key: str, pretraining: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     names = c.get(key, words, [])
     if not names:
@@ -74,7 +74,7 @@ def _datasets(c: Conversion, key: str, pretraining: bool) -> list[dict[str, Any]
     return found
 
 
-def _info(c: Conversion) -> tuple[dict[str, Any] | None, Path]:
+def _info(c: Translation) -> tuple[dict[str, Any] | None, Path]:
     """Return dataset_info.json and its directory: `dataset_dir`, seen from here or from the file. None: hub names."""
     place = c.get("dataset_dir", text, "data")
     c.say("dataset_dir", "carried", "data.train: where the datasets are")
@@ -95,7 +95,7 @@ def _info(c: Conversion) -> tuple[dict[str, Any] | None, Path]:
     )
 
 
-def _read(entry: dict[str, Any], folder: Path, c: Conversion, pretraining: bool) -> dict[str, Any]:
+def _read(entry: dict[str, Any], folder: Path, c: Translation, pretraining: bool) -> dict[str, Any]:
     found = _place(entry, folder)
     unknown = sorted(entry.keys() - set(_KNOWN))
     if unknown:
@@ -145,7 +145,7 @@ def _place(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise _NotHereError("a dataset is a file or one of the Hugging Face hub; this one is neither")
 
 
-def _format(entry: dict[str, Any], c: Conversion, pretraining: bool) -> dict[str, Any]:
+def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[str, Any]:
     columns, tags = _maps(entry, "columns"), _maps(entry, "tags")
     # With `columns`, columns that it leaves out are not read; without it, columns have their usual names.
     usual = {} if columns else {"prompt": "instruction", "query": "input", "response": "output"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytune_fsdp.convert.rules import Conversion, TheirOption, ask, number, text
+from raytune_fsdp.convert.rules import TheirOption, Translation, ask, number, text
 
 _FIELD = "optim.optimizer"
 _ADAMW = (
@@ -23,7 +23,7 @@ _LION_8BIT = ("lion_8bit", "paged_lion_8bit")
 _OF_ADAMW = {"adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2", "adam_epsilon": "optim.eps"}
 
 
-def optimizer(c: Conversion, key: str) -> None:
+def optimizer(c: Translation, key: str) -> None:
     name = c.get(key, text, "")
     if name in _ADAMW:
         c.say(key, "same", "AdamW")
@@ -44,7 +44,7 @@ def optimizer(c: Conversion, key: str) -> None:
         c.say(key, "refused", "the optimizers here are adamw, adafactor, sgd, muon and lion: see optim.optimizer")
 
 
-def _of_adamw(c: Conversion, key: str) -> None:
+def _of_adamw(c: Translation, key: str) -> None:
     """Carry an option of AdamW; other optimizers refuse its fields."""
     name = c.get(c.first("optim", "optimizer"), text, "")
     if name in _LION + _LION_8BIT and key != "adam_epsilon":

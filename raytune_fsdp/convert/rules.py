@@ -2,7 +2,7 @@
 
 A table has a `TheirOption` for everything that a project's file may say. Most have a rule of their own (`carry`,
 `same`, `leave`, `refuse`). What several options say together, such as a batch, is settled first, by the project's
-`prepare`, which says what became of each (`Conversion.say`); the table then only lists their names (`settled`).
+`prepare`, which says what became of each (`Translation.say`); the table then only lists their names (`settled`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def a_map(value: Any) -> dict[str, Any]:
     return found
 
 
-class Conversion:
+class Translation:
     """A file that is being converted: its keys, the fields that they became, and what became of each key."""
 
     def __init__(self, file: str, given: dict[str, Any], *, gpus: int | None = None, drop: Iterable[str] = ()) -> None:
@@ -164,7 +164,7 @@ def in_words(field: str, value: Any) -> str:
     return f"{field}={shown(value, field)}"
 
 
-Rule = Callable[[Conversion, str], None]
+Rule = Callable[[Translation, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class TheirOption:
 def carry(names: str, field: str, read: Callable[[Any], Any], note: str = "") -> TheirOption:
     """Make options whose value becomes the value of a field of ours."""
 
-    def rule(c: Conversion, key: str) -> None:
+    def rule(c: Translation, key: str) -> None:
         c.carry(key, field, c.get(key, read, None), note)
 
     return TheirOption(tuple(names.split()), f"`{field}`{note and f': {note}'}", rule)
@@ -192,7 +192,7 @@ def carry(names: str, field: str, read: Callable[[Any], Any], note: str = "") ->
 def switch(names: str, field: str, value: Any, off: str) -> TheirOption:
     """Make switches that give a field of ours this value if they are on; `off` says what both projects do otherwise."""
 
-    def rule(c: Conversion, key: str) -> None:
+    def rule(c: Translation, key: str) -> None:
         if c.get(key, flag, False):
             c.carry(key, field, value)
         else:
@@ -212,7 +212,7 @@ def leave(names: str, why: str) -> TheirOption:
 def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str = "off, as here") -> TheirOption:
     """Make options that cannot be carried. With a value in `off`, or an empty one, they mean what happens here, too."""
 
-    def rule(c: Conversion, key: str) -> None:
+    def rule(c: Translation, key: str) -> None:
         value = spelled(c.given[key])
         if value in ([], {}, "") or any(_alike(value, each) for each in off):
             c.say(key, "same", alike)
@@ -233,10 +233,10 @@ def _alike(value: Any, other: Any) -> bool:
         return False
 
 
-def part(names: str, owner: str, active: Callable[[Conversion], bool]) -> TheirOption:
+def part(names: str, owner: str, active: Callable[[Translation], bool]) -> TheirOption:
     """Make details of an option that cannot be carried: without it they mean nothing."""
 
-    def rule(c: Conversion, key: str) -> None:
+    def rule(c: Translation, key: str) -> None:
         if active(c):
             c.say(key, "refused", f"belongs to {owner}", owner)
         else:
@@ -273,9 +273,9 @@ class Project:
     about: str
     """Which files these are, for the documentation."""
     options: dict[str, TheirOption]
-    prepare: Callable[[Conversion], None]
+    prepare: Callable[[Translation], None]
     """Settles what several options say together."""
-    finish: Callable[[Conversion], None]
+    finish: Callable[[Translation], None]
     """Adds the defaults that are not ours."""
     fragment: bool = False
     """Its files say nothing about model, data and training: the result is a part of a config."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.urls import is_url
-from raytune_fsdp.convert.rules import Conversion, in_words, number, text, whole
+from raytune_fsdp.convert.rules import Translation, in_words, number, text, whole
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 # Names of builders in `datasets`, which stand in place of a dataset's name.
@@ -16,7 +16,7 @@ BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst))?$")
 
 
-def attention(c: Conversion, key: str) -> None:
+def attention(c: Translation, key: str) -> None:
     """Carry the attention's implementation, by transformers' name for it."""
     name = c.get(key, text, "")
     if name in ATTENTION:
@@ -33,7 +33,7 @@ def place(name: str) -> dict[str, str]:
     return {"hub": name}
 
 
-def part_of_files(c: Conversion, split_key: str, found: dict[str, Any]) -> None:
+def part_of_files(c: Translation, split_key: str, found: dict[str, Any]) -> None:
     """Carry the split of files: by its name in a directory; plain files have only `train`, which may become `rows`.
 
     Any other split is refused.
@@ -66,7 +66,7 @@ def rows_of(split: str) -> dict[str, int] | None:
 
 
 def global_batch(
-    c: Conversion, micro: str, accumulation: str, *, default: int, passes: int | None = None, divided_by: int = 1
+    c: Translation, micro: str, accumulation: str, *, default: int, passes: int | None = None, divided_by: int = 1
 ) -> None:
     """Carry the batch: theirs is that of one GPU, ours that of all. `divided_by`: GPUs that share samples."""
     samples = c.get(micro, whole, default)
@@ -93,7 +93,7 @@ def global_batch(
         c.tell_default("train.global_batch", total, f"{samples} x {passes} x {ranks} GPU(s), {micro} by default")
 
 
-def run_directory(c: Conversion, key: str, *, default: str) -> None:
+def run_directory(c: Translation, key: str, *, default: str) -> None:
     """Carry the directory: `saves/qwen/full` becomes the run `full` in the storage `saves/qwen`."""
     given = c.get(key, text, default)
     if is_url(given):
@@ -117,7 +117,7 @@ def run_directory(c: Conversion, key: str, *, default: str) -> None:
         c.tell_default("run.name", c.fields["run.name"], f"{key} by default, in {directory.parent}")
 
 
-def length(c: Conversion, epochs: str, *, default: float) -> None:
+def length(c: Translation, epochs: str, *, default: float) -> None:
     """Carry the length, in steps if the file gives any, else in epochs."""
     steps = c.get("max_steps", whole, -1)
     if steps > 0:
@@ -130,7 +130,7 @@ def length(c: Conversion, epochs: str, *, default: float) -> None:
         c.default("train.epochs", default, f"{epochs} by default")
 
 
-def cadence(c: Conversion, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
+def cadence(c: Translation, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
     """Carry how often something is done: every N steps, every epoch, or never.
 
     `without`: the strategy if the file has none; `every`: the steps if it has none.
@@ -167,7 +167,7 @@ def cadence(c: Conversion, field: str, strategy: str, steps: str, *, without: st
         c.tell_default(field, count, f"{steps} by default")
 
 
-def times_per_epoch(c: Conversion, field: str, key: str, count: int) -> None:
+def times_per_epoch(c: Translation, field: str, key: str, count: int) -> None:
     """Carry that something is done `count` times in every epoch, if epochs are counted."""
     if count < 1:
         c.say(key, "same", "only at the end")
@@ -177,7 +177,7 @@ def times_per_epoch(c: Conversion, field: str, key: str, count: int) -> None:
         c.say(key, "left", f"with max_steps nobody counts how long an epoch is; set {field} to a number of steps")
 
 
-def in_steps(c: Conversion, count: float) -> int | None:
+def in_steps(c: Translation, count: float) -> int | None:
     """Return a number of steps; below 1 it is a fraction of the run's. None if the run's number is not known."""
     if count >= 1:
         return int(count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.rules import Conversion, number, text, whole
+from raytune_fsdp.convert.rules import Translation, number, text, whole
 
 
 def _ratio(least: Any, lr: float) -> float:
@@ -17,7 +17,7 @@ class _NotHereError(ValueError):
     """A schedule is not one of ours; the message says why."""
 
 
-def _schedule(c: Conversion, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
+def _schedule(c: Translation, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
     """Return our schedule by transformers' name for it. What it leaves in `details` was not understood."""
 
     def take(name: str, default: Any) -> Any:
@@ -58,7 +58,7 @@ def _schedule(c: Conversion, kind: str, details: dict[str, Any], lr: float) -> d
     )
 
 
-def schedule(c: Conversion, key: str, *, default: str, default_lr: float) -> str:
+def schedule(c: Translation, key: str, *, default: str, default_lr: float) -> str:
     """Carry the schedule and its details; return the project's name for it."""
     kind, prefix = c.get(key, text, default), "lr_scheduler_kwargs."
     keys = [name for name in c.given if name.startswith(prefix)]
@@ -83,7 +83,7 @@ def schedule(c: Conversion, key: str, *, default: str, default_lr: float) -> str
 AHEAD = "ours is one step ahead until it ends, as their first step has a rate of 0"
 
 
-def warmup(c: Conversion, kind: str) -> None:
+def warmup(c: Translation, kind: str) -> None:
     """Carry the warmup: steps count before a fraction, and a constant schedule without warmup ignores both."""
     steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
     if kind == "constant":

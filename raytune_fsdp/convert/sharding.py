@@ -7,8 +7,8 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    Conversion,
     TheirOption,
+    Translation,
     ask,
     carry,
     flag,
@@ -41,7 +41,7 @@ _STRATEGIES = {
 _USUAL_NODE = 8
 
 
-def strategy(c: Conversion, key: str, word: str, gpus_of_a_node: int | None = None) -> None:
+def strategy(c: Translation, key: str, word: str, gpus_of_a_node: int | None = None) -> None:
     """Carry `parallel.strategy`, by FSDP's word for it."""
     ours = _STRATEGIES.get(word.lower())
     if ours is None:
@@ -61,7 +61,7 @@ def strategy(c: Conversion, key: str, word: str, gpus_of_a_node: int | None = No
     c.say(key, "carried", f"{in_words('parallel.strategy', ours)}{note}")
 
 
-def fsdp(c: Conversion, key: str) -> None:
+def fsdp(c: Translation, key: str) -> None:
     """Carry `fsdp`: words such as `full_shard auto_wrap offload`, as a text or a list; in newer files only true."""
     value = plain(c.given[key])
     if isinstance(value, bool):
@@ -81,13 +81,13 @@ def fsdp(c: Conversion, key: str) -> None:
     c.say(key, "carried", in_words("parallel.cpu_offload", "offload" in found))
 
 
-def sharded(c: Conversion) -> bool:
+def sharded(c: Translation) -> bool:
     """Return whether the file itself shards weights: then the optimizer's copy is fp32, whatever they are loaded as."""
     on = any(spelled(c.given[key]) not in (False, "", []) for key in ("fsdp", "deepspeed") if key in c.given)
     return on or any(key.startswith(("fsdp_config", "deepspeed.")) for key in c.given)
 
 
-def activation_checkpointing(c: Conversion, *own: str, read: Callable[[Any], bool] = flag) -> None:
+def activation_checkpointing(c: Translation, *own: str, read: Callable[[Any], bool] = flag) -> None:
     """Switch it on if any of these options does: projects have a switch of their own besides FSDP's."""
     given = [key for key in (*own, *_both("activation_checkpointing")) if key in c.given]
     mode = "full" if any(c.get(key, read if key in own else flag, False) for key in given) else "none"
@@ -101,7 +101,7 @@ def fsdp_options() -> tuple[TheirOption, ...]:
     def names(these: str) -> str:
         return " ".join(name for word in these.split() for name in _both(word))
 
-    def shards(c: Conversion, key: str) -> None:
+    def shards(c: Translation, key: str) -> None:
         strategy(c, key, c.get(key, text, ""))
 
     return (
@@ -132,7 +132,7 @@ def _both(word: str) -> tuple[str, str]:
     return f"fsdp_config.fsdp_{word}", f"fsdp_config.{word}"
 
 
-def _fill(c: Conversion, key: str) -> None:
+def _fill(c: Translation, key: str) -> None:
     if c.get(key, flag, False):
         c.carry(key, "model.fill", "rank0")
     else:

@@ -6,8 +6,8 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.deepspeed import deepspeed_options
 from raytune_fsdp.convert.optimizers import adamw_options, optimizer
 from raytune_fsdp.convert.rules import (
-    Conversion,
     TheirOption,
+    Translation,
     ask,
     carry,
     flag,
@@ -28,7 +28,7 @@ from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
 from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp, fsdp_options
 
 
-def precision(c: Conversion, *, default: str) -> str:
+def precision(c: Translation, *, default: str) -> str:
     """Return the precision that the switches for mixed precision choose; without any of them, the default."""
     bf16, fp16 = c.get("bf16", flag, default == "bf16"), c.get("fp16", flag, False)
     if "bf16" not in c.given and fp16:
@@ -36,12 +36,12 @@ def precision(c: Conversion, *, default: str) -> str:
     return "bf16" if bf16 else "fp16" if fp16 else "fp32"
 
 
-def say_precision(c: Conversion, found: str, *keys: str) -> None:
+def say_precision(c: Translation, found: str, *keys: str) -> None:
     for key in keys:
         c.carry(key, "parallel.precision", found)
 
 
-def _reports(c: Conversion, key: str) -> None:
+def _reports(c: Translation, key: str) -> None:
     found = c.get(key, words, [])
     if set(found) <= {"none"}:
         c.carry(key, "tracking.mlflow.enabled", False)
@@ -60,7 +60,7 @@ def _reports(c: Conversion, key: str) -> None:
         c.say(key, "left", f"{rest}: metrics go to the run directory, and to MLflow where it is installed")
 
 
-def early_stopping(c: Conversion, key: str) -> None:
+def early_stopping(c: Translation, key: str) -> None:
     """Carry the number of evaluations without an improvement; with 0, no run ends early."""
     patience = c.get(key, whole, 0)
     if patience < 1:
@@ -71,7 +71,7 @@ def early_stopping(c: Conversion, key: str) -> None:
         c.say(key, "refused", "nothing is evaluated every N steps, so the run ends after its steps or epochs")
 
 
-def _push(c: Conversion, key: str) -> None:
+def _push(c: Translation, key: str) -> None:
     name = c.get("hub_model_id", text, "")
     if c.get("push_to_hub", flag, False) and name:
         c.carry(key, "export.push", name)
@@ -81,7 +81,7 @@ def _push(c: Conversion, key: str) -> None:
         c.say(key, "left", "set export.push to owner/name")
 
 
-def _keep(c: Conversion, key: str) -> None:
+def _keep(c: Translation, key: str) -> None:
     count = c.get(key, whole, 0)
     if count >= 1:
         c.carry(key, "checkpoint.keep_last", max(2, count), "" if count > 1 else "two, in case the last is damaged")
@@ -89,14 +89,14 @@ def _keep(c: Conversion, key: str) -> None:
         c.say(key, "left", "all are kept there, the last two here; see checkpoint.keep_last")
 
 
-def _best(c: Conversion, key: str) -> None:
+def _best(c: Translation, key: str) -> None:
     if c.get(key, flag, False):
         c.carry(key, "checkpoint.keep_best", 1, "the run exports its end; the best one with `raytune-fsdp export`")
     else:
         c.say(key, "same", "the run exports its end")
 
 
-def _metric(c: Conversion, key: str) -> None:
+def _metric(c: Translation, key: str) -> None:
     if c.get(key, text, "loss") in ("loss", "eval_loss"):
         c.say(key, "same", "the mean loss over all evaluations")
     elif c.on("load_best_model_at_end"):
@@ -105,7 +105,7 @@ def _metric(c: Conversion, key: str) -> None:
         c.say(key, "left", "no best one is kept (checkpoint.keep_best=0)")
 
 
-def _direction(c: Conversion, key: str) -> None:
+def _direction(c: Translation, key: str) -> None:
     """Carry which direction is better; it belongs to the metric, and is left without it."""
     metric = "metric_for_best_model"
     if metric in c.dropping or spelled(c.given.get(metric, "loss")) not in ("loss", "eval_loss"):
@@ -114,7 +114,7 @@ def _direction(c: Conversion, key: str) -> None:
         c.carry(key, "checkpoint.best_is", "highest" if c.get(key, flag, False) else "lowest")
 
 
-def _sampling(c: Conversion, key: str) -> None:
+def _sampling(c: Translation, key: str) -> None:
     how = c.get(key, text, "random")
     if how == "sequential":
         c.carry(key, "data.shuffle", "none")
@@ -124,18 +124,18 @@ def _sampling(c: Conversion, key: str) -> None:
         c.say(key, "left", "it changes the order only; packed samples are of one length")
 
 
-def _timeout(c: Conversion, key: str) -> None:
+def _timeout(c: Translation, key: str) -> None:
     c.carry(key, "cluster.collective_minutes", c.get(key, number, 1800) / 60)
 
 
-def _resume(c: Conversion, key: str) -> None:
+def _resume(c: Translation, key: str) -> None:
     if spelled(c.given[key]) in (True, False, "true", "false", ""):
         c.say(key, "same", "the same name continues the same run (run.resume)")
     else:
         c.say(key, "refused", "a run of another trainer cannot be continued; name its weights as the model")
 
 
-def _log(c: Conversion, key: str) -> None:
+def _log(c: Translation, key: str) -> None:
     count = in_steps(c, c.get(key, number, 1) or 1)
     if count is None:
         c.say(key, "left", "a fraction of the run's steps; set train.log_every")
@@ -143,7 +143,7 @@ def _log(c: Conversion, key: str) -> None:
         c.carry(key, "train.log_every", count)
 
 
-def prepare_training(c: Conversion, *, lr: float, output: str, default_precision: str) -> str:
+def prepare_training(c: Translation, *, lr: float, output: str, default_precision: str) -> str:
     """Settle what several options say together. Returns the precision, about which the caller may know more."""
     length(c, "num_train_epochs", default=3.0)
     global_batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", default=8)
@@ -156,7 +156,7 @@ def prepare_training(c: Conversion, *, lr: float, output: str, default_precision
     return precision(c, default=default_precision)
 
 
-def finish_training(c: Conversion, *, lr: float) -> None:
+def finish_training(c: Translation, *, lr: float) -> None:
     """Add the defaults of TrainingArguments that are not ours."""
     if lr != 5e-5:
         c.default("optim.lr", lr, "learning_rate by default")
@@ -166,31 +166,31 @@ def finish_training(c: Conversion, *, lr: float) -> None:
     c.default("run.seed", 42, "seed by default")
 
 
-def evaluates(c: Conversion) -> bool:
+def evaluates(c: Translation) -> bool:
     strategy_key = c.first("eval_strategy", "evaluation_strategy")
     return c.get(strategy_key, text, "no").lower() not in ("no", "false")
 
 
-def _clip(c: Conversion, key: str) -> None:
+def _clip(c: Translation, key: str) -> None:
     norm = c.get(key, number, 1.0)
     c.carry(key, "optim.max_grad_norm", norm or None)
 
 
-def noise(c: Conversion, key: str) -> None:
+def noise(c: Translation, key: str) -> None:
     """Carry NEFTune's noise."""
     _unless_zero(c, key, "train.neftune_noise_alpha")
 
 
-def balance(c: Conversion, key: str) -> None:
+def balance(c: Translation, key: str) -> None:
     """Carry the load-balancing loss of a mixture of experts."""
     _unless_zero(c, key, "train.router_aux_loss_coef")
 
 
-def _smoothing(c: Conversion, key: str) -> None:
+def _smoothing(c: Translation, key: str) -> None:
     _unless_zero(c, key, "train.label_smoothing")
 
 
-def _unless_zero(c: Conversion, key: str, field: str) -> None:
+def _unless_zero(c: Translation, key: str, field: str) -> None:
     value = c.get(key, number, 0)
     if value:
         c.carry(key, field, value)

@@ -9,10 +9,10 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, base_of_flags, carry_lora, details_of_nf4
 from raytune_fsdp.convert.rules import (
-    Conversion,
     Project,
     Said,
     TheirOption,
+    Translation,
     a_map,
     ask,
     carry,
@@ -36,7 +36,7 @@ _LR = 2e-5
 _LENGTH = 1024
 
 
-def prepare(c: Conversion) -> None:
+def prepare(c: Translation) -> None:
     mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
     _precision(c, mixed)
     _method(c)
@@ -53,7 +53,7 @@ _LORA = Lora(
 )  # fmt: skip
 
 
-def _method(c: Conversion) -> None:
+def _method(c: Translation) -> None:
     adapters = c.get("use_peft", flag, False)
     quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
     if adapters:
@@ -63,7 +63,7 @@ def _method(c: Conversion) -> None:
     c.say("use_peft", "same", "every weight is trained (method.type=full)")
 
 
-def _precision(c: Conversion, mixed: str) -> None:
+def _precision(c: Translation, mixed: str) -> None:
     """Carry mixed precision and the type in which weights are loaded: without sharding the optimizer updates those."""
     own = c.first("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = c.get(own, text, "float32").removeprefix("torch.")
@@ -80,7 +80,7 @@ def _precision(c: Conversion, mixed: str) -> None:
         c.default("parallel.precision", found, "bf16 and dtype by default")
 
 
-def _packing(c: Conversion, *, texts: bool) -> None:
+def _packing(c: Translation, *, texts: bool) -> None:
     """Carry the packing, and what becomes of documents that are too long, which depends on it."""
     packed, how = c.get("packing", flag, False), c.get("packing_strategy", text, "bfd")
     ours = {"bfd": "best_fit", "bfd_split": "best_fit", "bfd-requeue": "best_fit", "wrapped": "concat"}
@@ -106,7 +106,7 @@ def _packing(c: Conversion, *, texts: bool) -> None:
     c.default("data.long_documents", long, "what TRL does with more than max_length tokens")
 
 
-def _lengths(c: Conversion) -> None:
+def _lengths(c: Translation) -> None:
     key = c.first("max_length", "max_seq_length")
     if key in c.given and spelled(c.given[key]) is None:
         c.say(key, "refused", "a sample has a fixed length here; give a number, such as the length of the longest row")
@@ -115,7 +115,7 @@ def _lengths(c: Conversion) -> None:
     c.default("data.seq_len", _LENGTH, "max_length by default")
 
 
-def _data(c: Conversion, rows: dict[str, Any]) -> None:
+def _data(c: Translation, rows: dict[str, Any]) -> None:
     found = (re.fullmatch(r"datasets\.([0-9]{1,9})\..+", key) for key in c.given)
     numbers = sorted({int(each[1]) for each in found if each})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
@@ -139,7 +139,7 @@ def _data(c: Conversion, rows: dict[str, Any]) -> None:
         c.say("test_split_size", "carried", in_words("data.eval", held_out))
 
 
-def _format(c: Conversion) -> dict[str, Any]:
+def _format(c: Translation) -> dict[str, Any]:
     """Guess the format from options that only one format uses. TRL itself looks at the first row."""
     answers, column = c.get("completion_only_loss", flag, None), c.first("dataset_text_field")
     if c.get("assistant_only_loss", flag, False):
@@ -168,14 +168,14 @@ def _format(c: Conversion) -> dict[str, Any]:
     return rows
 
 
-def _end_token(c: Conversion, rows: dict[str, Any]) -> None:
+def _end_token(c: Translation, rows: dict[str, Any]) -> None:
     if rows["type"] == "chat":
         c.say("eos_token", "left", "only where an answer ends when one is generated; a turn ends as its template says")
     else:
         c.say("eos_token", "refused", "a text ends with the tokenizer's own end token")
 
 
-def _named(c: Conversion, rows: dict[str, Any]) -> dict[str, Any]:
+def _named(c: Translation, rows: dict[str, Any]) -> dict[str, Any]:
     """Return the one dataset of `dataset_name`; its other split is for evaluation."""
     found: dict[str, Any] = {**place(c.get("dataset_name", text, "")), "format": rows}
     if "hub" not in found:
@@ -198,7 +198,7 @@ def _named(c: Conversion, rows: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _local(c: Conversion, found: dict[str, Any]) -> dict[str, Any]:
+def _local(c: Translation, found: dict[str, Any]) -> dict[str, Any]:
     """Return a dataset of files, which have no named configurations; a directory has splits."""
     c.say("dataset_config", "refused", "files have no configurations here: name those of this one in dataset_name")
     measured = {**found, "split": c.get("dataset_test_split", text, "test")}
@@ -222,7 +222,7 @@ def _local(c: Conversion, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _dataset(c: Conversion, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
+def _dataset(c: Translation, prefix: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
     """Return our datasets for one of `datasets`: one for each file that it names."""
     name, files = c.get(f"{prefix}path", text, ""), c.get(f"{prefix}data_files", words, [])
     found: list[dict[str, Any]] = [place(name)]
@@ -251,12 +251,12 @@ def _dataset(c: Conversion, prefix: str, rows: dict[str, Any]) -> list[dict[str,
     return [{**each, "format": rows} for each in found]
 
 
-def finish(c: Conversion) -> None:
+def finish(c: Translation) -> None:
     finish_training(c, lr=_LR)
     c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
 
 
-def _environment(c: Conversion, key: str) -> None:
+def _environment(c: Translation, key: str) -> None:
     """Carry environment variables, but no secrets: these do not belong in a file that others read."""
     found = {name: str(each) for name, each in c.get(key, a_map, {}).items()}
     kept = {name: value for name, value in found.items() if redact(value, name) == value}
@@ -267,7 +267,7 @@ def _environment(c: Conversion, key: str) -> None:
     c.say(key, "left", note)
 
 
-def _template(c: Conversion, key: str) -> None:
+def _template(c: Translation, key: str) -> None:
     name = c.get(key, text, "")
     if name.endswith((".jinja", ".j2")):
         c.carry(key, "data.chat_template", name)

@@ -13,7 +13,7 @@ from raytune_fsdp.config import FinetuneConfig
 WAIT_FOR_TRACKING = 30.0
 """Seconds."""
 if TYPE_CHECKING:
-    from raytune_fsdp.run.standing import ResumePoint, RunInputs
+    from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from raytune_fsdp.run.checks import check_config, check_first
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Progress
-    from raytune_fsdp.run.standing import ResumePoint, RunInputs
+    from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 
 def run(

@@ -31,7 +31,7 @@ from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict_from
 from raytune_fsdp.predict.subject import with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
-from raytune_fsdp.run.standing import RunInputs
+from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.step.precision import compute_dtype
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ Before ranks start, in the order of a command:
 
 On every rank:
 
-    standing.py          where the run is now, and how all ranks agree on that at every start
+    resume_point.py      where the run is now, and how all ranks agree on that at every start
     assemble.py          a prepared run becomes objects on a rank, the only place where they are made
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps

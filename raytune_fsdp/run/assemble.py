@@ -50,7 +50,7 @@ from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.base_model import agree_on_base
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
-from raytune_fsdp.run.evaluation.exam import Evaluation
+from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.evaluation.losses import check_computation, check_split_tokens
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
@@ -59,8 +59,8 @@ from raytune_fsdp.run.measure.against_prediction import Forecast, bytes_kept
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
-from raytune_fsdp.run.standing import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
 from raytune_fsdp.run.trials.cut import try_split
 from raytune_fsdp.run.trials.kernels import kernels_of

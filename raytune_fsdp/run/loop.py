@@ -21,7 +21,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.names import score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
-from raytune_fsdp.run.evaluation.exam import Evaluation
+from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.saving import Saves, stopped

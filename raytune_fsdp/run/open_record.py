@@ -55,8 +55,8 @@ from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracke
 from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import LOST, lost_seconds
-from raytune_fsdp.run.standing import ResumePoint, RunInputs
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
-from raytune_fsdp.run.standing import ResumePoint, RunInputs, confirm_complete, resume_point_of
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, resume_point_of
 from raytune_fsdp.run.starting_weights import (
     StartingWeights,
     find_adapter,

@@ -31,7 +31,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations, seconds_after
 from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
-from raytune_fsdp.run.standing import ResumePoint, RunInputs
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.optim.update import Optimizer
 
 _LOOK_SECONDS = 0.2  # between two looks at a writer that was given up, or is to be waited for

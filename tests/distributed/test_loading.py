@@ -18,7 +18,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import ResumePoint, RunInputs
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode
 from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, EXPERTS, TIED, UNUSUAL, VOCABULARY, build, save_checkpoint

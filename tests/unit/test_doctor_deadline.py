@@ -24,7 +24,7 @@ import pytest
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.launch.shared_storage import put_token
-from raytune_fsdp.tools.doctor import beside, checkup, cluster, deadline, machines, node, storage, writing
+from raytune_fsdp.tools.doctor import checkup, cluster, deadline, machines, node, own_process, storage, writing
 from raytune_fsdp.tools.doctor.deadline import Asked, Deadline
 from raytune_fsdp.tools.doctor.finding import Finding, exit_code, ok
 from tests.runs import make_config
@@ -74,24 +74,24 @@ def living(group: int) -> list[list[str]]:
     return found
 
 
-def is_stopped(send: beside.Send) -> None:
+def is_stopped(send: own_process.Send) -> None:
     """As where its imports take for ever."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def asks_and_waits(send: beside.Send) -> None:
+def asks_and_waits(send: own_process.Send) -> None:
     send(ok("two", "fine"))
-    send(beside.Question("one", "the server", "start it"))
+    send(own_process.Question("one", "the server", "start it"))
     time.sleep(100)
 
 
-def is_answered_and_slow(send: beside.Send) -> None:
-    send(beside.Question("one", "the server", "start it"))
-    send(beside.Question("one"))
+def is_answered_and_slow(send: own_process.Send) -> None:
+    send(own_process.Question("one", "the server", "start it"))
+    send(own_process.Question("one"))
     time.sleep(100)
 
 
-def dies(send: beside.Send) -> None:
+def dies(send: own_process.Send) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -107,7 +107,7 @@ def test_a_process_that_is_slow_is_told_from_what_it_asks(monkeypatch: pytest.Mo
         dies: (60, [("problem", "one", "look at one")]),
     }
     asked = {
-        work: in_thread(partial(beside.run, work, checks=BOTH, deadline=Deadline(began, began + seconds)), "test")
+        work: in_thread(partial(own_process.run, work, checks=BOTH, deadline=Deadline(began, began + seconds)), "test")
         for work, (seconds, _) in cases.items()
     }
     for work, (seconds, expected) in cases.items():

@@ -22,8 +22,8 @@ from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.resume_point import agree
 from raytune_fsdp.run.saving import Saves
-from raytune_fsdp.run.standing import agree
 from tests.runs import make_config
 
 JOB, POD = {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}

@@ -13,7 +13,7 @@ from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
-from raytune_fsdp.run.evaluation.exam import Evaluation
+from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from tests.runs import make_config, write_tokens
 
 pytestmark = pytest.mark.thorough

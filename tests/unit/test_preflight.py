@@ -23,7 +23,7 @@ from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.host import kept_at_once, more_by_clock
 from raytune_fsdp.predict.preflight import check_memory, check_room, predict_for_run
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import RunInputs
+from raytune_fsdp.run.resume_point import RunInputs
 from tests.clock import Clock
 from tests.runs import LLAMA, make_config
 

@@ -26,8 +26,8 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import checkpoints_to_average
+from raytune_fsdp.run.resume_point import agree
 from raytune_fsdp.run.saving import intervals_of, lost_seconds
-from raytune_fsdp.run.standing import agree
 from raytune_fsdp.tools.audit.segment import choose_segment
 from tests import clock as clocks
 from tests.checkpoints import pieces_of

@@ -82,7 +82,7 @@ from raytune_fsdp.record.screen_messages import Looks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.open_record import RANKS_WAIT_SECONDS, mlflow_tracker, run_start
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.standing import ResumePoint, RunInputs, on_world
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, on_world
 
 FEW_WINDOWS = 4
 """Up to this number of windows are built in this process: tasks would first have to wait until Ray has started (about

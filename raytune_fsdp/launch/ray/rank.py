@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.shared_storage import Token
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.record.tracker import Tracker
-    from raytune_fsdp.run.standing import ResumePoint, RunInputs
+    from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def _failed(rank: int, error: Exception) -> Failed:
 def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int) -> ResumePoint:
     """Where this attempt starts. Collective."""
     from raytune_fsdp.launch.shared_storage import check_seen
-    from raytune_fsdp.run.standing import agree, look, on_world
+    from raytune_fsdp.run.resume_point import agree, look, on_world
 
     def begin() -> ResumePoint:
         check_seen(job.token)  # the driver checked its storage: it must be this one

@@ -1,6 +1,6 @@
 """Measure what a run's model is worth.
 
-exam.py        what an evaluation consists of
+evaluation.py  what an evaluation consists of
 losses.py      the loss on each dataset, and whether the network computes what it should
 answers.py     what the model answers
 tasks.py       questions with known answers

@@ -18,7 +18,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
-from raytune_fsdp.run.evaluation.exam import Evaluation
+from raytune_fsdp.run.evaluation.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 

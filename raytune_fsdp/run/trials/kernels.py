@@ -18,7 +18,7 @@ from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunk
 from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
-from raytune_fsdp.run.standing import ResumePoint, RunInputs
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.precision import compute_dtype
 

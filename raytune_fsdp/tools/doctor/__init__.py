@@ -3,7 +3,7 @@
 checkup    which checks there are; begins them together, and ends with what is known at the deadline
 deadline   the time that all checks share, and a clock for what does not answer
 finding    the outcome of a check; all outcomes as a page or as JSON
-beside     a check in another process, which can be ended, and says when it begins to ask
+own_process a check in another process, which can be ended, and says when it begins to ask
 with_torch checks that need torch and transformers: attention, the model, the sizes of checkpoints
 node       the facts about a machine; goes to the nodes by value, so that it runs whatever they have installed
 machines   checks on the facts that machines report: versions, GPUs, limits, clocks

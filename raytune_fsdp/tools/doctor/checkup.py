@@ -1,7 +1,7 @@
 """Make all checks, at the same time. They share one deadline: what has not ended by then counts as not checked.
 
 This process imports nothing heavy and asks only the storage and the machine itself. What imports torch, Ray or MLflow,
-or waits for a server, runs in another process (beside.py), so that nothing can hold this one up.
+or waits for a server, runs in another process (own_process.py), so that nothing can hold this one up.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.shared_storage import Token, put_token
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.checks import check_first
-from raytune_fsdp.tools.doctor import beside, machines, node, services, storage
-from raytune_fsdp.tools.doctor.beside import Question, Send
+from raytune_fsdp.tools.doctor import machines, node, own_process, services, storage
 from raytune_fsdp.tools.doctor.cluster import ALONE, check_cluster
 from raytune_fsdp.tools.doctor.deadline import TICK, Asked, Deadline
 from raytune_fsdp.tools.doctor.finding import SLOW, Finding, failed, not_checked, ok, problem, refused, warning
 from raytune_fsdp.tools.doctor.machines import check_limits, check_versions, own_requirements
+from raytune_fsdp.tools.doctor.own_process import Question, Send
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
 
@@ -178,7 +178,7 @@ class Checkup:
 
         def work() -> list[Finding]:
             try:
-                return beside.run(
+                return own_process.run(
                     check_with_torch, self.config, is_local, self.network, token is not None,
                     checks=dict.fromkeys(names, _WITH_TORCH), deadline=self._deadline.sooner(2 * _JUDGE_SECONDS),
                     take=lambda sizes: self._sizing.set_result(sizes if isinstance(sizes, CheckpointSizes) else None),
@@ -195,7 +195,7 @@ class Checkup:
         deadline = Deadline(self.began, time.monotonic() + _NETWORK_SECONDS) if network else self._deadline
         within = deadline.sooner(_JUDGE_SECONDS)
         name, alone = next(iter(checks.items()))
-        asking = partial(beside.run, work, *arguments, within, checks=checks, deadline=within)
+        asking = partial(own_process.run, work, *arguments, within, checks=checks, deadline=within)
         return _Check(name, in_thread(asking, name), deadline, alone)
 
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:

@@ -13,7 +13,6 @@ from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.tools.doctor import node
-from raytune_fsdp.tools.doctor.beside import Question, Send
 from raytune_fsdp.tools.doctor.deadline import Deadline
 from raytune_fsdp.tools.doctor.finding import Finding, many, not_checked, ok, problem, refused, warning
 from raytune_fsdp.tools.doctor.machines import (
@@ -24,6 +23,7 @@ from raytune_fsdp.tools.doctor.machines import (
     check_packages,
     check_same,
 )
+from raytune_fsdp.tools.doctor.own_process import Question, Send
 
 if TYPE_CHECKING:
     from raytune_fsdp.launch.ray.resources import Node, Request

@@ -8,9 +8,9 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import sizes_of
 from raytune_fsdp.tools.doctor import node, services
-from raytune_fsdp.tools.doctor.beside import Question, Send
 from raytune_fsdp.tools.doctor.finding import Finding, failed, many, ok, refused, warning
 from raytune_fsdp.tools.doctor.machines import check_kernels
+from raytune_fsdp.tools.doctor.own_process import Question, Send
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes, more_of
 
 _MOUNT = "run `timeout 5 ls` on it: if it does not end, the mount hangs and has to be mounted again (umount -l, mount)"

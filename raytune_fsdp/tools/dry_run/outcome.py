@@ -22,7 +22,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.console import duration, gibibytes, short
 from raytune_fsdp.record.jsonl import each_line, read_events
 from raytune_fsdp.record.lines import metrics_of, time_of
-from raytune_fsdp.run.standing import RunInputs
+from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.step.parallel import memory_of as memory_here
 from raytune_fsdp.tools.dry_run.trial import STEPS
 

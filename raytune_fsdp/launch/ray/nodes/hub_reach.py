@@ -12,7 +12,7 @@ from raytune_fsdp.launch.ray.resources import Node
 from raytune_fsdp.model.directory.hub_download import why_not
 from raytune_fsdp.model.directory.hub_weights import HubWeights
 from raytune_fsdp.run.fetching import wanted
-from raytune_fsdp.run.standing import ResumePoint, RunInputs
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 _SECONDS = 20.0
 """For an answer. A node that has to import torch from shared storage first may take longer; ranks ask again."""

@@ -23,7 +23,7 @@ from raytune_fsdp.record.lines import step_of
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from raytune_fsdp.run.standing import RunInputs
+    from raytune_fsdp.run.resume_point import RunInputs
 
     Found = tuple[dict[str, float], list[dict[str, Any]], float]
     """The values, the answers, and the seconds it took."""
@@ -141,7 +141,7 @@ def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedC
 
     from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_checkpoint
     from raytune_fsdp.launch.local import examine
-    from raytune_fsdp.run.evaluation.exam import Evaluation
+    from raytune_fsdp.run.evaluation.evaluation import Evaluation
 
     check_seen(token, by="an evaluation")
     started = time.monotonic()
