@@ -90,7 +90,7 @@ class Tree:
 
     @property
     def printed(self) -> dict[str, str]:
-        places = {str(self.runs): "RUNS", str(self.code): "CODE", str(ROOT): "CODE"}
+        places = {f"{self.runs}/": "RUNS/", f"{self.code}/": "CODE/", f"{ROOT}/": "CODE/"}
         return dict(printed(self.runs / "printed", [*self.before, *self.after], places))
 
     def commands(self, lines: Mapping[str, list[str]]) -> list[dict[str, Any]]:

@@ -115,9 +115,9 @@ RUNS = {
         from_step=4,
         own=True,
     ),
-    "gpt2-dora-modules_to_save-bf16": Run(
-        base="gpt2", parallel={"precision": "bf16"},
-        more={"method": {**LORA, "dora": True, "modules_to_save": ["wte"], "lr_ratio": 4}}, from_step=4,
+    "llama-dora-modules_to_save-bf16": Run(
+        base="llama", parallel={"precision": "bf16"},
+        more={"method": {**LORA, "dora": True, "modules_to_save": ["lm_head"], "lr_ratio": 4}}, from_step=4,
     ),
     "qwen3-pissa-merged": Run(
         base="qwen3", more={"method": {**LORA, "init": "pissa"}, "export": {"merge": True}}, from_step=4
@@ -132,7 +132,7 @@ RUNS = {
     ),
     "gpt2-ia3-in-order-URL-pattern": Run(
         base="gpt2",
-        data={"train": [{"path": "{url}/*.jsonl", "format": {"type": "tokens"}}], "shuffle": "none"},
+        data={"train": [{"path": "{url}/tok*.jsonl", "format": {"type": "tokens"}}], "shuffle": "none"},
         more={"method": {"type": "ia3"}},
     ),
     "qwen3-freeze-objective": Run(

@@ -22,8 +22,8 @@ RECIPES = (
     "llama3.1-405b-lora-16xh200",
 )  # fmt: skip
 GPUS = {"llama3-70b-32xa100-tensor": 32, "llama3.1-405b-lora-16xh200": 128}
-SAYS_WHEN = {"README.md", "recipe.json"}
-"""Files of an export that name the machine or the time."""
+SAYS_WHEN = {"README.md", "recipe.json", "raytune_fsdp_export.json"}
+"""Files of an export that name the machine or the time, and the one with their hashes."""
 
 
 def before_runs(configs: Mapping[str, Path]) -> dict[str, list[str]]:
