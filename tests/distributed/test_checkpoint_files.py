@@ -179,12 +179,12 @@ def test_any_world_size_and_strategy_reads_any_other(tmp_path: Path) -> None:
 
 def test_torch_reads_our_files_and_we_say_what_is_wrong_with_others(saved: Path) -> None:
     """The files are in the format of torch.distributed.checkpoint."""
-    from torch.distributed.checkpoint import load_into
+    from torch.distributed.checkpoint import load
 
     found = checkpoints(saved)[-1]
     expected = tensors_in(found)
     theirs = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    load_into(theirs, checkpoint_id=found.path, no_dist=True)
+    load(theirs, checkpoint_id=found.path, no_dist=True)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in expected.items())
 
 

@@ -182,7 +182,7 @@ def test_a_killed_process_leaves_nothing_that_counts(path: Path) -> None:
     code = f"""
 import os, pathlib
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import open_source
+from raytune_fsdp.data.sources.opening import open_source
 path = pathlib.Path({str(path)!r})
 dataset = DatasetConfig(path=str(path))
 open_source(dataset, cache=path.parent / "cache", in_place=False, progress=lambda *facts: os._exit(9))

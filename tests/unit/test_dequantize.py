@@ -230,12 +230,14 @@ def test_weights_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from raytune_fsdp.model.directory import files
 
     there = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
-    asked: dict[str, Any] = {}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": there[1]}}))
+    asked: list[dict[str, Any]] = []
     monkeypatch.setattr(files, "ask_hub", lambda name, revision: files.HubAnswer())
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.update(how) or str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append(how) or str(tmp_path))
     files.locate("openai/gpt-oss-20b", None, field="model.path", weights=True)
-    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
-    assert list(filter_repo_objects(there, **patterns)) == there[:2]
+    kinds = ("allow_patterns", "ignore_patterns")
+    fetched = [list(filter_repo_objects(there, **{key: each.get(key) for key in kinds})) for each in asked]
+    assert fetched == [there[:1], there[1:2]], "the small files, then what the index names"
 
 
 def test_weights_that_are_not_quantized_are_read_as_before(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             kept = gibibytes * GIB // plan.layout.world
             return Predicted(kept=kept, peak=kept, where="somewhere", beside=0, checkpoint=1, seconds=1.0)
 
-        monkeypatch.setattr(module, "predict", predict)
+        monkeypatch.setattr(module, "predict_for_run", predict)
         monkeypatch.setattr(preflight, "predict_for_run", predict)
         config = make_config(
             tmp_path, cluster={"launch": "ray", "workers": workers, "device": "cuda"}, train={"global_batch": 64}

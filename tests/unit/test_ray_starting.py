@@ -190,7 +190,7 @@ def compute(_: int) -> None:
 
 
 def wait(_: int) -> None:
-    time.sleep(0.4)
+    time.sleep(2.0)  # of which a twentieth is more than the system's clock of a process is off by
 
 
 def wait_for(pid: int) -> None:
