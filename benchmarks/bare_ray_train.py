@@ -113,7 +113,7 @@ def train(given: dict[str, Any]) -> None:
     shard, steps = ray.train.get_dataset_shard("train"), range(1, last + 1)
     batches = ray_batches(shard, given["windows"], division, steps, data_rank=rank)
     for step in range(done + 1, last + 1):
-        blocks = next(batches).blocks
+        blocks = next(batches).micro_batches
         if step == done + 1:
             tell("data")
         for block in blocks:
