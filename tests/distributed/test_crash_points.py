@@ -22,7 +22,7 @@ from tests.ranks import PRELOAD
 from tests.tracing import Call, Tracer, traceable
 
 if TYPE_CHECKING:
-    from raytune_fsdp.step.optim import AdamW
+    from raytune_fsdp.step.optim.adamw import AdamW
 
 WORLD = 2
 OLD, NEW = 4, 8
