@@ -53,7 +53,7 @@ def rows_of(history: History, marks: list[AxisMark]) -> DataOnRecord:
 
 
 def _packed(history: History) -> str:
-    batch, total, seq_len = history.planned("global_batch"), history.planned("total_samples"), None
+    batch, total = history.planned("global_batch"), history.planned("total_samples")
     seq_len = history.setting("data.seq_len")
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
     if batch is None or type(seq_len) is not int or seq_len < 1 or not steps or steps != history.steps[-1]:

@@ -115,9 +115,9 @@ def check_model(config: FinetuneConfig) -> list[Finding]:
             lacking = ModelError(f"{directory} has no config.json: download the model again")
         elif directory is not None and needs_weights:
             files = set(find_weights(directory).file_of.values())
-            if (size := sum((directory / name).stat().st_size for name in files)) is not None:
-                said = f"{directory}: {many(len(files), 'file')} of weights, {size / 1e9:,.2f} GB, complete"
-                return [ok("model", said)]
+            size = sum((directory / name).stat().st_size for name in files)
+            said = f"{directory}: {many(len(files), 'file')} of weights, {size / 1e9:,.2f} GB, complete"
+            return [ok("model", said)]
     except RaytuneError as error:
         lacking = error
     if is_local(path):
