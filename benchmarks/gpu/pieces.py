@@ -192,7 +192,7 @@ def attention(
     fails = partial(why_kernel_fails, needs=needs, device=at, dtype=dtype)
     chosen = choose("auto", needs, kept=None, device=at, dtype=dtype, fails=fails)
     if chosen.name not in KERNELS:
-        raise RuntimeError(f"no kernel that is told where documents begin: {chosen.why}")
+        raise RuntimeError(f"no kernel that takes document borders: {chosen.why}")
     lengths = list(document_lengths(np.random.default_rng(0), tokens, typical=typical, longest=tokens))
     starts = torch.tensor([0, *np.cumsum(lengths).clip(max=tokens)], dtype=torch.int32, device=at)
     call = Call(borders=Borders(starts=starts, longest=int(starts.diff().max())), scale=width**-0.5)

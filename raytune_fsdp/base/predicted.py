@@ -15,7 +15,7 @@ class Predicted:
     """The most bytes of tensors during a step in which every token is trained on."""
     where: str
     """What the rank does at that peak."""
-    beside: int
+    assumed: int
     """Bytes of the device besides tensors: libraries, and gaps between tensors. Estimated."""
     checkpoint: int
     """Bytes of one checkpoint, of all ranks together."""
@@ -24,7 +24,7 @@ class Predicted:
 
     @property
     def needed(self) -> int:
-        return self.peak + self.beside
+        return self.peak + self.assumed
 
 
 @dataclass(frozen=True, slots=True)

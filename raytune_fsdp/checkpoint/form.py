@@ -61,20 +61,20 @@ def written_of(
     files: Path,
     source: WholeTensors,
     *,
-    beside: WeightFiles | None = None,
+    base_files: WeightFiles | None = None,
     moved: str | None = None,
 ) -> WrittenAs:
     """Return what to write of the weights of a checkpoint's network. `files`: the run's own.
 
-    `beside`: the base of adapters. `moved`: where the base of a run of all weights is now, if not where the run found
-    it.
+    `base_files`: the base of adapters. `moved`: where the base of a run of all weights is now, if not where the run
+    found it.
     """
     network = stored_network(files)
     if network is None or not sees(files):
         return WrittenAs(source=source)
     whole = network.config.model_type == read_config(files).get("model_type")
     try:
-        base = beside or find_weights(_base(checkpoint, files, moved))
+        base = base_files or find_weights(_base(checkpoint, files, moved))
         named = find_named(network, files, base.directory)
         if not whole and named.is_own:
             alone = f"{base.directory} is a {type(network).__name__}, which is the language model alone"
@@ -88,9 +88,9 @@ def written_of(
         return WrittenAs(source=source, form=ExportForm(network=network), alone=first_line(error))
     # As the base has them: transformers may have renamed them since.
     keys = {name: key for name, key in match.key_of.items() if name in owned_tensors(named.network)}
-    form = ExportForm(network=named.network, key_of=keys, beside=base.directory)
+    form = ExportForm(network=named.network, key_of=keys, base_directory=base.directory)
     adapters = CheckpointWeights(checkpoint), CheckpointWeights(checkpoint, INITIAL)
-    untouched = beside is not None and not acts_outside(named, *adapters)
+    untouched = base_files is not None and not acts_outside(named, *adapters)
     return WrittenAs(source=_Around(source, rest, named, untouched=untouched), form=form)
 
 

@@ -36,17 +36,17 @@ class WholeWeights(WholeTensors, Weights, Protocol):
     """Tensors that can be read whole and by rows."""
 
 
-def merged_weights(checkpoint: CommittedCheckpoint, files: Path, beside: WeightFiles | None) -> WholeWeights:
+def merged_weights(checkpoint: CommittedCheckpoint, files: Path, base_files: WeightFiles | None) -> WholeWeights:
     """Return the weights of a checkpoint's network; those of adapters are merged into their base.
 
-    `files`: the run's own. `beside`: those of the base, from `base_of` or `located_base`.
+    `files`: the run's own. `base_files`: those of the base, from `base_of` or `located_base`.
     """
     base, weights = read_state(checkpoint).base, CheckpointWeights(checkpoint)
     if base is None:
         return weights
-    assert beside is not None, f"{checkpoint.path} holds adapters"
+    assert base_files is not None, f"{checkpoint.path} holds adapters"
     added = {name: {int(row): like for row, like in rows.items()} for name, rows in base["added"].items()}
-    stored = base_weights(beside, plain_network(files), added)
+    stored = base_weights(base_files, plain_network(files), added)
     network, initial = saved_network(checkpoint, files), CheckpointWeights(checkpoint, INITIAL)
     if initial.shapes():
         stored = ResidualWeights(stored, initial, network)

@@ -80,11 +80,11 @@ def eval_batches(windows: Windows, *, micro_batch: int, data_ranks: int, data_ra
         yield filler(micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id)
 
 
-def stream_batch(block: Sequence[StreamSample], *, index: int) -> MicroBatch:
+def stream_batch(taken: Sequence[StreamSample], *, index: int) -> MicroBatch:
     return to_batch(
-        [each.sample for each in block],
+        [each.sample for each in taken],
         index=index,
-        after=block[-1].after,
+        after=taken[-1].after,
     )
 
 

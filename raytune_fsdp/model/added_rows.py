@@ -62,7 +62,7 @@ class HeadWithRows(nn.Linear):
         self.register_parameter(ROWS, None)
 
     @classmethod
-    def beside(cls, linear: nn.Linear, rows: nn.Parameter, ids: tuple[int, ...]) -> HeadWithRows:
+    def extending(cls, linear: nn.Linear, rows: nn.Parameter, ids: tuple[int, ...]) -> HeadWithRows:
         """Return a head that has the parameters of `linear`, tied or not, and these rows."""
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias, head.added_rows, head.ids = linear.weight, linear.bias, rows, ids
@@ -95,7 +95,7 @@ def train_rows(network: PreTrainedModel, added: Collection[int]) -> None:
     inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
     rows = _empty(inputs.weight, len(ids))
     tied = outputs.weight is inputs.weight
-    head = HeadWithRows.beside(outputs, rows if tied else _empty(outputs.weight, len(ids)), ids)
+    head = HeadWithRows.extending(outputs, rows if tied else _empty(outputs.weight, len(ids)), ids)
     _replace(network, inputs, EmbeddingWithRows(inputs, rows, ids))
     _replace(network, outputs, head)
 

@@ -67,14 +67,14 @@ def _outermost(module: nn.Module, class_names: set[str], shared: frozenset[int] 
             yield from _outermost(child, class_names, shared)
 
 
-def _shared(blocks: Sequence[nn.Module]) -> frozenset[int]:
+def _shared(layers: Sequence[nn.Module]) -> frozenset[int]:
     """Return the ids of the parameters that more than one of the layers holds."""
-    holders = Counter(id(parameter) for layer in blocks for parameter in layer.parameters())
+    holders = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     return frozenset(key for key, count in holders.items() if count > 1)
 
 
-def _holds(block: nn.Module, parameters: frozenset[int]) -> bool:
-    return bool(parameters) and any(id(parameter) in parameters for parameter in block.parameters())
+def _holds(layer: nn.Module, parameters: frozenset[int]) -> bool:
+    return bool(parameters) and any(id(parameter) in parameters for parameter in layer.parameters())
 
 
 # --- In training ------------------------------------------------------------------------------------------------------
@@ -105,32 +105,32 @@ def set_training_forward(
             layer.forward = partial(_in_training, forward, layer)
 
 
-def _in_training(forward: Forward, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return (forward if block.training else _plain)(block, *args, **kwargs)
+def _in_training(forward: Forward, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return (forward if layer.training else _plain)(layer, *args, **kwargs)
 
 
-def _offloaded(offload: Offload, number: int, forward: Forward, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with offload.of(number, block):
-        return forward(block, *args, **kwargs)
+def _offloaded(offload: Offload, number: int, forward: Forward, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with offload.of(number, layer):
+        return forward(layer, *args, **kwargs)
 
 
-def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _plain(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward pass of the layer's class."""
-    return type(block).forward(block, *args, **kwargs)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
-def _again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(partial(_plain, block), *args, use_reentrant=False, **kwargs)
+def _again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(_plain, layer), *args, use_reentrant=False, **kwargs)
 
 
-def _in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _in_part_again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, _keeps)
-    return checkpoint(partial(_plain, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(partial(_plain, layer), *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _experts_and_in_part_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _experts_and_in_part_again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, _keeps_but_experts)
-    return checkpoint(partial(_plain, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(partial(_plain, layer), *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 _RECOMPUTE: dict[str, Forward] = {"none": _plain, "full": _again, "every_n": _again, "selective": _in_part_again}

@@ -91,22 +91,22 @@ class Offload:
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self._cuda = device.type == "cuda"
         self._copies: Copies = copies or (_OnStream(device) if self._cuda else _AtOnce())
-        self._blocks: dict[int, list[_Away]] = {}
+        self._layers: dict[int, list[_Away]] = {}
         # References, so that memory that is being copied is not given to something else: what was sent and the mark
         # after its copies, layer by layer, and what was fetched for layers that backward has not come to.
         self._leaving: deque[tuple[Any, list[torch.Tensor]]] = deque()
         self._coming: dict[int, tuple[Any, list[torch.Tensor]]] = {}
 
     @contextmanager
-    def of(self, number: int, block: nn.Module) -> Iterator[None]:
-        """Move what `block` keeps in this context to the host. It is layer `number` of a forward pass."""
+    def of(self, number: int, layer: nn.Module) -> Iterator[None]:
+        """Move what `layer` keeps in this context to the host. It is layer `number` of a forward pass."""
         self._give_up_coming()
         # Weights stay: FSDP frees and refills their memory itself. A DTensor computes with its local tensor.
-        weights = {_storage(local_piece(parameter)) for parameter in block.parameters()}
+        weights = {_storage(local_piece(parameter)) for parameter in layer.parameters()}
         # A tensor that several operations keep is sent once. It is held until the layer ends, so that none is taken for
         # another one at the same address.
         sent: list[tuple[torch.Tensor, _Away]] = []
-        mine = self._blocks.setdefault(number, [])  # a layer may run twice in a pass
+        mine = self._layers.setdefault(number, [])  # a layer may run twice in a pass
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[int, _Away]:
             elsewhere = self._cuda and not tensor.is_cuda
@@ -154,8 +154,8 @@ class Offload:
         # Fetch whole layers, this one and the next that backward will come to. No earlier than when backward is in this
         # layer, or a host that is ahead would fetch them all.
         for needed in (number, number - 1):
-            if needed in self._blocks:
-                self._fetch(needed, self._blocks.pop(needed))
+            if needed in self._layers:
+                self._fetch(needed, self._layers.pop(needed))
         if away.back is None:  # its layer began to run again before backward came to it
             self._fetch(number, [away])
         if number in self._coming:

@@ -200,7 +200,7 @@ def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
     if not isinstance(workers, Between):
         least = least_ranks(config) if hardware is None else hardware
         return [layout_of(config, least if workers == "auto" else workers).world]
-    _check_blocks(config, workers.max)
+    _check_micro_batches(config, workers.max)
     step = least_ranks(config)
     sizes = [world for world in range(workers.min, workers.max + 1) if world % step == 0]
     if not sizes:
@@ -255,7 +255,7 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """Return the layout for this world size; ConfigError if there is none. Needs no census."""
     parallel, mesh = config.parallel, config.parallel.mesh
     _check_divides(config, world)
-    _check_blocks(config, world)
+    _check_micro_batches(config, world)
     slices = world // mesh.tensor  # ranks that have the same part of every layer
     if parallel.strategy == "replicate":
         shard_size = 1
@@ -319,13 +319,13 @@ def _shard_size(config: FinetuneConfig, world: int) -> int:
     return mesh.shard * mesh.together if mesh.shard is not None else world // (mesh.replicate or 1)
 
 
-def _blocks(config: FinetuneConfig) -> int:
+def _micro_batches(config: FinetuneConfig) -> int:
     """Return the micro-batches of a step: no more data ranks than these have something to do."""
     return config.train.global_batch // config.train.micro_batch
 
 
-def _check_blocks(config: FinetuneConfig, world: int) -> None:
-    train, micro_batches, together = config.train, _blocks(config), config.parallel.mesh.together
+def _check_micro_batches(config: FinetuneConfig, world: int) -> None:
+    train, micro_batches, together = config.train, _micro_batches(config), config.parallel.mesh.together
     data_ranks = world // together
     if micro_batches < data_ranks:
         shared = f" in groups of {together}" if together > 1 else ""

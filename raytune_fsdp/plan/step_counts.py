@@ -32,7 +32,7 @@ class StepCounts:
 
     @staticmethod
     def pack(
-        step: int, blocks: Sequence[MicroBatch], windows_built: int, division: Division, datasets: int
+        step: int, micro_batches: Sequence[MicroBatch], windows_built: int, division: Division, datasets: int
     ) -> list[int]:
         """Pack this rank's share: the sum over all ranks is the global batch's.
 
@@ -43,7 +43,7 @@ class StepCounts:
         counts = [0] * (first_dataset + datasets)
         counts[3] = windows_built
         last = len(division.micro_batch_sizes(step)) - 1
-        for each in blocks:
+        for each in micro_batches:
             counts[0] += each.target_tokens
             counts[1] += each.tokens
             counts[2] += each.attended_pairs

@@ -122,9 +122,9 @@ def _in_words(where: str) -> str:
     name, *numbers = where.split()
     return {
         "start": "between steps",
-        "pass": "before the first block",
-        "forward": f"forward of block {numbers[-1] if numbers else ''}",
+        "pass": "before the first layer",
+        "forward": f"forward of layer {numbers[-1] if numbers else ''}",
         "head": "norm, head and loss",
-        "backward": f"backward of block {numbers[-1] if numbers else ''}",
+        "backward": f"backward of layer {numbers[-1] if numbers else ''}",
         "update": "update of the weights",
     }[name]

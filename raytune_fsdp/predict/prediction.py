@@ -57,7 +57,7 @@ class Prediction:
     plan: Plan
     cluster: Cluster
     memory: Memory
-    beside: Mapping[str, int]
+    assumed: Mapping[str, int]
     """Bytes of the device that no tensor has."""
     seconds: Seconds
     traffic: Traffic | None
@@ -94,7 +94,7 @@ class Prediction:
 
     @property
     def needed(self) -> int:
-        return self.memory.total + sum(self.beside.values())
+        return self.memory.total + sum(self.assumed.values())
 
     @property
     def fits(self) -> bool:
@@ -156,7 +156,7 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         plan=plan,
         cluster=cluster,
         memory=memory,
-        beside=_beside(device, changing, offloaded),
+        assumed=_assumed(device, changing, offloaded),
         seconds=seconds,
         traffic=found.traffic,
         flops=_flops(found.architecture, plan, config.data.seq_len),
@@ -171,7 +171,7 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
     )
 
 
-def _beside(device: Device, changing: int, offloaded: int) -> dict[str, int]:
+def _assumed(device: Device, changing: int, offloaded: int) -> dict[str, int]:
     """Return bytes of the device that no tensor of the trace has."""
     if device.kind == "cpu":
         return {"process and libraries": PROCESS}

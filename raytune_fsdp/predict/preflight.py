@@ -118,7 +118,7 @@ def predict_for_run(
         here = Cluster(device=device or find_device("H100"), per_node=per_node)
         judged = predict_from(found, config, plan, here)
         if kind == "cuda":
-            assumed = sum(judged.beside.values())
+            assumed = sum(judged.assumed.values())
             # Between machines nobody knows how fast the network is.
             seconds = None if device is None or per_node < plan.layout.world else judged.seconds.step
     except Exception as error:  # of a network that operations on tensors without data do not suit
@@ -128,7 +128,7 @@ def predict_for_run(
         kept=memory.kept,
         peak=memory.total,
         where=memory.where,
-        beside=assumed,
+        assumed=assumed,
         checkpoint=judged.checkpoint,
         seconds=seconds,
     )

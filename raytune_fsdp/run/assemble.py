@@ -214,7 +214,7 @@ def _report(tracker: Tracker, learner: _Learner, saver: Saver, predicted: Predic
         case Predicted():
             tracker.event(
                 names.PREDICTED, kept_bytes=predicted.kept, peak_bytes=predicted.peak, where=predicted.where,
-                beside_bytes=predicted.beside, checkpoint_bytes=predicted.checkpoint, step_seconds=predicted.seconds,
+                beside_bytes=predicted.assumed, checkpoint_bytes=predicted.checkpoint, step_seconds=predicted.seconds,
             )  # fmt: skip
         case NotPredicted():
             tracker.event(names.PREDICTED, because=predicted.because)

@@ -54,8 +54,8 @@ def brought(
     if origin is not None:
         if isinstance(origin.stored, WeightFiles):
             origin = replace(origin, stored=_brought(origin.stored, config, say))
-        elif origin.beside is not None:
-            origin = replace(origin, beside=_brought(origin.beside, config, say))
+        elif origin.base_files is not None:
+            origin = replace(origin, base_files=_brought(origin.base_files, config, say))
     if adapter is not None:
         adapter = replace(adapter, files=_brought(adapter.files, config, say))
     return origin, adapter
@@ -63,7 +63,7 @@ def brought(
 
 def wanted(origin: StartingWeights | None, adapter: AdapterFiles | None) -> list[HubWeights]:
     """What of the hub these weights are in."""
-    stored = [] if origin is None else [origin.stored, origin.beside]
+    stored = [] if origin is None else [origin.stored, origin.base_files]
     files = [*stored, None if adapter is None else adapter.files]
     return [each.hub for each in files if isinstance(each, WeightFiles) and each.hub is not None]
 

@@ -217,11 +217,11 @@ def _is_inside(run: str, place: str) -> bool:
 def _chosen_in(run: str | None) -> set[str]:
     """Return the places in this user's mark on a run."""
     with suppress(OSError, ValueError):
-        return set() if run is None else chosen_in(_beside(run, MARK_FILE))
+        return set() if run is None else chosen_in(_from_run(run, MARK_FILE))
     return set()
 
 
-def _beside(run: str, name: str) -> bytes:
+def _from_run(run: str, name: str) -> bytes:
     """Read one of the files of a run that travel with its checkpoints."""
     if is_url(run):
         return ObjectStorage(run).read(MODEL_FILES, name, MOST_BYTES)
@@ -244,7 +244,7 @@ def _began_with(run: str) -> str | None:
         with TemporaryDirectory(prefix="raytune-model-") as copy:
             files = Path(copy) if is_url(run) else Path(run) / MODEL_FILES
             for name in (MODEL_CONFIG_FILE, RECIPE_FILE) if is_url(run) else ():
-                (files / name).write_bytes(_beside(run, name))
+                (files / name).write_bytes(_from_run(run, name))
             path = began_with(files)[0] if sees(files) else None
     except (RaytuneError, OSError, ValueError):  # an export cannot read it either
         return None

@@ -103,7 +103,7 @@ def export_checkpoint(
         )
         return
     moved, frozen = _bases(checkpoint, files, base)
-    written = written_of(checkpoint, files, merged_weights(checkpoint, files, frozen), beside=frozen, moved=moved)
+    written = written_of(checkpoint, files, merged_weights(checkpoint, files, frozen), base_files=frozen, moved=moved)
     card = model_card(checkpoint, files, dtype=chosen.dtype, sentence=written.sentence)
     export(
         written.source,
@@ -159,7 +159,7 @@ def average(
     files = model_files(newest)
     moved, frozen = _bases(newest, files, base)  # one for all: a run never changes its base
     mean = MeanTensors([merged_weights(found, files, frozen) for found in checkpoints])
-    written = written_of(newest, files, mean, beside=frozen, moved=moved)
+    written = written_of(newest, files, mean, base_files=frozen, moved=moved)
     steps = [found.step for found in checkpoints]
     card = model_card(newest, files, dtype=chosen.dtype, mean_of=steps, sentence=written.sentence)
     export(

@@ -69,7 +69,7 @@ class StartingWeights:
     """Embeddings that get more rows than are stored, by name."""
     added: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
     """Rows of new tokens by embedding, each with the rows whose mean it starts as; none means all."""
-    beside: WeightFiles | None = None
+    base_files: WeightFiles | None = None
     """The files of the base, if `stored` is a checkpoint that holds adapters."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """What that checkpoint records about the files of its base."""
@@ -78,7 +78,7 @@ class StartingWeights:
         """Return the source to fill the network from. No model file is opened yet: this rank may not see any."""
         weights: Weights
         if isinstance(self.stored, CommittedCheckpoint):
-            weights = merged_weights(self.stored, model_files(self.stored), self.beside)
+            weights = merged_weights(self.stored, model_files(self.stored), self.base_files)
         else:
             weights = matched_weights(self.stored, self.match, model)
         return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
@@ -86,7 +86,7 @@ class StartingWeights:
     def sizes(self) -> Mapping[str, int]:
         """Return the sizes of the files, to compare what different ranks see. Raise OSError if there are none."""
         if isinstance(self.stored, CommittedCheckpoint):
-            base = {} if self.beside is None else self.beside.sizes()
+            base = {} if self.base_files is None else self.base_files.sizes()
             return {**storage_at(self.stored.root).sizes(self.stored.name), **{f"base/{n}": s for n, s in base.items()}}
         return self.stored.sizes()
 
@@ -162,7 +162,7 @@ def find_origin(
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
         base, frozen = read_state(checkpoint).base or {}, located_base(checkpoint, fetch=False)
-        origin = StartingWeights(stored=checkpoint, match=Match(key_of={}), grown={}, beside=frozen, base=base)
+        origin = StartingWeights(stored=checkpoint, match=Match(key_of={}), grown={}, base_files=frozen, base=base)
     else:
         files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
         origin = StartingWeights(stored=files, match=match_keys(network, files), grown={})
@@ -314,8 +314,8 @@ def _check_content(
     alone, hashes = mode == "rank0", config.checkpoint.verify == "hashes"
     if isinstance(origin.stored, CommittedCheckpoint):
         _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=alone))
-        if hashes and origin.beside is not None:
-            check_digests(origin.beside, digests(origin.beside, alone=alone), origin.base)
+        if hashes and origin.base_files is not None:
+            check_digests(origin.base_files, digests(origin.base_files, alone=alone), origin.base)
     elif hashes and not alone and not adapted:  # the base of adapters is hashed anyhow
         check_copies(origin.stored)
     if hashes and not alone and adapter is not None:

@@ -97,7 +97,7 @@ def train_step(
     for k, micro_batch in enumerate(batches.micro_batches):
         beat()
         set_gradient_sync(model, last=k == len(batches.micro_batches) - 1, config=parallel)
-        _seed_block(seed, batches.step, micro_batch)
+        _seed_dropout(seed, batches.step, micro_batch)
         losses = micro_batch_loss(model, micro_batch, objective)
         loss = losses.total
         loss_sum += loss.detach()
@@ -120,29 +120,29 @@ def train_step(
 
 
 @torch.no_grad()
-def eval_step(model: PreTrainedModel, block: MicroBatch) -> torch.Tensor:
+def eval_step(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     """Return loss sum, right choices and target tokens of one micro-batch on this rank, in float64. Collective.
 
     The loss is plain cross-entropy, whatever the run adds to it, so that runs can be compared.
     """
-    losses = micro_batch_loss(model, block)
-    targets = torch.full((), float(block.target_tokens * block.counts), dtype=torch.float64, device=losses.total.device)
+    losses = micro_batch_loss(model, batch)
+    targets = torch.full((), float(batch.target_tokens * batch.counts), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 
-def _seed_block(seed: int, step: int, block: MicroBatch) -> None:
+def _seed_dropout(seed: int, step: int, batch: MicroBatch) -> None:
     """Seed dropout by the micro-batch and its place in the run, not by the rank that happens to compute it."""
-    key = derive_key("block", seed, step, block.index) & (2**63 - 1)
+    key = derive_key("block", seed, step, batch.index) & (2**63 - 1)
     # Not torch.manual_seed: it formats the call stack for every kind of device that is not in use, 0.8 ms per call.
     torch.default_generator.manual_seed(key)
-    if block.input_ids.is_cuda:
+    if batch.input_ids.is_cuda:
         torch.cuda.manual_seed(key)
 
 
-def _by_dataset(losses: Losses, block: MicroBatch, datasets: int) -> torch.Tensor:
+def _by_dataset(losses: Losses, batch: MicroBatch, datasets: int) -> torch.Tensor:
     """Sum the losses and the right choices of each dataset."""
     # A product, because index_add on a GPU adds in any order.
-    member = (block.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
+    member = (batch.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
     return torch.stack([losses.each.double(), losses.right.double()]) @ member
 
 
@@ -167,7 +167,7 @@ def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torc
 
 def _sum_over_ranks(
     loss_sum: torch.Tensor,
-    beside: torch.Tensor,
+    others: torch.Tensor,
     squares: torch.Tensor,
     targets: torch.Tensor,
     scale: LossScale,
@@ -176,11 +176,11 @@ def _sum_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss per target and the norm of the whole gradient, the same bits on every rank.
 
-    `beside`, the other sums, is summed over ranks in place.
+    `others`, the other sums, is summed over ranks in place.
     """
-    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), beside])
+    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), others])
     dist.all_reduce(sums)
-    beside.copy_(sums[2:])
+    others.copy_(sums[2:])
     norm = (sums[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
     return sums[0] / targets, norm
 

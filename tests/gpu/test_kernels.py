@@ -1,4 +1,4 @@
-"""On a GPU: kernels that are told where documents begin are right, and steady steps do not wait for the device."""
+"""On a GPU: kernels that take document borders are right, and steady steps do not wait for the device."""
 
 from __future__ import annotations
 

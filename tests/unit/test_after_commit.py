@@ -47,7 +47,7 @@ class Work:
         self._part("due")
         return checkpoint.step not in self.kept
 
-    def missing(self, *, beside: bool) -> str | None:
+    def missing(self, *, during_training: bool) -> str | None:
         assert self.head, "this would wait for the head"
         return self.room
 
@@ -93,7 +93,7 @@ def recovery(step: int) -> CommittedCheckpoint:
     return CommittedCheckpoint(step, 1, ROOT, lasting=False)
 
 
-def beside(work: Work, tmp_path: Path) -> tuple[AfterCommit, list[str]]:
+def during_training(work: Work, tmp_path: Path) -> tuple[AfterCommit, list[str]]:
     said: list[str] = []
     return AfterCommit(work, RunDir(tmp_path, ROOT), lambda: work.head, said.append), said
 
@@ -118,7 +118,7 @@ def test_what_fails_is_a_failed_evaluation_and_no_more(
         error = ray.exceptions.OutOfDiskError("no room in the object store")
     work = Work()
     work.fails[part] = error
-    each, said = beside(work, tmp_path)
+    each, said = during_training(work, tmp_path)
     results[100] = "result of 100"
     each.committed(at(100))
     if part == "due":
@@ -137,7 +137,7 @@ def test_what_fails_is_a_failed_evaluation_and_no_more(
 def test_a_run_that_was_taken_over_is_not_written_to(tmp_path: Path, results: dict[int, Any]) -> None:
     work = Work()
     work.fails["record"] = TakenOverError("another command works on the run")
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     results[100] = "result of 100"
     each.committed(at(100))
     with pytest.raises(TakenOverError):
@@ -147,7 +147,7 @@ def test_a_run_that_was_taken_over_is_not_written_to(tmp_path: Path, results: di
 def test_storage_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path, results: dict[int, Any]) -> None:
     work = Work()
     work.answers.clear()
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     results[100], results[200] = "result of 100", "result of 200"
     before = time.monotonic()
     each.committed(at(100))
@@ -161,7 +161,7 @@ def test_storage_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path, resul
 
 def test_what_has_ended_while_the_driver_was_away_is_not_late(tmp_path: Path, results: dict[int, Any]) -> None:
     work = Work()
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     each.committed(at(100))
     until(each, lambda: each._running is not None)
     assert each._running is not None
@@ -174,7 +174,7 @@ def test_what_has_ended_while_the_driver_was_away_is_not_late(tmp_path: Path, re
 
 def test_what_fails_again_and_again_is_given_up(tmp_path: Path, results: dict[int, Any]) -> None:
     work = Work()
-    each, said = beside(work, tmp_path)
+    each, said = during_training(work, tmp_path)
     results[100], results[200] = ValueError("out of memory"), "result of 200"
     results[100] = OSError("out of memory")
     for _ in range(4):
@@ -190,14 +190,14 @@ def test_the_end_does_not_wait_for_room_that_never_comes_nor_for_a_ray_that_has_
 ) -> None:
     work = Work()
     work.room, work.minutes = "it needs a node with 4 free CPU(s)", 0.3 / 60
-    each, said = beside(work, tmp_path)
+    each, said = during_training(work, tmp_path)
     assert each.finish(lambda: False, lambda: None)
     assert [step for step, _ in work.problems] == [100, 200]
     assert "it needs a node with 4 free CPU(s), and there were not for 0.005 minutes" in said[-1]
     work, work.room = Work(), None
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     assert not each.finish(lambda: False, lambda: "gcs_server" if work.begun else None)
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     assert not each.finish(lambda: bool(work.begun), lambda: None)
 
 
@@ -205,7 +205,7 @@ def test_nothing_asks_for_room_while_the_head_is_away(tmp_path: Path, results: d
     """The question would wait for it: a stop would not be heard."""
     work = Work()
     work.head = False
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     results |= {100: "result of 100", 200: "result of 200"}
     each.committed(at(100))
     for _ in range(20):
@@ -222,7 +222,7 @@ def test_nothing_is_made_of_a_recovery_point(
 ) -> None:
     """Neither when it is committed nor when it is found: what is measured and exported does not depend on a clock."""
     work = Work()
-    each, _ = beside(work, tmp_path)
+    each, _ = during_training(work, tmp_path)
     monkeypatch.setattr(after_commit, "committed", lambda root: [recovery(70), at(100), recovery(130), recovery(170)])
     results |= {step: f"result of {step}" for step in (70, 100, 130, 170, 200, 230)}
     each.committed(recovery(70))

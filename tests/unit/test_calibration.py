@@ -149,7 +149,7 @@ def test_a_step_is_the_sum_of_its_operations_and_of_what_moves(tmp_path: Path) -
     fast_twice = replace(fast, reached={"2": 1.0, "4": 1.6})
     again = predict(subject, config, resolve(config, 2), Cluster(device=device_of(fast_twice), per_node=2))
     assert again.seconds.step == pytest.approx(seconds["fast"].step / 2)
-    assert found["fast"].beside == {"process and libraries": PROCESS}
+    assert found["fast"].assumed == {"process and libraries": PROCESS}
     low, high = again.interval
     assert low == pytest.approx(again.seconds.step / 1.25) and high == pytest.approx(again.seconds.step / 0.75)
 

@@ -1,4 +1,4 @@
-"""Kernels that are told where documents begin compute attention by the book, and wrong ones are found at the start."""
+"""Kernels that take document borders compute attention by the book, and wrong ones are found at the start."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.runs import LLAMA, make_config
 
 GIB = 2**30
 FOUND = Predicted(
-    kept=8 * GIB, peak=15 * GIB, where="backward of block 3", beside=GIB, checkpoint=6 * GIB, seconds=None
+    kept=8 * GIB, peak=15 * GIB, where="backward of layer 3", assumed=GIB, checkpoint=6 * GIB, seconds=None
 )
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 6, "max_position_embeddings": 512}
 LONG = {"data": {"seq_len": 512}, "parallel": {"precision": "fp32"}}
@@ -58,7 +58,7 @@ def check(found: Predicted | NotPredicted, memory: int | None, **how: Any) -> No
         (15.8, 2, "and it has 7.9 GiB of the 15.8 GiB that 2 ranks share"),
         (8 - 2 / GIB, 1, "a rank keeps 8,589,934,592 bytes of weights"),  # else it would have as much as it needs
         (8 - 2 / GIB, 1, "its device has 8,589,934,590 bytes"),
-        (14.5, 1, "estimated to need 16.0 GiB at the most (backward of block 3), and its device has 14.5 GiB"),
+        (14.5, 1, "estimated to need 16.0 GiB at the most (backward of layer 3), and its device has 14.5 GiB"),
     ],
 )
 def test_what_cannot_fit_is_refused(gibibytes: float, ranks: int, says: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +111,7 @@ def test_what_is_named_as_a_way_out_fits(tmp_path: Path, kind: str, monkeypatch:
     ):
         check_memory(config, run, plan, found, kind=kind, memory=less.needed - 1, forced=False)
     with pytest.raises(ConfigError, match=r"Nothing that was tried makes it fit: use more (ranks|machines), "):
-        check_memory(config, run, plan, found, kind=kind, memory=found.beside + 1000, forced=False)
+        check_memory(config, run, plan, found, kind=kind, memory=found.assumed + 1000, forced=False)
 
 
 @pytest.mark.parametrize(("gibibytes", "tried"), [(15, 2), (12, 5)])
@@ -163,7 +163,7 @@ def test_the_time_of_a_step_is_predicted_of_devices_that_are_known(tmp_path: Pat
         name: preflight.preflight(config, run, plan, "cuda", name, memory=80 * GIB, forced=False)
         for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100", "Toaster 3000", None)  # an A100 has 40 or 80 GB
     }
-    assert all(isinstance(each, Predicted) and each.beside >= GIB for each in found.values())
+    assert all(isinstance(each, Predicted) and each.assumed >= GIB for each in found.values())
     assert [getattr(each, "seconds", 0) is not None for each in found.values()] == [True, False, False, False]
 
 

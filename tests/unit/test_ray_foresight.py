@@ -38,7 +38,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(gibibytes: int, workers: Any, *, kind: str = "H100", force: bool = False) -> Foresight:
         def predict(config: object, prepared: object, plan: Plan, *_: object, **__: object) -> Predicted:
             kept = gibibytes * GIB // plan.layout.world
-            return Predicted(kept=kept, peak=kept, where="somewhere", beside=0, checkpoint=1, seconds=1.0)
+            return Predicted(kept=kept, peak=kept, where="somewhere", assumed=0, checkpoint=1, seconds=1.0)
 
         monkeypatch.setattr(module, "predict_for_run", predict)
         monkeypatch.setattr(preflight, "predict_for_run", predict)
@@ -129,7 +129,7 @@ def test_no_time_is_predicted_of_ranks_on_several_nodes(
     monkeypatch: pytest.MonkeyPatch, here: int, seconds: float | None
 ) -> None:
     monkeypatch.setattr("ray.train.get_context", lambda: SimpleNamespace(get_local_world_size=lambda: here))
-    one = Predicted(kept=1, peak=1, where="somewhere", beside=0, checkpoint=1, seconds=1.0)
+    one = Predicted(kept=1, peak=1, where="somewhere", assumed=0, checkpoint=1, seconds=1.0)
     found = rank._as_placed(one, 2)
     assert isinstance(found, Predicted) and found.seconds == seconds
     assert rank._as_placed(NotPredicted("why"), 2) == NotPredicted("why") and rank._as_placed(None, 2) is None

@@ -195,11 +195,11 @@ def _train(
     attempts = Attempts(
         place, limit=config.cluster.max_failures, step=standing.state.step, answers=session.answers, say=say
     )
-    beside = _beside(config, prepared, standing.plan, token, session, event=attempts.event, say=say)
+    after_commits = _after_commits(config, prepared, standing.plan, token, session, event=attempts.event, say=say)
     try:
         board = Board()
         follow = AttemptSupervisor(
-            config, place, attempts, sizes, beside,
+            config, place, attempts, sizes, after_commits,
             demand=demand, board=board, lost=session.lost, answers=session.answers,
             signals=signals, phases=phases, say=say, dry=prepared.dry,
         )  # fmt: skip
@@ -221,7 +221,7 @@ def _train(
         finally:
             follow.end()
     except RaytuneError as error:
-        for each in beside:
+        for each in after_commits:
             each.cancel()
         lease = lease_of(place.lock)
         if isinstance(error, TakenOverError) or (lease is not None and lease.lost()):
@@ -232,12 +232,12 @@ def _train(
             (run_dir / _STORAGE_MARKER).unlink(missing_ok=True)
         raise
     else:
-        _finish(beside, signals, session.lost, say)
+        _finish(after_commits, signals, session.lost, say)
     finally:
         token.remove(refused=not attempts.number)
 
 
-def _beside(
+def _after_commits(
     config: FinetuneConfig,
     prepared: RunInputs,
     plan: Plan,
@@ -268,15 +268,15 @@ def _env(config: FinetuneConfig) -> dict[str, Any] | None:
 
 
 def _finish(
-    beside: Sequence[AfterCommit], signals: Signals, lost: Callable[[], str | None], say: Callable[[str], None]
+    after_commits: Sequence[AfterCommit], signals: Signals, lost: Callable[[], str | None], say: Callable[[str], None]
 ) -> None:
     """Wait for what is left to do of a complete run."""
-    for number, each in enumerate(beside):
+    for number, each in enumerate(after_commits):
         if not each.finish(lambda: signals.count > 0, lost):
             if (gone := lost()) is not None:
                 say(f"{gone}: the same command makes up for the {each.work.what}s")
                 return
-            for left in beside[number:]:
+            for left in after_commits[number:]:
                 left.cancel()
             what = each.work.what
             raise Interrupted(
@@ -302,7 +302,10 @@ def _make_up(
 
     try:
         _finish(
-            _beside(config, prepared, standing.plan, token, session, event=event, say=say), signals, session.lost, say
+            _after_commits(config, prepared, standing.plan, token, session, event=event, say=say),
+            signals,
+            session.lost,
+            say,
         )
     finally:
         token.remove(refused=False)

@@ -84,7 +84,7 @@ class AttemptSupervisor:
         place: RunDir,
         attempts: Attempts,
         sizes: Sizes,
-        beside: Sequence[AfterCommit],
+        after_commits: Sequence[AfterCommit],
         *,
         demand: Demand | None,
         board: Board,
@@ -122,7 +122,7 @@ class AttemptSupervisor:
         self._fit: Future[Any] | None = None
         self._controlling: list[Any] = []
         self.groups = Groups()
-        self._beside = beside
+        self._after_commits = after_commits
         self._waiting_since = self._clock.now
         self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._stopping_since: float | None = None
@@ -190,7 +190,7 @@ class AttemptSupervisor:
                 self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
             self._check_cluster()
             self._check_hang(asked.workers)
-            for each in self._beside:
+            for each in self._after_commits:
                 each.look()
         last: list[Notice] = []
         with suppress(RayError):
@@ -236,7 +236,7 @@ class AttemptSupervisor:
             self._waiting_since = self._clock.now
             self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
         self._attempts.begin()
-        for each in self._beside:
+        for each in self._after_commits:
             each.make_room()
 
     def end(self) -> None:
@@ -295,7 +295,7 @@ class AttemptSupervisor:
             case Committed(step, lasting):
                 self._attempts.committed(step)
                 number, root = self._attempts.number, self._place.checkpoints
-                for each in self._beside:
+                for each in self._after_commits:
                     each.committed(CommittedCheckpoint(step, number, root, lasting=lasting))
 
     def _hear_controller(self, notice: Controlled) -> None:
@@ -308,7 +308,7 @@ class AttemptSupervisor:
         self._phases.finished(phase)
         if phase == "step":
             self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
-            for each in self._beside:
+            for each in self._after_commits:
                 each.make_up()
             self._attempts.event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
 

@@ -204,12 +204,12 @@ def is_adapted(network: nn.Module) -> bool:
 
 def keep_initial_adapters(network: nn.Module, names: Iterable[str]) -> None:
     """Keep a copy of these adapters as they are now, before the first step."""
-    network.began_as = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
+    network.initial_adapters = {name: network.get_parameter(name).detach().clone() for name in names}  # type: ignore[assignment]
 
 
 def initial_adapters(network: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the copies that `keep_initial_adapters` has made."""
-    found: Mapping[str, torch.Tensor] = getattr(network, "began_as", {})
+    found: Mapping[str, torch.Tensor] = getattr(network, "initial_adapters", {})
     return found
 
 

@@ -93,7 +93,7 @@ def choose(
     name, failed = _first(candidates, fails if device.type != "cpu" else lambda _: None)
     why_not = "; ".join(failed) or _why_not(needs, device, dtype)
     if name is not None:
-        why = "the fastest here that is told where documents begin"
+        why = "the fastest here that takes document borders"
         why = "as model.attention says" if "flash" in asked else "as the run began" if name == kept else why
         return KernelChoice(name=name, why=f"{why} ({'; '.join(failed)})" if failed else why)
     if asked == "documents":
@@ -181,8 +181,8 @@ def _why_not(needs: KernelNeeds, device: torch.device, dtype: torch.dtype) -> st
     if needs.softcap and device.type == "cpu":
         return "it has a soft cap on its scores, which only flash-attn computes"
     if device.type == "cuda" and dtype not in SIXTEEN_BITS:
-        return f"kernels that are told where documents begin compute in 16 bits, not in {str(dtype)[6:]}"
-    return f"no kernel that is told where documents begin has heads of width {needs.width}, or runs on {device.type}"
+        return f"kernels that take document borders compute in 16 bits, not in {str(dtype)[6:]}"
+    return f"no kernel that takes document borders has heads of width {needs.width}, or runs on {device.type}"
 
 
 def inputs_of(

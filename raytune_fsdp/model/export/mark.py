@@ -50,7 +50,7 @@ def new_export(destination: Path, model_files: Path, *, adopt: bool = False) -> 
     _check_apart(destination, model_files)
     check_replaceable(destination, adopt=adopt)
     _remove_left(destination)
-    staging = _beside(destination, "export")
+    staging = _sibling(destination, "export")
     try:
         staging.mkdir(parents=True)
         yield staging
@@ -70,7 +70,7 @@ def new_export(destination: Path, model_files: Path, *, adopt: bool = False) -> 
 
 def _put_in_place(staging: Path, destination: Path) -> None:
     """Rename the export to its name. An older one is renamed first: a directory cannot be replaced in one step."""
-    old = _beside(destination, "replaced")
+    old = _sibling(destination, "replaced")
     with suppress(FileNotFoundError):
         destination.rename(old)
     try:
@@ -85,7 +85,7 @@ def _put_in_place(staging: Path, destination: Path) -> None:
     sync_directory(destination.parent)
 
 
-def _beside(destination: Path, what: str) -> Path:
+def _sibling(destination: Path, what: str) -> Path:
     """Return a unique name next to the destination. It names the process that uses it, for `_remove_left`."""
     return destination.with_name(f".{destination.name}.{what}-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
 

@@ -50,7 +50,7 @@ class ExportForm:
     """A network on the meta device. The export has its class, its config and all of its tensors."""
     key_of: Mapping[str, str] = field(default_factory=dict)
     """Keys in the base's own files by names in the network. Other keys are those of transformers' save_pretrained."""
-    beside: Path | None = None
+    base_directory: Path | None = None
     """A directory with the files that say how images and sounds become tensors."""
 
 
@@ -106,7 +106,7 @@ def _put_form(form: ExportForm, staging: Path) -> None:
     if config.get("model_type") != form.network.config.model_type:
         config = json.loads(form.network.config.to_json_string())
     _write_json(staging / CONFIG_FILE, {**config, "architectures": [type(form.network).__name__]})
-    for file in [form.beside / name for name in SEEING_FILES] if form.beside is not None else []:
+    for file in [form.base_directory / name for name in SEEING_FILES] if form.base_directory is not None else []:
         try:
             # Copied as it is, if it is JSON and no larger than such a file is.
             read_json(file, limit=MIB, links=True)

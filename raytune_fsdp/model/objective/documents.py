@@ -19,12 +19,12 @@ class DocumentLosses:
         self._steps: dict[int, dict[int, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def add(self, losses: Losses, block: MicroBatch) -> None:
-        if not block.is_filler:
-            sums = sums_by_segment(losses.each, block)
+    def add(self, losses: Losses, batch: MicroBatch) -> None:
+        if not batch.is_filler:
+            sums = sums_by_segment(losses.each, batch)
             if sums.is_cuda:  # queued now: the step's metrics, which the host waits for, are queued after it
                 sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-            self._steps.setdefault(pulse().step, {})[block.index] = sums
+            self._steps.setdefault(pulse().step, {})[batch.index] = sums
 
     def take(self, steps: Iterable[int]) -> dict[int, dict[int, list[float]]]:
         """Take out the sums of steps whose metrics the host has, by step and micro-batch."""
@@ -32,11 +32,11 @@ class DocumentLosses:
         return {step: {index: sums.tolist() for index, sums in batches.items()} for step, batches in found.items()}
 
 
-def sums_by_segment(each: torch.Tensor, block: MicroBatch) -> torch.Tensor:
+def sums_by_segment(each: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Sum the losses of a micro-batch's targets, in float64, by the segments between its borders."""
-    places, starts, part = block.targets.places, block.borders.starts, block.part
+    places, starts, part = batch.targets.places, batch.borders.starts, batch.part
     if part is not None:
-        places = places + part.member * block.input_ids.numel()
+        places = places + part.member * batch.input_ids.numel()
     starts = starts.to(places.dtype)
     # Then index_add adds in order, and a GPU has no deterministic running sums.
     if torch.are_deterministic_algorithms_enabled():

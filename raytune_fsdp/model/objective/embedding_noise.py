@@ -13,7 +13,7 @@ from raytune_fsdp.base.batch import PADDING, MicroBatch
 
 
 @contextmanager
-def noisy_embeddings(model: PreTrainedModel, block: MicroBatch, alpha: float | None) -> Iterator[None]:
+def noisy_embeddings(model: PreTrainedModel, batch: MicroBatch, alpha: float | None) -> Iterator[None]:
     """Have the network's embedding add noise to its results in this context, no larger than alpha / sqrt(L * width).
 
     L is how many tokens a packed sample has, padding left out. The noise is drawn from the random state that every
@@ -22,10 +22,10 @@ def noisy_embeddings(model: PreTrainedModel, block: MicroBatch, alpha: float | N
     if alpha is None:
         yield
         return
-    tokens = (block.source_ids != PADDING).sum(-1, keepdim=True).clamp(min=1)  # a filler has none
+    tokens = (batch.source_ids != PADDING).sum(-1, keepdim=True).clamp(min=1)  # a filler has none
     # The length for each token: kernels that get borders have all samples of a micro-batch in one row.
-    lengths = tokens.expand_as(block.source_ids).reshape(-1)
-    part = block.part
+    lengths = tokens.expand_as(batch.source_ids).reshape(-1)
+    part = batch.part
     if part is not None:
         lengths = part.lengths.clamp(min=1)
 

@@ -16,19 +16,19 @@ from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 
 
-def micro_batch_loss(model: PreTrainedModel, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
+def micro_batch_loss(model: PreTrainedModel, batch: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """Compute the losses of a micro-batch from its tokens. All ranks must call this (sharded forward)."""
     routers = objective.routers
     if routers is None:
-        losses = _token_losses(model, block, objective)
+        losses = _token_losses(model, batch, objective)
     else:
-        with routers.watching(block):
-            losses = _token_losses(model, block, objective)
-        losses = routers.add_to(losses, block)
-    if not block.counts:
+        with routers.watching(batch):
+            losses = _token_losses(model, batch, objective)
+        losses = routers.add_to(losses, batch)
+    if not batch.counts:
         losses = _not_counted(losses)
     if objective.documents is not None:
-        objective.documents.add(losses, block)
+        objective.documents.add(losses, batch)
     return losses
 
 
@@ -43,35 +43,35 @@ def _not_counted(losses: Losses) -> Losses:
     )
 
 
-def _token_losses(model: PreTrainedModel, block: MicroBatch, objective: Objective) -> Losses:
+def _token_losses(model: PreTrainedModel, batch: MicroBatch, objective: Objective) -> Losses:
     head = model.get_output_embeddings()
-    with noisy_embeddings(model, block, objective.neftune_noise_alpha):
+    with noisy_embeddings(model, batch, objective.neftune_noise_alpha):
         if not isinstance(head, LossHead):
-            logits = logits_of(model, block.input_ids, block.position_ids, block.borders)
-            return plain_losses(logits, block, objective)
-        with head.aimed_at(block.targets, objective):
-            model(**inputs_of(model, block.input_ids, block.position_ids, block.borders))
+            logits = logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
+            return plain_losses(logits, batch, objective)
+        with head.aimed_at(batch.targets, objective):
+            model(**inputs_of(model, batch.input_ids, batch.position_ids, batch.borders))
     assert head.losses is not None
     return head.losses
 
 
-def plain_losses(logits: torch.Tensor, block: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
+def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """Compute the losses of a micro-batch from all of its logits, (samples, tokens, vocabulary)."""
-    total, log_probabilities = _summed(logits, _targets_of(block))
-    places, ids = block.targets.places, block.targets.ids
+    total, log_probabilities = _summed(logits, _targets_of(batch))
+    places, ids = batch.targets.places, batch.targets.ids
     fixed = log_probabilities.detach()
     each, right = -fixed[places, ids], fixed.argmax(-1)[places] == ids
     if objective.bends_losses:
-        bent = _bent(logits.reshape(len(log_probabilities), -1), log_probabilities, block, objective)
+        bent = _bent(logits.reshape(len(log_probabilities), -1), log_probabilities, batch, objective)
         total, each = bent.sum(), bent.detach()
     return Losses(total=total, each=each, right=right)
 
 
 def _bent(
-    logits: torch.Tensor, log_probabilities: torch.Tensor, block: MicroBatch, objective: Objective
+    logits: torch.Tensor, log_probabilities: torch.Tensor, batch: MicroBatch, objective: Objective
 ) -> torch.Tensor:
     """Compute the targets' losses with label smoothing and z-loss, the square of the logarithm of the softmax's sum."""
-    places, ids = block.targets.places, block.targets.ids
+    places, ids = batch.targets.places, batch.targets.ids
     each = -log_probabilities[places, ids]
     if objective.label_smoothing:
         each = torch.lerp(each, -log_probabilities.mean(-1)[places], objective.label_smoothing)
@@ -86,11 +86,11 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return _summed(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1))[0]
 
 
-def _targets_of(block: MicroBatch) -> torch.Tensor:
+def _targets_of(batch: MicroBatch) -> torch.Tensor:
     """Return the target at each place, with the samples laid out one after another."""
     # Not from the labels: the last token of a part predicts the first token of the next part.
-    targets = torch.full((block.input_ids.numel(),), IGNORE, device=block.input_ids.device)
-    targets[block.targets.places] = block.targets.ids
+    targets = torch.full((batch.input_ids.numel(),), IGNORE, device=batch.input_ids.device)
+    targets[batch.targets.places] = batch.targets.ids
     return targets
 
 

@@ -119,10 +119,10 @@ class Routers:
             module.register_forward_hook(partial(self._seen, index))
 
     @contextmanager
-    def watching(self, block: MicroBatch) -> Iterator[None]:
+    def watching(self, batch: MicroBatch) -> Iterator[None]:
         """Note, in this context, a forward pass of the network over this micro-batch."""
         # Kept until the next micro-batch: what is computed again in backward has to do the same.
-        self._real = (block.source_ids != PADDING).reshape(-1)
+        self._real = (batch.source_ids != PADDING).reshape(-1)
         self._noting, self._load, self._sums = True, [], []
         try:
             yield
@@ -159,7 +159,7 @@ class Routers:
         real = self._real.to(logits.dtype)
         return torch.cat([counts.to(logits.dtype), real @ probabilities, (real @ logits.logsumexp(-1).square())[None]])
 
-    def add_to(self, losses: Losses, block: MicroBatch) -> Losses:
+    def add_to(self, losses: Losses, batch: MicroBatch) -> Losses:
         """Add the routers' losses, times the micro-batch's number of targets, and the load of the experts."""
         losses = replace(losses, load=tuple(self._load))
         if not self._sums:
@@ -175,4 +175,4 @@ class Routers:
         means = sums / rows
         counts, probabilities = means[: self.experts], means[self.experts : -1]
         added = self._aux * self.experts * (counts * probabilities).sum() + self._z * means[-1]
-        return replace(losses, total=losses.total + (block.target_tokens * added).to(losses.total.dtype))
+        return replace(losses, total=losses.total + (batch.target_tokens * added).to(losses.total.dtype))

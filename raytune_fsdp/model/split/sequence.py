@@ -34,7 +34,7 @@ def check_attention_in_parts(sequence: int, chosen: KernelChoice) -> None:
     """Refuse an attention that sees only the tokens of its own rank."""
     if chosen.name not in KERNELS:
         raise ConfigError(
-            f"parallel.mesh.sequence={sequence}: only attention that is told where documents begin can be shared by "
+            f"parallel.mesh.sequence={sequence}: only attention that takes document borders can be shared by "
             f"ranks, and this run has transformers' {chosen.name} ({chosen.why}); set parallel.mesh.sequence=1"
         )
 

@@ -30,7 +30,7 @@ _PARTS = {
 
 def as_page(planned: Planned) -> str:
     found = planned.prediction
-    lines = [*_memory(planned), "", *_speed(planned), "", *_beside(planned)]
+    lines = [*_memory(planned), "", *_speed(planned), "", *_host(planned)]
     if planned.advice:
         lines += ["", *_advice(planned.advice)]
     if planned.alternatives:
@@ -54,7 +54,7 @@ def _memory(planned: Planned) -> list[str]:
         for name, why in _PARTS.items()
         if name not in memory.elsewhere
     }
-    parts |= {name: (size, "assumed, not measured") for name, size in found.beside.items()}
+    parts |= {name: (size, "assumed, not measured") for name, size in found.assumed.items()}
     for name, (size, why) in parts.items():
         if size:
             lines.append(f"{'':{_LABEL}}{name:23}{_gib(size):>10}  {_bar(size / device.memory):16} {why}")
@@ -129,7 +129,7 @@ def _speed(planned: Planned) -> list[str]:
     return lines + _row("batch", f"{samples} samples, {found.tokens:,} tokens a step")
 
 
-def _beside(planned: Planned) -> list[str]:
+def _host(planned: Planned) -> list[str]:
     each = planned.host_needs
     kept = ", ".join(f"{count} {name}" for name, count in each.kept.items())
     free = "" if planned.free is None else f"; {_gib(planned.free)} are free at its place on this machine"
@@ -324,7 +324,7 @@ def point_as_data(found: Prediction, each: HostNeeds, notes: Iterable[Advice], p
             "between_steps": dict(found.memory.start),
             "on_host": sorted(kind for kind in found.memory.elsewhere if found.memory.peak.get(kind)),
             "where": found.memory.where,
-            "assumed": dict(found.beside),
+            "assumed": dict(found.assumed),
         },
         "host": {
             "loading": each.loading,

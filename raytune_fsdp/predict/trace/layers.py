@@ -44,20 +44,20 @@ def keep_layers(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool)
     return [kept.index(number) for number in stands_for]
 
 
-def _list_with(block: nn.Module, lists: Sequence[nn.ModuleList]) -> nn.ModuleList | None:
-    return next((each for each in lists if any(block is one for one in each)), None)
+def _list_with(layer: nn.Module, lists: Sequence[nn.ModuleList]) -> nn.ModuleList | None:
+    return next((each for each in lists if any(layer is one for one in each)), None)
 
 
-def _kind(block: nn.Module) -> tuple[Hashable, ...]:
+def _kind(layer: nn.Module) -> tuple[Hashable, ...]:
     """Return what makes two layers need the same: what they are made of, and their settings."""
-    weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.parameters())
     settings = tuple(
         (key, value)
-        for module in block.modules()
+        for module in layer.modules()
         for key, value in sorted(vars(module).items())
         if isinstance(value, int | float | str) and not any(part in key for part in _NUMBERED)
     )
-    return (type(block).__qualname__, weights, settings)
+    return (type(layer).__qualname__, weights, settings)
 
 
 def representatives(kinds: Sequence[Hashable], margin: int) -> list[int]:

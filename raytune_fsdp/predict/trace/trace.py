@@ -61,23 +61,23 @@ class Recorder:
     """Marks the timeline where passes, layers and the update begin, and says what is what."""
 
     def __init__(
-        self, live: MemoryTrace, model: PreTrainedModel, blocks: Sequence[nn.Module], optimizer: Optimizer
+        self, live: MemoryTrace, model: PreTrainedModel, layers: Sequence[nn.Module], optimizer: Optimizer
     ) -> None:
-        """`blocks`: the layers, as they were found before FSDP gave their classes other names."""
+        """`layers`: the layers, as they were found before FSDP gave their classes other names."""
         self._live, self._model, self._optimizer = live, model, optimizer
-        self._blocks = blocks
+        self._layers = layers
         self._pass = -1
         weights = [_local(each) for each in (*model.parameters(), *model.buffers())]
         live.name(weights, "weights")
         live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
-        self.persistent = tuple(self._kept(layer) for layer in self._blocks)
-        self.trained = [_trained(layer.parameters()) for layer in self._blocks]
+        self.persistent = tuple(self._kept(layer) for layer in self._layers)
+        self.trained = [_trained(layer.parameters()) for layer in self._layers]
         self.rest = _trained(model.parameters()) - sum(self.trained)
 
     def record(self, step: Any) -> None:
         """Follow a step."""
         hooks = [self._model.register_forward_pre_hook(self._begins)]
-        for number, layer in enumerate(self._blocks):
+        for number, layer in enumerate(self._layers):
             hooks.append(layer.register_forward_pre_hook(self._marker(number)))
             hooks.append(layer.register_forward_hook(self._behind(number)))
         try:
@@ -114,7 +114,7 @@ class Recorder:
 
     def _behind(self, number: int) -> Any:
         """Mark the end of the last layer's forward, and where backward comes to a layer."""
-        last = number == len(self._blocks) - 1
+        last = number == len(self._layers) - 1
 
         def behind(_: nn.Module, __: Any, output: Any) -> None:
             if last:
@@ -137,10 +137,10 @@ class Recorder:
             held.append(group._partial_reduce_output)  # of replicas, until they are summed over all of them
             self._live.name((each for each in held if each is not None), "gradients")
 
-    def _kept(self, block: nn.Module) -> Bytes:
-        ids = {id(parameter) for parameter in block.parameters()}
+    def _kept(self, layer: nn.Module) -> Bytes:
+        ids = {id(parameter) for parameter in layer.parameters()}
         names = {name for name, parameter in self._model.named_parameters() if id(parameter) in ids}
-        weights = sum(_local(parameter).nbytes for parameter in block.parameters())
+        weights = sum(_local(parameter).nbytes for parameter in layer.parameters())
         state = sum(
             _local(tensor).nbytes
             for key, tensor in self._optimizer.state_tensors().items()

@@ -126,13 +126,13 @@ class MlflowTracker(Follower):
         self._hopeless: set[Position] = set()
         self._attempts = AttemptRuns()
         self._tables = Tables(directory)
-        self._beside: deque[tuple[str, Callable[[MlflowRun], None]]] = deque()
+        self._others: deque[tuple[str, Callable[[MlflowRun], None]]] = deque()
         """What is to be sent besides metrics, with its name. Its failures must not cost metrics: artifacts may live in
         another store."""
         self._tries = 0
         self._given_up: set[str] = set()
         self._last_things = False
-        """Whether what can be sent only at the end of a run has been added to `_beside`."""
+        """Whether what can be sent only at the end of a run has been added to `_others`."""
 
     def state(self) -> dict[str, str]:
         """Return the run's id, if it is known by now; the run's directory has it, too."""
@@ -190,17 +190,17 @@ class MlflowTracker(Follower):
             self._send(self._run, batch)
             # Pause for as long as sending took: training gets Python's lock for half of the time at least.
             self._pause(time.monotonic() - began)
-        elif self._beside:
+        elif self._others:
             self._send_beside(self._run)
         elif self._more_measured():
-            self._beside.append((_MEASURED, self._send_measured))
+            self._others.append((_MEASURED, self._send_measured))
         elif closed and not self._last_things:
             self._queue_last_things(self._run)
         elif closed:
             self._run.end(_STATUS[self._status])
             self._ended = True
         elif (due := self._tables.due()) is not None and due <= 0:
-            self._beside.append(("events", self._send_tables))
+            self._others.append(("events", self._send_tables))
         else:
             self._wait(committed, due)
 
@@ -236,7 +236,7 @@ class MlflowTracker(Follower):
     def _describe(self, run: MlflowRun) -> None:
         """Send the params, and queue what else describes the run, unless MLflow has it."""
         start = self._start
-        self._beside.clear()
+        self._others.clear()
         self._last_things, self._measured = False, Position()
         self._tables.stale = not start.over or self._tables.differ_from(run)
         if start.over and ATTEMPT in run.tags:
@@ -253,30 +253,30 @@ class MlflowTracker(Follower):
         tags = {ATTEMPT: str(start.attempt), _RESUMED_FROM: str(start.resumed_from)}
         if start.commit is not None:
             tags[_COMMIT] = start.commit
-        self._beside += [
+        self._others += [
             ("datasets", lambda run: run.add_inputs(start.datasets)),
             ("config", lambda run: run.add_text(config, "config.yaml")),
             ("plan", lambda run: run.add_text(plan, "plan.json")),
         ]
         if not start.over:
             events = self._tables.events
-            self._beside.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
+            self._others.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
         # The tags go last: they show that all before them has arrived.
-        self._beside.append(("tags", lambda run: run.set_tags(tags)))
+        self._others.append(("tags", lambda run: run.set_tags(tags)))
 
     def _queue_last_things(self, run: MlflowRun) -> None:
         """Queue what can be sent only at the end of a run."""
         self._last_things = True
         attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
         if run.status != status:
-            self._beside.append(("attempt", lambda run: self._attempts.end(run, attempt, status, events())))
+            self._others.append(("attempt", lambda run: self._attempts.end(run, attempt, status, events())))
         if self._start.over:  # the command has made it, after the ranks have ended
-            self._beside.append(("report", lambda run: send_report(run, self._directory)))
+            self._others.append(("report", lambda run: send_report(run, self._directory)))
         if self._tables.stale or self._tables.differ_from(run):
-            self._beside.append(("events", self._send_tables))
+            self._others.append(("events", self._send_tables))
 
     def _send_beside(self, run: MlflowRun) -> None:
-        what, send = self._beside[0]
+        what, send = self._others[0]
         if what not in self._given_up:
             try:
                 send(run)
@@ -288,7 +288,7 @@ class MlflowTracker(Follower):
                 problem = redact_text(in_one_line(error))
                 logger.warning("MLflow did not take the %s of run %s: %s", what, run.id, problem)
         self._tries = 0
-        self._beside.popleft()
+        self._others.popleft()
 
     def _send_tables(self, run: MlflowRun) -> None:
         self._tables.send(run, self._attempts, self._start.attempt)

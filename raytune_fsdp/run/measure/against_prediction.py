@@ -34,7 +34,7 @@ class Forecast:
         self._seconds: list[float] = []
         self._news: dict[str, Any] | None = None
 
-    def beside(self, rows: Sequence[StepMetrics]) -> list[StepMetrics]:
+    def compared(self, rows: Sequence[StepMetrics]) -> list[StepMetrics]:
         """Return the rows; once in an attempt, add to the last of them how far the prediction was off."""
         found = list(rows)
         predicted = self._predicted

@@ -121,7 +121,7 @@ class Meter:
         rows[-1] = replace(rows[-1], nodes=nodes)
         self._pending = self._pending[len(ready) :]
         self._since = now
-        return rows if self._forecast is None else self._forecast.beside(rows)
+        return rows if self._forecast is None else self._forecast.compared(rows)
 
     def forecast(self) -> list[dict[str, Any]]:
         """Return how a prediction compares with its measurement, if that was found since the last call."""

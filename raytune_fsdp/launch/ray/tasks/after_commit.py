@@ -46,8 +46,8 @@ class Chore(Protocol):
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
         """Whether to do it to this checkpoint, when those that were `asked` for are done or will be. Reads storage."""
 
-    def missing(self, *, beside: bool) -> str | None:
-        """What there must be free of the cluster before it may begin, `beside` training or after it."""
+    def missing(self, *, during_training: bool) -> str | None:
+        """Return what the cluster lacks for this work to begin, during training or after it; None if nothing."""
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
         """Start the task."""
@@ -76,7 +76,7 @@ class AfterCommit:
         self._recording: list[CommittedCheckpoint] = []
         self._failures: Counter[CommittedCheckpoint] = Counter()
         self._made_room = False
-        self._beside_training = True
+        self._during_training = True
         self._told = False
         self._no_room_since: float | None = None
         self._calls: deque[tuple[Callable[[], Any], Callable[[Future[Any]], None]]] = deque()
@@ -159,12 +159,12 @@ class AfterCommit:
             self._failed(checkpoint, in_words(error))
 
     def _has_room(self, checkpoint: CommittedCheckpoint) -> bool:
-        missing, now = self.work.missing(beside=self._beside_training), time.monotonic()
+        missing, now = self.work.missing(during_training=self._during_training), time.monotonic()
         if missing is not None and not self._told:
             self._say(f"the {self.work.what} of step {checkpoint.step} waits: {missing}")
         self._told = missing is not None
         since, self._no_room_since = self._no_room_since, None if missing is None else self._no_room_since or now
-        if missing is None or self._beside_training or since is None or now - since < self.work.minutes * 60:
+        if missing is None or self._during_training or since is None or now - since < self.work.minutes * 60:
             return missing is None
         self._waiting.remove(checkpoint)
         self._no_room_since = None
@@ -173,7 +173,7 @@ class AfterCommit:
 
     def finish(self, stop: Callable[[], bool], lost: Callable[[], str | None]) -> bool:
         """Wait for all that is due. False if `stop` ended the wait, or if the Ray is `lost`."""
-        self._beside_training, told = False, False
+        self._during_training, told = False, False
         self.make_up()
         while self._asked() or self._calls or self._call is not None:
             if stop() or lost():
@@ -227,7 +227,7 @@ class AfterCommit:
         """`for_good`: as far as this command goes; another one tries again."""
         self._failures[checkpoint] += _TRIES if for_good else 1
         self.work.failed(checkpoint, problem)
-        goes_on = "; training goes on" if self._beside_training else ""
+        goes_on = "; training goes on" if self._during_training else ""
         self._say(f"the {self.work.what} of step {checkpoint.step} failed: {problem}{goes_on}")
 
     def _why(self, checkpoint: CommittedCheckpoint, error: BaseException) -> str:

@@ -82,9 +82,9 @@ class Evaluations:
             checkpoint.step == self._plan.steps or times_due(checkpoint.step, every) > times_due(last, every)
         )
 
-    def missing(self, *, beside: bool) -> str | None:
+    def missing(self, *, during_training: bool) -> str | None:
         # A CPU stays free: the data of the ranks is read and tokenized by tasks, and they would wait for their batches.
-        chosen, spare = self._config.eval, int(beside and group_around() is None)
+        chosen, spare = self._config.eval, int(during_training and group_around() is None)
         free = [(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in free_for_tasks(nodes())]
         # On one node: a task is not spread. The spare one may be anywhere, and outside of a group around this process.
         fits = any(cpus >= chosen.task_cpus and gpus >= chosen.task_gpus for cpus, gpus in free)
@@ -96,7 +96,7 @@ class Evaluations:
         place = "node" if group_around() is None else "bundle of the placement group around it"
         return (
             f"it needs a {place} with {chosen.task_cpus} free CPU(s){on} (eval.task_cpus, eval.task_gpus); the most "
-            f"that one has is {most[0]} and {most[1]}{more if beside else ''}"
+            f"that one has is {most[0]} and {most[1]}{more if during_training else ''}"
         )
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:

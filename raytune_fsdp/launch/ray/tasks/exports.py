@@ -75,7 +75,7 @@ class Exports:
         there += [found.step for found in asked]
         return number not in {times_due(step, self._every) for step in there}
 
-    def missing(self, *, beside: bool) -> str | None:
+    def missing(self, *, during_training: bool) -> str | None:
         return None
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
