@@ -37,7 +37,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,22 +45,18 @@ from benchmarks.record import installed, write_result
 from benchmarks.step import Clock, Turns
 from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.pieces.pieces import local_piece
-from raytune_fsdp.model.precision.quantized import quantize_layers
-from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.predict.subject import ModelSpec
+from raytune_fsdp.predict.trace.trace import as_rank_of, assume_kernels, first_rank
 from raytune_fsdp.record.jsonl import read_trajectory
 from raytune_fsdp.run.assemble import assemble
+from raytune_fsdp.run.build import build, optimizer_of
 from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.trials.needs import network_needs
-from raytune_fsdp.step.optim.build import build_optimizer
-from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
-from raytune_fsdp.step.precision import store_frozen
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, Any]] = {
@@ -119,20 +114,13 @@ def config_of(model: dict[str, Any], method: dict[str, Any], precision: str, **s
 
 def bytes_of(size: str, method: dict[str, Any], world: int) -> dict[str, int]:
     """Of rank 0. Starts a process group of its own that talks to nobody."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    architecture = architecture_of(size)
-    config = config_of({"init": "random", "architecture": {"model_type": "llama", **architecture}}, method, "bf16")
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        network = build_network(LlamaConfig(**architecture), config)
-        ends = network_needs(config, LlamaConfig(**architecture), network).ends
-        if isinstance(config.method, QloraMethod):
-            quantize_layers(network, config.method.quantization)
-        store_frozen(network, config.parallel.precision)
-        mesh = make_mesh(Layout(world=world, data_ranks=world, replicas=1, shard_size=world), CPU)
-        shard(network, mesh, config.parallel, sharding_units(network, config.parallel, ends=ends))
-        optimizer = build_optimizer(network, config.optim, config.method)
+    model = {"init": "random", "architecture": {"model_type": "llama", **architecture_of(size)}}
+    config = config_of(model, method, "bf16", train={"global_batch": world, "micro_batch": 1, "max_steps": 1})
+    spec, plan = ModelSpec.of(config), resolve(config, world)
+    with as_rank_of(world):
+        site, kernels = first_rank(plan, "cpu", 0, None), partial(assume_kernels, config, spec.needs, "cpu")
+        built = build(config, spec.hf_config, spec.needs, site, kernels)
+        network, optimizer = built.model, optimizer_of(built, config)
         optimizer.init_state()
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         return {
@@ -142,8 +130,6 @@ def bytes_of(size: str, method: dict[str, Any], world: int) -> dict[str, int]:
             "optimizer": sum(_nbytes(tensor) for tensor in optimizer.state_tensors().values()),
             "checkpoint": sum(_nbytes(tensor) for tensor in tensors_of(network, optimizer).values()),
         }
-    finally:
-        dist.destroy_process_group()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

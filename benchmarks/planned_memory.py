@@ -41,21 +41,16 @@ from benchmarks.ranks import run_ranks
 from benchmarks.record import origin, write_result
 from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.launch.local import prepare_on_rank0
-from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.model.precision.quantized import quantize_layers
-from raytune_fsdp.model.split.tensor import cut_shapes
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.speed import moved_in_layers, phases_of
-from raytune_fsdp.predict.trace.trace import full_batches, trace
+from raytune_fsdp.predict.subject import ModelSpec
+from raytune_fsdp.predict.trace.trace import full_batches, sharding_of, trace
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import RankRun
-from raytune_fsdp.run.trials.needs import network_needs
-from raytune_fsdp.step.parallel import exchanged_of, sharding_units, traffic_of
 from raytune_fsdp.step.parallel import memory_of as memory_of_device
 from raytune_fsdp.step.train_step import train_step
 
@@ -218,32 +213,21 @@ def config_of(directory: Path, architecture: Mapping[str, Any], sections: Mappin
 
 def planned(config: FinetuneConfig, world: int) -> dict[str, Any]:
     """Of rank 0, from the config alone."""
-    hf_config = load_architecture(config.model, None if config.model.path is None else Path(config.model.path))
-    network = build_network(copy.deepcopy(hf_config), config)
-    needs = network_needs(config, hf_config, network)
-    plan = resolve(config, world)
-    traced = trace(config, hf_config, needs, plan, memory=memory_of_device(CPU), device="cpu", gloo=True)
+    spec, plan, here = ModelSpec.of(config), resolve(config, world), memory_of_device(CPU)
+    rounds = plan.division.full_rounds
+    traced = trace(config, spec.hf_config, spec.needs, plan, memory=here, device="cpu", gloo=True)
     memory = memory_of(traced)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    if isinstance(config.method, QloraMethod):
-        quantize_layers(network, config.method.quantization)
-    if plan.layout.tensor > 1:
-        cut_shapes(network, plan.layout.tensor)
-    units, rounds = sharding_units(network, config.parallel, ends=needs.ends), plan.division.full_rounds
-    traffic = traffic_of(network, units, config.parallel, plan.layout, micro_batches=rounds)
-    exchanged = exchanged_of(
-        network, units, config.parallel, plan.layout, needs.heads,
-        tokens=config.train.micro_batch * config.data.seq_len * rounds,
-    )  # fmt: skip
+    exchanged = (sharding_of(config, plan, spec, "cpu", here) or {}).get("attention_bytes", 0)
+    moved = 0 if traced.traffic is None else traced.traffic.bytes
     added, _ = moved_in_layers(traced, dict(phases_of(traced)), rounds, "sum")
     summed = added * 2 * (plan.layout.tensor - 1) / plan.layout.tensor
     return {
-        "parameters": parameters,
+        "parameters": spec.numbers,
         "between_steps": memory.start["weights"] + memory.start["optimizer"],
         "peak": memory.total,
         "where": memory.where,
         "parts": dict(memory.peak),
-        "collectives": round(traffic.bytes + (exchanged or 0) + summed),
+        "collectives": round(moved + exchanged + summed),
     }
 
 

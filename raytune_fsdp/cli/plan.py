@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
 from raytune_fsdp.cli.common import ConfigParser, exit_code, say_lines
-from raytune_fsdp.cli.plan_on_gpus import add_flags, check, plan_on_gpus
+from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
 from raytune_fsdp.plan.cadence import in_words
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.serve:
         return plan_as_page.serve_plan(parser, found, config, census, world)
     place = RunDir.of(config)
-    units = _units(config, world) if found.units else {}
+    units = _units(found, config, plan) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)
     if found.json:
         data = on_gpus.data if on_gpus else {}
@@ -82,10 +83,18 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _units(config: FinetuneConfig, world: int) -> dict[str, Any]:
-    from raytune_fsdp.run.prepare import sharding_of
+def _units(found: Namespace, config: FinetuneConfig, plan: Plan) -> dict[str, Any]:
+    """Describe what is gathered together, on the GPUs that are asked for, or else on devices as this machine has."""
+    import torch
 
-    return {"sharding": sharding_of(config, world)}
+    from raytune_fsdp.predict.subject import ModelSpec
+    from raytune_fsdp.predict.trace.trace import sharding_of
+    from raytune_fsdp.step.parallel import memory_of
+
+    kind = "cuda" if found.gpu or torch.cuda.is_available() else "cpu"
+    memory = int(gpu_of(found.gpu).memory) if found.gpu else memory_of(torch.device(kind))
+    spec = ModelSpec.of(config, found.architecture)
+    return {"sharding": sharding_of(config, plan, spec, kind, memory)}
 
 
 def _ranks(number: int) -> str:

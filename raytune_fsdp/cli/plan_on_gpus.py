@@ -64,7 +64,7 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
     between = link_speed(found.network) if found.network else None
     if found.search is not None:
         return _search(found, config, plan, _offers(parser, found.search), between)
-    device = _device(found.gpu)
+    device = gpu_of(found.gpu)
     speed = link_speed(found.storage) if found.storage else None
     per_node = _per_node(parser, found, device, plan.layout.world)
     from raytune_fsdp.predict.page.text import as_data, as_page
@@ -102,7 +102,7 @@ def _recorded(config: FinetuneConfig) -> Writing | None:
         return None
 
 
-def _device(name: str) -> Device:
+def gpu_of(name: str) -> Device:
     """Return a device of the table, or the one of a machine that was measured."""
     from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
 
@@ -162,7 +162,7 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
             value = -1.0
         if not name or (value is not None and not 0 <= value < float("inf")):
             parser.error(f"--search {text}: write a device and its price by the hour, as in A100-80GB=1.8")
-        offers.append(Offer(device=_device(name), price=value))
+        offers.append(Offer(device=gpu_of(name), price=value))
     names = [each.device.name for each in offers]
     if twice := next((name for name in names if names.count(name) > 1), None):
         parser.error(f"--search {text}: {twice} is there twice; give it one price")

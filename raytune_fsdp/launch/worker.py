@@ -22,7 +22,7 @@ from raytune_fsdp.model.compile_layers import settings_restored
 from raytune_fsdp.record.tracker import Status
 from raytune_fsdp.run.assemble import LauncherHooks, assemble
 from raytune_fsdp.run.loop import RankRun, train
-from raytune_fsdp.run.out_of_memory import explain, explain_building
+from raytune_fsdp.run.measure.out_of_memory import explain, explain_building
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.precision import numerics
 

@@ -9,7 +9,6 @@ each collective, with all that comes with a unit (hooks, DTensors, the clipping 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import tempfile
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +33,6 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.attention.calls import PREFIX, Call
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.plan.plan import resolve
@@ -41,9 +40,9 @@ from raytune_fsdp.predict.devices import Calibration, Surface, device_of
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.speed import Seconds
 from raytune_fsdp.predict.subject import ModelSpec
-from raytune_fsdp.predict.trace.trace import choose_kernels, full_batches, one_step, optimizer_of
-from raytune_fsdp.run.assemble import as_stored, spread
-from raytune_fsdp.step.parallel import make_groups, make_mesh, memory_of, sharding_units
+from raytune_fsdp.predict.trace.trace import assume_kernels, full_batches, one_step
+from raytune_fsdp.run.build import Site, build, optimizer_of
+from raytune_fsdp.step.parallel import memory_of
 
 _SECONDS = 0.1
 """The least time for which each kernel is measured."""
@@ -358,23 +357,23 @@ class Trainer:
 
     def __init__(self, config: FinetuneConfig, device: torch.device) -> None:
         """Build the network of `config`, which begins at random and has a length in steps."""
-        subject, self._device = ModelSpec.of(config), device
+        spec, self._device = ModelSpec.of(config), device
         self._config, self._plan = config, resolve(config, dist.get_world_size())
-        model = build_network(copy.deepcopy(subject.hf_config), config)
-        choose_kernels(model, config, subject.needs, device.type)
-        self._parallel = as_stored(model, config, self._plan.layout, memory_of(device), device.type)
-        units = sharding_units(model, self._parallel, ends=subject.needs.ends)
-        spread(model, units, self._parallel, make_mesh(self._plan.layout, device), None, device)
-        fill(model, None, "empty", device)
+        built = build(
+            config, spec.hf_config, spec.needs, Site.of_rank(self._plan, device),
+            partial(assume_kernels, config, spec.needs, device.type),
+        )  # fmt: skip
+        self._model, self._parallel = built.model, built.parallel
+        fill(self._model, None, "empty", device)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in self._model.parameters():
                 local_piece(parameter).normal_(std=0.02)
-        self._model = model.train()
-        passes = self._plan.division.full_rounds
-        self._optimizer = optimizer_of(config, self._plan, self._parallel, model, units, passes)
-        batches = full_batches(config, subject.hf_config, passes)
-        if (members := make_groups(self._plan.layout, device).sequence) is not None:
-            split_tokens(model, members)
+        self._model.train()
+        if built.groups.sequence is not None:
+            split_tokens(self._model, built.groups.sequence)
+        self._optimizer = optimizer_of(built, config)
+        self._optimizer.init_state()
+        batches = full_batches(config, spec.hf_config, self._plan.division.full_rounds)
         parts = own_parts([batches], self._plan.layout, dist.get_rank())
         self._batches = next(to_device(parts, device))
 

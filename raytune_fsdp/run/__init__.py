@@ -19,10 +19,10 @@ On every rank:
 
     resume_point.py      where the run is now, and how all ranks agree on that at every start
     assemble.py          a prepared run becomes objects on a rank, the only place where they are made
+    build.py             the network and its optimizer: every feature in one order, for predictions, too
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
     evaluation/          what the model is worth
     saving.py            when a save begins, and what is recorded of it and kept
-    out_of_memory.py     what took the memory of a GPU that ran out of it, and what helps
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -13,32 +14,19 @@ from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
 from raytune_fsdp.model.adapters.attach import base_name, experts_without_adapter, frozen_experts, is_adapted
 from raytune_fsdp.model.adapters.principal import check_ranks
 from raytune_fsdp.model.added_rows import why_rows_not_alone
-from raytune_fsdp.model.attention.choose import positions_of, takes_position_ids
+from raytune_fsdp.model.attention.choose import KernelNeeds, positions_of, takes_position_ids
 from raytune_fsdp.model.network import fp32_in_bf16
 from raytune_fsdp.model.objective.routers import check_routers
 from raytune_fsdp.model.precision.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.precision.quantized import check_torch
+from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
+from raytune_fsdp.model.split.sequence import check_sequence
 from raytune_fsdp.run.checks import warn_of_method
 from raytune_fsdp.run.starting_weights import StartingWeights
 from raytune_fsdp.step.optim.groups import check_groups
 from raytune_fsdp.step.optim.matrices import check_matrices
 
 logger = logging.getLogger(__name__)
-
-
-def check_lengths(config: FinetuneConfig, network: PreTrainedModel) -> None:
-    """Refuse samples that are longer than the model knows positions, and packing where it takes none."""
-    positions = positions_of(network.config)
-    if config.data.seq_len > positions:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
-            f"(max_position_embeddings or max_seq_len in its config): set data.seq_len to at most {positions}"
-        )
-    if config.data.packing != "none" and not takes_position_ids(network):
-        raise ConfigError(
-            f"data.packing={config.data.packing}: {type(network).__name__} takes no position_ids, so documents packed "
-            "together would see each other; set data.packing=none"
-        )
 
 
 def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights) -> None:
@@ -70,8 +58,29 @@ def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Sta
     )  # fmt: skip
 
 
-def _warn_of_experts(network: PreTrainedModel) -> None:
-    """Warn which weights qlora leaves as they are."""
+def check_network(config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds, world: int) -> None:
+    """Refuse what this architecture cannot do, and warn of what may not be meant. It is whole, on the meta device."""
+    for check in CHECKS:
+        check(config, network, needs, world)
+
+
+def _adapters(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    warn_of_method(config)
+    if isinstance(config.method, LoraMethod) and config.method.init != "zero":
+        check_ranks(network, config.method.init)
+    if is_adapted(network) and (experts := experts_without_adapter(network)):
+        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
+
+
+def _optimizer(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    check_groups(network, config.optim)
+    check_matrices(network, config.optim)
+
+
+def _quantized(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    if not isinstance(config.method, QloraMethod):
+        return
+    check_torch()
     if stacked := frozen_experts(network):
         share = stacked.total() / sum(p.numel() for p in network.parameters() if not p.requires_grad)
         logger.warning(
@@ -80,8 +89,10 @@ def _warn_of_experts(network: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
-def _warn_of_bf16(network: PreTrainedModel) -> None:
-    """Warn which linear layers fp8 leaves as they are."""
+def _fp8(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    if config.parallel.precision != "fp8":
+        return
+    check_fp8(network)
     if left := left_in_bf16(network):
         name, why = next(iter(left.items()))
         logger.warning(
@@ -90,29 +101,56 @@ def _warn_of_bf16(network: PreTrainedModel) -> None:
         )  # fmt: skip
 
 
-def check_network(config: FinetuneConfig, network: PreTrainedModel, world: int) -> None:
-    """Refuse what this architecture cannot do, and warn of what may not be meant."""
-    warn_of_method(config)
-    if isinstance(config.method, LoraMethod) and config.method.init != "zero":
-        check_ranks(network, config.method.init)
-    check_groups(network, config.optim)
-    check_matrices(network, config.optim)
-    if is_adapted(network) and (experts := experts_without_adapter(network)):
-        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
-    if isinstance(config.method, QloraMethod):
-        check_torch()
-        _warn_of_experts(network)
-    if config.parallel.precision == "fp8":
-        check_fp8(network)
-        _warn_of_bf16(network)
-    check_lengths(config, network)
-    check_routers(network, config.train)
-    if config.parallel.activation_checkpointing != "none" and not network.supports_gradient_checkpointing:
+def check_lengths(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    """Refuse samples that are longer than the model knows positions, and packing where it takes none."""
+    positions = positions_of(network.config)
+    if config.data.seq_len > positions:
         raise ConfigError(
-            f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}: {type(network).__name__} "
-            "does not support it; set it to none"
+            f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
+            f"(max_position_embeddings or max_seq_len in its config): set data.seq_len to at most {positions}"
         )
+    if config.data.packing != "none" and not takes_position_ids(network):
+        raise ConfigError(
+            f"data.packing={config.data.packing}: {type(network).__name__} takes no position_ids, so documents packed "
+            "together would see each other; set data.packing=none"
+        )
+
+
+def _routers(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    check_routers(network, config.train)
+
+
+def _recomputed(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    chosen = config.parallel.activation_checkpointing
+    if chosen != "none" and not network.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"parallel.activation_checkpointing={chosen}: {type(network).__name__} does not support it; set it to none"
+        )
+
+
+def _one_type(config: FinetuneConfig, network: PreTrainedModel, _: KernelNeeds, world: int) -> None:
     wide = [name for name, parameter in network.named_parameters() if parameter.dtype == torch.float32]
     # One rank alone is not wrapped, and may mix types.
     if config.parallel.precision == "bf16_pure" and wide and world > 1:
         raise fp32_in_bf16(network, wide)
+
+
+def check_shared(config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds, *_: object) -> None:
+    """Refuse ranks that cannot share layers or tokens of this network."""
+    mesh = config.parallel.mesh
+    check_cut(mesh.tensor, network, needs)
+    check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
+
+
+CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None], ...] = (
+    _adapters,
+    _optimizer,
+    _quantized,
+    _fp8,
+    check_lengths,
+    _routers,
+    _recomputed,
+    _one_type,
+    check_shared,
+)
+"""What is asked of every network before a rank is started. A feature that not every network can have adds a line."""

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +21,6 @@ from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
@@ -37,12 +35,7 @@ from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
-from raytune_fsdp.model.precision.quantized import quantize_layers
-from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
-from raytune_fsdp.model.split.sequence import check_sequence
-from raytune_fsdp.model.split.tensor import cut_shapes
 from raytune_fsdp.plan.counts import Census
-from raytune_fsdp.plan.plan import layout_of
 from raytune_fsdp.plan.run_dir import RunDir, check_links
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
@@ -66,7 +59,6 @@ from raytune_fsdp.run.starting_weights import (
 from raytune_fsdp.run.tokenizer import add_tokens
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import check_step
-from raytune_fsdp.step.parallel import describe, is_wrapped, sharding_units
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +135,8 @@ def _checked_needs(
     config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int
 ) -> KernelNeeds:
     """Check what the network can do, and return what it needs of its attention and its loss."""
-    check_network(config, network, world)
-    needs, mesh = network_needs(config, hf_config, network), config.parallel.mesh
-    check_cut(mesh.tensor, network, needs)
-    check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
+    needs = network_needs(config, hf_config, network)
+    check_network(config, network, needs, world)
     check_step(config, hf_config, network, needs)
     return needs
 
@@ -213,26 +203,6 @@ def _origin(
     if is_adapted(network):
         check_base(config, network, origin, before)
     return origin
-
-
-def sharding_of(config: FinetuneConfig, world: int) -> dict[str, Any] | None:
-    """Return what of the model is gathered together on `world` ranks; None: nothing is. No weights are fetched."""
-    if not is_wrapped(config.parallel, world):
-        return None
-    hf_config, _, added = _fitted(config, model_directory(config))
-    network = build_network(hf_config, config, added)
-    needs = network_needs(config, hf_config, network)
-    if isinstance(config.method, QloraMethod):
-        quantize_layers(network, config.method.quantization)
-    layout, batches = layout_of(config, world), config.train.global_batch // config.train.micro_batch
-    if layout.tensor > 1:
-        check_cut(layout.tensor, network, needs)
-        cut_shapes(network, layout.tensor)
-    units = sharding_units(network, config.parallel, ends=needs.ends)
-    return describe(
-        network, units, config.parallel, layout, micro_batches=-(-batches // layout.data_ranks), heads=needs.heads,
-        tokens=config.train.micro_batch * config.data.seq_len,
-    )  # fmt: skip
 
 
 def prepare_data(

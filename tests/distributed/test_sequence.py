@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.collectives import Collectives
+from raytune_fsdp.base.collectives import make_device_mesh
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.attention.choose import KernelChoice, logits_of, set_attention
+from raytune_fsdp.model.proof import documents, error_of_parts
+from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.run.measure.documents import read_sums
 from raytune_fsdp.step.traffic import exchanged_by_attention
@@ -163,3 +170,28 @@ def test_what_is_exchanged_is_what_the_formula_says(tmp_path: Path, sequence: in
     for numbers, shapes in run_ranks(exchanged, sequence, config.model_dump()):
         assert numbers == layer * LLAMA["num_hidden_layers"] * times
         assert {shape[1] for shape in shapes if shape[-1] > 1} == {96 // sequence}
+
+
+def _two_networks() -> list[float]:
+    """On four ranks: how far a network over pairs of ranks, and then one over all four, are off from the whole one,
+    and the first one again afterwards."""
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**LLAMA, "num_key_value_heads": 4}))
+    set_attention(network.eval(), KernelChoice(name="documents_cpu", why="a test"))
+    cpu, found = torch.device("cpu"), []
+    batch = documents(network, cpu)
+    with torch.no_grad():
+        whole = logits_of(network, batch.input_ids, batch.position_ids, batch.borders).flatten(0, 1)
+        pairs = make_device_mesh("cpu", {"data": 2, "sequence": 2}).get_group("sequence")
+        networks = [(copy.deepcopy(network), pairs), (copy.deepcopy(network), dist.group.WORLD)]
+        for each, group in networks:
+            split_tokens(each, group)
+        for each, group in (*networks, networks[0]):
+            found.append(error_of_parts(each, group, whole, cpu))
+    return found
+
+
+def test_two_networks_of_other_groups_compute_in_one_process() -> None:
+    """As a reference and a model do: nothing that all networks share keeps a group."""
+    for found in run_ranks(_two_networks, 4):
+        assert max(found) < 1e-5, found

@@ -13,7 +13,7 @@ from torch import nn
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
-from raytune_fsdp.run.out_of_memory import cheapest_change, consumers, explain
+from raytune_fsdp.run.measure.out_of_memory import cheapest_change, consumers, explain
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.profiling import StepProfiler, shares_of
 from tests.runs import make_config

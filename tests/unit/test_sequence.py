@@ -22,9 +22,9 @@ from raytune_fsdp.predict.page.text import as_page
 from raytune_fsdp.predict.planned import planned
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
+from raytune_fsdp.predict.trace.trace import sharding_of
 from raytune_fsdp.record.console import event_in_words, gibibytes
 from raytune_fsdp.record.names import SHARDED
-from raytune_fsdp.run.prepare import sharding_of
 from tests.models import ARCHITECTURES, EXPERTS
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import config_of
@@ -154,14 +154,15 @@ def test_what_attention_exchanges_is_said_and_is_what_the_trace_has(
         tmp_path, {**LLAMA, "num_hidden_layers": 4}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
         parallel={"precision": "bf16", "mesh": {"sequence": 2}, **parallel}, **({"method": method} if method else {}),
     )  # fmt: skip
-    said = sharding_of(config, 2)
+    spec = ModelSpec.of(config)
+    said = sharding_of(config, resolve(config, 2), spec, "cuda", 80 << 30)
     assert said is not None
     # Two blocks of two samples of 48 tokens; 4 heads of queries and results, 2 of keys and values, of width 8; half of
     # what goes to the other rank is received by each. Two bytes a number.
     layer = 2 * 96 // 2 * (2 * 4 + 2 * 2) * 8 // 2 * 2
     assert said["attention_bytes"] == times * layer
     cluster = Cluster(device=find_device("A100-80GB"))
-    found = predict(ModelSpec.of(config), config, 2, cluster)
+    found = predict(spec, config, 2, cluster)
     assert found.seconds.exchanged == times * layer
     assert f" and {gibibytes(times * layer)} for attention" in event_in_words(SHARDED, said)
 

@@ -26,8 +26,8 @@ from raytune_fsdp.model.attention.choose import Heads, KernelChoice, KernelNeeds
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.split.dropout import WHOLE, DropoutInParts
 
-_IN_PARTS = "_in_parts"
-"""Suffix of a kernel's name for the same kernel over the ranks of a group."""
+_IN_PARTS = "_in_parts_"
+"""Between a kernel's name and a group's, for the same kernel over the ranks of the group."""
 
 
 def check_attention_in_parts(sequence: int, chosen: KernelChoice) -> None:
@@ -69,11 +69,10 @@ def split_tokens(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     Its attention then runs over the ranks of the group, and its dropout draws as for the whole micro-batch.
     """
     name, members = model.config._attn_implementation, group.size()
-    if not name.endswith(_IN_PARTS):
-        name += _IN_PARTS
-        AttentionInterface.register(
-            name, partial(attend, partial(_over_heads, KERNELS[name.removesuffix(_IN_PARTS)], group))
-        )
+    if _IN_PARTS not in name:
+        # With the group's name: transformers keeps one function by name, and another network has another group.
+        kernel, name = KERNELS[name], f"{name}{_IN_PARTS}{group.group_name}"
+        AttentionInterface.register(name, partial(attend, partial(_over_heads, kernel, group)))
         model.set_attn_implementation(name)
     for parent in list(model.modules()):
         for key, child in list(parent.named_children()):

@@ -47,23 +47,6 @@ def split_layers(network: PreTrainedModel, mesh: DeviceMesh) -> None:
     cutter.ends(network)
 
 
-@torch.no_grad()
-def cut_shapes(network: PreTrainedModel, size: int) -> None:
-    """Give weights on the meta device the shapes of the first rank's parts, to be counted."""
-    made: dict[int, nn.Parameter] = {}
-    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
-    styles = dict(_layers(network, styles_of(network)))
-    for module in network.modules():
-        style = EXPERTS if module in ends else styles.get(module)
-        for name, whole in [*module._parameters.items()]:
-            if whole is None or style in (None, SUMMED) or (style == BY_ROWS and whole.ndim == 1):
-                continue
-            axis = 1 if style == BY_ROWS else 0
-            rows = range_of(whole.shape[axis], size, 0)[1]
-            part = made.setdefault(id(whole), nn.Parameter(whole.narrow(axis, 0, rows), whole.requires_grad))
-            module._parameters[name] = made[id(part)] = part
-
-
 def _layers(network: PreTrainedModel, styles: Mapping[str, str]) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules with weights, and how these are cut. For PEFT's modules, yield what they wrap and add."""
     for name, style in styles.items():

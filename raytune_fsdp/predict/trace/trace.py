@@ -6,9 +6,8 @@ that talks to nobody. A rank among 16 of a 70B needs 0.8 s for this, and no memo
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -27,28 +25,24 @@ from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.model.attention.calls import PREFIX
-from raytune_fsdp.model.attention.choose import KernelNeeds, choose, set_attention
+from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
+from raytune_fsdp.model.compile_layers import EAGER
 from raytune_fsdp.model.fill import allocate
-from raytune_fsdp.model.layers import layers_of
-from raytune_fsdp.model.network import build_network, count_parameters, init_buffers
+from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.objective import Objective
-from raytune_fsdp.model.pieces.pieces import TENSOR
-from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
-from raytune_fsdp.model.split.sequence import check_attention_in_parts, check_sequence, split_tokens
-from raytune_fsdp.model.split.tensor import split_layers
+from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
 from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
-from raytune_fsdp.run.assemble import as_stored, spread
+from raytune_fsdp.run.build import Site, build, optimizer_of
+from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.probe import with_memory
-from raytune_fsdp.step.accumulation import add_in_fp32
+from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
-from raytune_fsdp.step.operations import count_architecture, count_asleep
-from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.update import Optimizer
-from raytune_fsdp.step.parallel import Unit, is_wrapped, make_groups, make_mesh, sharding_units, traffic_of
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.traffic import Traffic
@@ -214,88 +208,70 @@ def trace(
     as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `until`: TookTooLong is raised then."""
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
-    model = build_network(copy.deepcopy(hf_config), config, added)
-    attention = choose_kernels(model, config, needs, device)
-    architecture, parameters, asleep = count_architecture(model), count_parameters(model), count_asleep(model)
-    largest = max(parameter.nbytes for parameter in model.parameters())
-    parallel = as_stored(model, config, plan.layout, memory, device)
+    passes = min(2, plan.division.full_rounds)
+    live = MemoryTrace(
+        copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until
+    )
+    site = replace(first_rank(plan, device, memory, per_node), copies=_ToHost(live))
+    keep = None if whole else partial(keep_layers, ends=needs.ends)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
-        mesh, per_node = _share(model, plan), _together(parallel, plan, per_node)
-        traffic = _traffic(model, parallel, plan, ends=needs.ends, per_node=per_node)
-        kept = range(len(layers_of(model))) if whole else keep_layers(model, parallel, ends=needs.ends)
-        layers, passes = layers_of(model), min(2, plan.division.full_rounds)
-        (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
-        units = sharding_units(model, parallel, ends=needs.ends)
-        live = MemoryTrace(
-            copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until
+        built = build(
+            config, hf_config, needs, site, partial(assume_kernels, config, needs, device), added=added, keep=keep
         )
-        spread(model, units, parallel, mesh, None, CPU, _ToHost(live), per_node)
+        model, counts = built.model, built.counts
+        if built.groups.sequence is not None:
+            split_tokens(model, built.groups.sequence)
+        (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         _allocate(model, fake)
         model.train()
         with fake:
-            optimizer = optimizer_of(config, plan, parallel, model, units, passes)
-            recorder = Recorder(live, model, layers, optimizer)
-            recorder.record(lambda: one_step(config, plan, parallel, model, recorder, batches, CPU))
+            optimizer = optimizer_of(built, config, passes)
+            optimizer.init_state()
+            recorder = Recorder(live, model, built.layers, optimizer)
+            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU))
     return Trace(
         timeline=live.timeline,
-        stands_for=tuple(kept),
+        stands_for=built.stands_for,
         persistent=recorder.persistent,
         passes=passes,
-        parallel=parallel,
-        attention=attention,
-        architecture=architecture,
-        parameters=parameters,
-        asleep=asleep,
-        traffic=traffic,
-        largest=largest,
-        trained_bytes=recorder.rest + sum(recorder.trained[number] for number in kept),
+        parallel=built.parallel,
+        attention=built.kernels["attention"].name,
+        architecture=counts.architecture,
+        parameters=counts.parameters,
+        asleep=counts.asleep,
+        traffic=built.traffic,
+        largest=counts.largest,
+        trained_bytes=recorder.rest + sum(recorder.trained[number] for number in built.stands_for),
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
-        offloaded=parallel.cpu_offload and device != "cpu",
+        offloaded=built.parallel.cpu_offload and device != "cpu",
     )
 
 
-def optimizer_of(
-    config: FinetuneConfig,
-    plan: Plan,
-    parallel: ParallelConfig,
-    model: PreTrainedModel,
-    units: Sequence[Unit],
-    passes: int,
-) -> Optimizer:
-    """Build the optimizer with its state, and add gradients as in a new run. `passes`: micro-batches of a step."""
-    if parallel.precision == "bf16_pure":
-        add_in_fp32(model, units, parallel, plan.layout, passes)
-    optimizer = build_optimizer(model, config.optim, config.method)
-    optimizer.init_state()
-    return optimizer
+def sharding_of(
+    config: FinetuneConfig, plan: Plan, spec: ModelSpec, device: str, memory: int
+) -> Mapping[str, Any] | None:
+    """Return what of a network is gathered together on devices with `memory` bytes; None: nothing is."""
+    with as_rank_of(plan.layout.world), _same_random_state():
+        return build(
+            config, spec.hf_config, spec.needs, first_rank(plan, device, memory, per_node=None),
+            partial(assume_kernels, config, spec.needs, device), added=spec.added,
+            keep=partial(keep_layers, ends=spec.needs.ends),
+        ).sharding  # fmt: skip
 
 
-def _share(model: PreTrainedModel, plan: Plan) -> DeviceMesh:
-    """Make the network compute what a rank computes of samples and of layers; return the mesh to shard it over."""
-    mesh, members = make_mesh(plan.layout, CPU), make_groups(plan.layout, CPU).sequence
-    if plan.layout.tensor > 1:
-        split_layers(model, mesh[TENSOR])
-    if members is not None:
-        split_tokens(model, members)
-    return mesh
+def first_rank(plan: Plan, kind: str, memory: int, per_node: int | None) -> Site:
+    """Return the site of the first rank, whose tensors have no data. `per_node`: ranks of a machine."""
+    layout = plan.layout
 
+    def together() -> int | None:
+        nodes = [] if per_node is None else [rank // per_node for rank in range(layout.world)]
+        return ranks_of_a_node(nodes, layout.shard_size) if nodes else None
 
-def _together(parallel: ParallelConfig, plan: Plan, per_node: int | None) -> int | None:
-    """Return how many ranks sum gradients before those of other machines do; None: no ranks do."""
-    if parallel.reduce != "hierarchical" or per_node is None:
-        return None
-    nodes = [rank // per_node for rank in range(plan.layout.world)]
-    return ranks_of_a_node(nodes, plan.layout.shard_size)
-
-
-def _traffic(
-    model: PreTrainedModel, parallel: ParallelConfig, plan: Plan, *, ends: bool, per_node: int | None
-) -> Traffic | None:
-    if not is_wrapped(parallel, plan.layout.world):
-        return None
-    units, passes = sharding_units(model, parallel, ends=ends), plan.division.full_rounds
-    return traffic_of(model, units, parallel, plan.layout, micro_batches=passes, per_node=per_node)
+    return Site(
+        layout=layout, micro_batches=plan.division.full_rounds, device=CPU, kind=kind, memory=memory,
+        together=together, real=False,
+    )  # fmt: skip
 
 
 def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
@@ -345,11 +321,13 @@ def one_step(
     )  # fmt: skip
 
 
-def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: KernelNeeds, device: str) -> str:
-    """Give the network what such devices would choose with nothing installed besides torch; return its attention."""
-    check_cut(config.parallel.mesh.tensor, model, needs)
-    check_sequence(config.parallel.mesh.sequence, needs, sharing=sharing_heads(model, config.parallel.mesh.tensor))
-    if choose_loss(config.model.loss, needs, kept=None).name == "chunked":
+def assume_kernels(
+    config: FinetuneConfig, needs: KernelNeeds, device: str, model: PreTrainedModel
+) -> Mapping[str, KernelChoice]:
+    """Give the network what such devices would choose with nothing installed besides torch; return the choices."""
+    check_shared(config, model, needs)
+    loss = choose_loss(config.model.loss, needs, kept=None)
+    if loss.name == "chunked":
         install_chunked_loss(model)
         head = model.get_output_embeddings()
         assert isinstance(head, LossHead)
@@ -364,7 +342,10 @@ def choose_kernels(model: PreTrainedModel, config: FinetuneConfig, needs: Kernel
     chosen = set_attention(model, attention)
     if config.parallel.mesh.sequence > 1:
         check_attention_in_parts(config.parallel.mesh.sequence, chosen)
-    return chosen.name
+    found = {"attention": chosen, "loss": loss, "blocks": KernelChoice(name=EAGER, why="nothing is compiled here")}
+    if config.parallel.precision == "bf16_pure":
+        found["gradients"] = KernelChoice(name=FP32, why="as in a new run")
+    return found
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:

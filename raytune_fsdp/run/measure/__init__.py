@@ -4,4 +4,5 @@ meter.py               tensors of the device become metrics
 nodes.py               what the machines report about themselves
 documents.py           the loss of every document in every step
 against_prediction.py  what was predicted, compared with what is measured
+out_of_memory.py       what took the memory of a GPU that ran out of it, and what helps
 """

@@ -1,0 +1,252 @@
+"""Build the network that a rank trains: every feature in one order, whoever asks.
+
+A run, a prediction and a calibration differ in their `Site`, in who chooses the kernels, and in where values come from
+afterwards. The order:
+
+ 1. the base, then frozen weights or adapters, then rows of new tokens (model/network.py)
+ 2. kernels: the loss head takes over those rows, and cutting needs the loss head
+ 3. counts of operations and weights, before bytes take the place of numbers
+ 4. groups and mesh of the ranks, hooks on routers
+ 5. types: quantized layers, fp8, frozen weights; with them the strategy of one rank alone. From here on `parallel` of
+    the build holds, not that of the config
+ 6. layers cut to this rank's part, after a small network has proved it
+ 7. units of sharding, and what travels; a prediction then drops layers that others stand for
+ 8. how layers run in training, and sharding
+ 9. values, by the caller; then, where ranks share tokens, `split_tokens`
+10. the optimizer, and the checkpoint
+
+Three other orders are fixed as well, each in one function: what comes in (run/starting_weights.py:first_weights), what
+a checkpoint keeps (checkpoint/contents.py), what goes out (checkpoint/merged.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config.sections.method import QloraMethod
+from raytune_fsdp.config.sections.optimizers import state_bytes
+from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
+from raytune_fsdp.model.compile_layers import COMPILED, Compiler
+from raytune_fsdp.model.layers import layers_of, set_training_forward
+from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters
+from raytune_fsdp.model.objective.routers import Routers, watch_routers
+from raytune_fsdp.model.offload_activations import Copies, Offload
+from raytune_fsdp.model.pieces.pieces import TENSOR
+from raytune_fsdp.model.precision.fp8 import compute_in_fp8
+from raytune_fsdp.model.precision.quantized import quantize_layers
+from raytune_fsdp.model.split.tensor import split_layers
+from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.run.trials.cut import try_split
+from raytune_fsdp.step.accumulation import add_gradients
+from raytune_fsdp.step.flops import Architecture
+from raytune_fsdp.step.operations import count_architecture, count_asleep
+from raytune_fsdp.step.optim.build import build_optimizer
+from raytune_fsdp.step.optim.update import Optimizer
+from raytune_fsdp.step.parallel import (
+    SharingGroups,
+    Unit,
+    describe,
+    for_one_rank,
+    is_wrapped,
+    make_groups,
+    make_mesh,
+    memory_of,
+    shard,
+    sharding_units,
+    traffic_of,
+)
+from raytune_fsdp.step.precision import store_frozen
+from raytune_fsdp.step.reduce_by_node import ranks_together
+from raytune_fsdp.step.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a network is built: among which ranks, on which devices."""
+
+    layout: Layout
+    micro_batches: int
+    """Micro-batches of a rank in a full step."""
+    device: torch.device
+    """Where its tensors are."""
+    kind: str
+    """Type of the device that the run computes on."""
+    memory: int
+    """Bytes of memory of such a device."""
+    together: Callable[[], int | None]
+    """Returns how many ranks of a node sum gradients first; None: no ranks do. Called with reduce=hierarchical only."""
+    real: bool = True
+    """Whether tensors will have values: without them nothing can be tried, and no router be watched."""
+    copies: Copies | None = None
+    """Sends activations to the host; None: as on this device."""
+
+    @classmethod
+    def of_rank(cls, plan: Plan, device: torch.device) -> Site:
+        """Return the site of a rank that computes on this device."""
+        return cls(
+            layout=plan.layout, micro_batches=plan.division.full_rounds, device=device, kind=device.type,
+            memory=memory_of(device), together=partial(ranks_together, plan.layout.shard_size),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What is counted of a whole network, before it is quantized, cut or sharded."""
+
+    architecture: Architecture
+    parameters: ParameterCount
+    asleep: int
+    """The number of weights that a token is not multiplied with."""
+    largest: int
+    """Bytes of the largest weight, as it is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """A network that is spread over the ranks. It has no values yet."""
+
+    model: PreTrainedModel
+    kernels: Mapping[str, KernelChoice]
+    counts: Counts
+    parallel: ParallelConfig
+    """The config's `parallel`, changed where one rank alone does better otherwise."""
+    site: Site
+    groups: SharingGroups
+    units: Sequence[Unit]
+    """The modules that are gathered and computed one after the other."""
+    layers: Sequence[nn.Module]
+    """The repeated layers, under the names that their classes had before sharding."""
+    stands_for: tuple[int, ...]
+    """For each layer of the whole network, the one here that is like it."""
+    routers: Routers | None
+    compiler: Compiler | None
+    traffic: Traffic | None
+    """What travels in a step; None: nothing is spread."""
+    sharding: Mapping[str, Any] | None
+    """The same for people, and what is gathered when."""
+
+
+def build(
+    config: FinetuneConfig,
+    hf_config: PretrainedConfig,
+    needs: KernelNeeds,
+    site: Site,
+    choose_kernels: Callable[[PreTrainedModel], Mapping[str, KernelChoice]],
+    *,
+    added: Collection[int] = (),
+    keep: Callable[[PreTrainedModel, ParallelConfig], Sequence[int]] | None = None,
+) -> Build:
+    """Build a network on the meta device and spread it over the ranks. Collective.
+
+    `choose_kernels` gives the network its attention and its loss, and returns all choices. `added`: ids of new tokens.
+    `keep` drops layers, and returns for each layer which of those that are left stands for it.
+    """
+    # A copy of the config, because building writes the attention into it.
+    model = build_network(copy.deepcopy(hf_config), config, added)
+    kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
+    groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
+    compiler = Compiler() if kernels["blocks"].name == COMPILED else None
+    # Hooks would break the graphs of layers that are compiled.
+    watched = site.real and compiler is None
+    routers = watch_routers(model, config.train, groups.sequence) if watched else None
+    parallel = _typed(model, config, site)
+    if layout.tensor > 1:
+        if site.real:
+            try_split(config, hf_config, model, mesh[TENSOR], site.device)
+        split_layers(model, mesh[TENSOR])
+    per_node = site.together() if parallel.reduce == "hierarchical" else None
+    traffic, sharding = _moved(model, config, parallel, needs, site, per_node)
+    stands_for = tuple(range(len(layers_of(model))) if keep is None else keep(model, parallel))
+    units, layers = sharding_units(model, parallel, ends=needs.ends), layers_of(model)
+    _spread(model, units, parallel, mesh, site, compiler, per_node)
+    return Build(
+        model=model,
+        kernels=kernels,
+        counts=counts,
+        parallel=parallel,
+        site=site,
+        groups=groups,
+        units=units,
+        layers=layers,
+        stands_for=stands_for,
+        routers=routers,
+        compiler=compiler,
+        traffic=traffic,
+        sharding=sharding,
+    )
+
+
+def _counts(model: PreTrainedModel) -> Counts:
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    return Counts(count_architecture(model), count_parameters(model), count_asleep(model), largest)
+
+
+def _typed(model: PreTrainedModel, config: FinetuneConfig, site: Site) -> ParallelConfig:
+    """Set the types that weights are kept and computed in; return the parallel config for devices of this size."""
+    parallel = config.parallel
+    if isinstance(config.method, QloraMethod):
+        quantize_layers(model, config.method.quantization)
+    if parallel.precision == "fp8":
+        compute_in_fp8(model, parallel.fp8_scaling, emulated=site.kind == "cpu")
+    store_frozen(model, parallel.precision)
+    kept = state_bytes(config.optim.optimizer, MASTER_DTYPE[parallel.precision].itemsize)
+    return for_one_rank(parallel, site.layout, model, site.memory, state=kept)
+
+
+def _moved(
+    model: PreTrainedModel,
+    config: FinetuneConfig,
+    parallel: ParallelConfig,
+    needs: KernelNeeds,
+    site: Site,
+    per_node: int | None,
+) -> tuple[Traffic | None, Mapping[str, Any] | None]:
+    """Return what travels in a step between ranks that share weights, and the same for people; None: nothing does."""
+    if not is_wrapped(parallel, site.layout.world):
+        return None, None
+    units, count = sharding_units(model, parallel, ends=needs.ends), site.micro_batches
+    return traffic_of(model, units, parallel, site.layout, micro_batches=count, per_node=per_node), describe(
+        model, units, parallel, site.layout, micro_batches=count, heads=needs.heads,
+        tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
+    )  # fmt: skip
+
+
+def _spread(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    parallel: ParallelConfig,
+    mesh: DeviceMesh,
+    site: Site,
+    compiler: Compiler | None,
+    per_node: int | None,
+) -> None:
+    """Choose how the layers run in training, and shard the network."""
+    set_training_forward(
+        model,
+        recompute=parallel.activation_checkpointing,
+        every=parallel.recompute_every,
+        offload=Offload(site.device, site.copies) if parallel.activation_offload else None,
+        compiler=compiler,
+    )
+    shard(model, mesh, parallel, units, per_node=per_node)
+
+
+def optimizer_of(built: Build, config: FinetuneConfig, micro_batches: int | None = None) -> Optimizer:
+    """Build the optimizer of a network that has its memory, and have gradients added as the run began to.
+
+    `micro_batches` of a rank in a step, if they are not those of the run.
+    """
+    count = built.site.micro_batches if micro_batches is None else micro_batches
+    add_gradients(built.kernels.get("gradients"), built.model, built.units, built.parallel, built.site.layout, count)
+    return build_optimizer(built.model, config.optim, config.method, seed=config.run.seed)
