@@ -495,6 +495,23 @@ esac
 """
 
 
+def test_machines_of_ones_own_find_the_ray_of_the_environment(tmp_path: Path) -> None:
+    """SSH runs each command in a shell of its own, whose PATH has no environment."""
+    values = yaml.safe_load((ROOT / "cluster" / "local.yaml").read_text())
+    programs = tmp_path / "raytune-fsdp" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    ray = programs / "ray"
+    ray.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    ray.chmod(0o755)
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "RAY_HEAD_IP": "192.0.2.10"}
+    for command in (*values["head_start_ray_commands"], *values["worker_start_ray_commands"]):
+        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stderr)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["stop", "start", "stop", "start"]
+
+
 @pytest.mark.parametrize("name", CLOUDS)
 def test_apt_s_lock_at_first_boot_is_waited_for(name: str, tmp_path: Path) -> None:
     """Somebody else has it at the first tries."""
