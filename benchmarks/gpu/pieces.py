@@ -29,8 +29,8 @@ from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.launch.worker import choose_device, use_gpu
 from raytune_fsdp.model.attention.calls import Call
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose
+from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.attention.kernels import KERNELS
-from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER
 from raytune_fsdp.model.objective.chunked_head import Shape, linear_cross_entropy
 

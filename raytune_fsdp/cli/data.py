@@ -66,10 +66,10 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
     found, config = _parsed(parser, arguments)
     if found.samples < 1:
         parser.error(f"--samples {found.samples} must be at least 1")
-    from raytune_fsdp.run.prepare import prepare_data
+    from raytune_fsdp.run.prepare import open_as_run
 
     with shown() as progress:
-        tokenizer, train, evals = prepare_data(config, progress)
+        tokenizer, train, evals = open_as_run(config, progress)
     if found.eval is not None and found.eval not in evals:
         known = ", ".join(evals) or "none"
         parser.error(
@@ -96,13 +96,13 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     from raytune_fsdp.data.left_out import left_out_of
     from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
     from raytune_fsdp.record.report.data import plot_lengths, stats
-    from raytune_fsdp.run.prepare import prepare_data
+    from raytune_fsdp.run.prepare import open_as_run
 
     if found.png is not None and not can_draw():
         raise ConfigError(f"--png {found.png}: {NOT_INSTALLED}")
 
     with shown() as progress:
-        _, train, evals = prepare_data(config, progress)
+        _, train, evals = open_as_run(config, progress)
         every: dict[str, Windows] = {"train": train, **{f"eval {name}": windows for name, windows in evals.items()}}
         censuses = {
             # An evaluation is always one epoch: it sees every row once.

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.model.tables import table
+from raytune_fsdp.model.tables import constant_table
 
 ROWS = "added_rows"
 """The parameter's name in its module."""
 
 
-@table
+@constant_table
 def _on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
     """Return the ids on a device. Not a buffer: its owner's class has to compute buffers that no checkpoint holds."""
     return torch.tensor(ids, device=device)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 P = ParamSpec("P")
 
 
-def table(make: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+def constant_table(make: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
     """Cache what `make` returns, by its arguments, and make it real.
 
     If the first caller works on fake tensors (the planner does), later callers in the process would get a fake one.

@@ -205,7 +205,7 @@ def _origin(
     return origin
 
 
-def prepare_data(
+def open_as_run(
     config: FinetuneConfig, progress: Progress | None = None
 ) -> tuple[PreTrainedTokenizerBase, Windows, dict[str, Windows]]:
     """Return the tokenizer and the data of a config, in the order of its run. No weights are fetched."""

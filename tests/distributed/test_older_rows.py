@@ -8,7 +8,7 @@ from typing import Any
 
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
-from raytune_fsdp.run.prepare import prepare_data
+from raytune_fsdp.run.prepare import open_as_run
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank, trajectory
 
@@ -44,7 +44,7 @@ def test_a_run_begun_before_weights_were_read_goes_on_without_them(tmp_path: Pat
     run_ranks(train_as_before, 1, whole.model_dump())
     run_ranks(train_as_before, 1, stopped.model_dump(), 3)
     assert trajectory(stopped, 1) == read_trajectory(RunDir.of(whole).metrics)
-    (_, old, _), (_, newest, _) = (prepare_data(each) for each in (stopped, new))
+    (_, old, _), (_, newest, _) = (open_as_run(each) for each in (stopped, new))
     assert (old.order_version, newest.order_version) == (2, 4)
     trained = [int(each.get(0, 0)[0].samples.trained.sum()) for each in (old, newest)]
     assert trained[0] == 2 * trained[1]

@@ -12,7 +12,7 @@ import torch
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
-from raytune_fsdp.run.prepare import prepare, prepare_data
+from raytune_fsdp.run.prepare import open_as_run, prepare
 from tests.checkpoints import checkpoints, pieces_of
 from tests.forgeries import with_hashes
 from tests.ranks import run_ranks
@@ -83,10 +83,10 @@ def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> Non
     assert [row["samples"] for row in old] != [row["samples"] for row in new]
     stopped = make_config(tmp_path, run={"name": "stopped"}, **sections)
     run_ranks(train_in_the_older_order, 1, stopped.model_dump(), 5)
-    assert prepare_data(stopped)[1].order_version == 2, "a preview shows what the run will take"
+    assert open_as_run(stopped)[1].order_version == 2, "a preview shows what the run will take"
     kept = stopped.checkpoint.model_copy(update={"storage": "s3://nowhere/that-is-asked"})
     stored = stopped.model_copy(update={"checkpoint": kept})
-    assert prepare_data(stored)[1].order_version == 2, "also if its checkpoints are in a store"
+    assert open_as_run(stored)[1].order_version == 2, "also if its checkpoints are in a store"
     assert trajectory(stopped, 1) == old
     orders = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
     assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}
@@ -123,7 +123,7 @@ def test_a_run_begun_before_directories_had_splits_goes_on_with_every_file(
     versions = {name: order_version(tmp_path / "runs" / name) for name in ("new", "whole", "stopped")}
     assert versions == {"new": {4}, "whole": {2}, "stopped": {2}}
     for name, rows in (("new", 80), ("whole", 110), ("stopped", 110)):
-        _, train, evals = prepare_data(make_config(tmp_path, run={"name": name}, **sections))
+        _, train, evals = open_as_run(make_config(tmp_path, run={"name": name}, **sections))
         assert train.rows(0) == rows and evals["measured"].rows(0) == rows // 10, "a preview shows what the run takes"
     losses = {}
     for name in ("new", "whole", "stopped"):
@@ -174,7 +174,7 @@ def test_what_a_run_gains_is_read_as_a_run_begun_with_it_reads_it(
             values[section] |= changes
         config = config.model_validate(values)
         caplog.clear()
-        (windows,) = prepare_data(config)[2].values()
+        (windows,) = open_as_run(config)[2].values()
         prepared = prepare(config, 1)[0]
         assert caplog.text.count("goes on with all of its splits") == (0 if name == "now" else 3)
         trajectory(config, 1)

@@ -14,7 +14,7 @@ from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.demo import CONVERSATIONS
-from raytune_fsdp.run.prepare import prepare_data
+from raytune_fsdp.run.prepare import open_as_run
 from tests.models import save_checkpoint
 from tests.runs import trajectory
 
@@ -82,7 +82,7 @@ def test_a_converted_file_is_the_same_training(tmp_path: Path, world: int, capsy
     ours = tmp_path / "ours.yaml"
     assert main(["convert", str(file), "--gpus", "1", "--out", str(ours)]) == 0, capsys.readouterr().err
     config = load_config(ours, ["--cluster.device", "cpu", "--tracking.mlflow.enabled", "false"])
-    _, windows, _ = prepare_data(config)
+    _, windows, _ = open_as_run(config)
     rows = [each.sample for each in islice(Stream(windows, seed=0).samples(Cursor()), ROWS)]
     masks = []
     for row in rows:

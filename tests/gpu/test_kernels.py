@@ -15,8 +15,8 @@ from raytune_fsdp.launch.worker import join
 from raytune_fsdp.model.attention.calls import PREFIX, Call, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose
 from raytune_fsdp.model.attention.flash import FLASH
+from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.attention.kernels import KERNELS
-from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.measure.meter import to_host

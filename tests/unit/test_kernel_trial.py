@@ -20,8 +20,8 @@ from raytune_fsdp.model.attention import flash
 from raytune_fsdp.model.attention.calls import Call, Unfit, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelChoice, KernelNeeds, choose
 from raytune_fsdp.model.attention.flash import is_installed, load
+from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.attention.kernels import KERNELS
-from raytune_fsdp.model.attention.trial import why_kernel_fails
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run.trials.needs import network_needs
 from tests.models import architecture

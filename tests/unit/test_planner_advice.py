@@ -14,7 +14,7 @@ from raytune_fsdp.predict.advise.advice import Advice, advice
 from raytune_fsdp.predict.advise.alternatives import (
     allowed_micro_batch,
     as_flags,
-    in_words,
+    change_in_words,
     moving_less,
     shared,
     step_down,
@@ -50,7 +50,7 @@ def test_the_next_step_down_is_one_that_frees() -> None:
         subject, found = look(config, 2)
         down = step_down(subject, config, found)
         assert down is not None and down.prediction.needed < found.needed
-        names.append(in_words(down.changes))
+        names.append(change_in_words(down.changes))
         values = config.model_dump(exclude_unset=True)
         for path, value in down.changes.items():
             section, _, name = path.partition(".")
@@ -71,13 +71,13 @@ def test_ways_to_move_less_are_valid_and_faster() -> None:
     subject, found = look(config, 16, speed="1Gbps")
     assert found.seconds.bound == "communication"
     faster = moving_less(subject, config, found)
-    ways = {in_words(each.changes) for each in faster}
+    ways = {change_in_words(each.changes) for each in faster}
     assert {"micro_batch=2", "defer_gradient_sync=True", "strategy=hybrid_shard shard_size=8"} <= ways
     times = [each.prediction.seconds.step for each in faster]
     assert times == sorted(times) and times[-1] < found.seconds.step
     said = advice(config, found, faster)
     assert ids(said) == ["communication-bound", "no-infiniband"]
-    assert all(in_words(each.changes) in said[0].text for each in faster)
+    assert all(change_in_words(each.changes) in said[0].text for each in faster)
     # With a batch that gives each rank one block, and shards inside of machines, nothing is left to say.
     least = config_of(WIDE, parallel={"strategy": "hybrid_shard", "shard_size": 8}, train={"micro_batch": 1})
     subject, found = look(least, 16, speed="1Gbps")

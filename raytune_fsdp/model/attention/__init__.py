@@ -1,7 +1,7 @@
 """Attention that keeps the documents of a sample apart.
 
-choose.py   which attention a network gets, and what a forward pass hands to it
-kernels.py  functions that transformers calls by name; flash.py: those of flash attention
-calls.py    what a kernel is called with, and attention by the book to compare with
-trial.py    tries a kernel before a run relies on it
+choose.py        which attention a network gets, and what a forward pass hands to it
+kernels.py       functions that transformers calls by name; flash.py: those of flash attention
+calls.py         what a kernel is called with, and attention by the book to compare with
+kernel_trial.py  tries a kernel before a run relies on it
 """

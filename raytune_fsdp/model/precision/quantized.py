@@ -30,7 +30,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.adapters.attach import base_name
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.objective.routers import numbers_of_experts, routers_of
-from raytune_fsdp.model.tables import table
+from raytune_fsdp.model.tables import constant_table
 from raytune_fsdp.model.weights.source import Weights
 
 Kind = Literal["nf4", "int8"]
@@ -134,7 +134,7 @@ def widen_rows(packed: torch.Tensor, numbers: int, kind: Kind, dtype: torch.dtyp
     return (padded * scales[..., None]).reshape(count, -1)[:, :numbers].to(dtype)
 
 
-@table
+@constant_table
 def _pairs(device: torch.device) -> torch.Tensor:
     """Return the two numbers that each byte stands for: one look-up, where two would have to split the codes first."""
     byte, values = torch.arange(256), torch.tensor(_NF4)

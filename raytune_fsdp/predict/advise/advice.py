@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
-from raytune_fsdp.predict.advise.alternatives import Alternative, in_words
+from raytune_fsdp.predict.advise.alternatives import Alternative, change_in_words
 from raytune_fsdp.predict.prediction import Prediction
 from raytune_fsdp.predict.stopping import Stopping
 
@@ -148,7 +148,9 @@ def _of_links(config: FinetuneConfig, found: Prediction, faster: Sequence[Altern
     if seconds.bound == "communication":
         ways = "larger micro-batches (train.micro_batch) and fewer reductions (parallel.defer_gradient_sync) move less"
         if faster:
-            ways = "; ".join(f"{in_words(each.changes)}: {each.prediction.seconds.step:.2f} s" for each in faster)
+            ways = "; ".join(
+                f"{change_in_words(each.changes)}: {each.prediction.seconds.step:.2f} s" for each in faster
+            )
         elif faster is not None:
             ways = (
                 "nothing that learns the same and fits is faster on these GPUs. A larger train.global_batch, with a "

@@ -98,7 +98,7 @@ def cheapest_fit(found: list[Alternative]) -> Alternative | None:
     return min(fitting, key=lambda each: (not each.learns_the_same, len(each.changes), each.gpu_seconds), default=None)
 
 
-def in_words(changes: Mapping[str, Any]) -> str:
+def change_in_words(changes: Mapping[str, Any]) -> str:
     """Return changes for a line of a table, with the last names of fields."""
     short = {"activation_checkpointing": "recompute"}
     words = []

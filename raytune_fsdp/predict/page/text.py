@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from raytune_fsdp.predict.advise.advice import Advice
-from raytune_fsdp.predict.advise.alternatives import Alternative, as_flags, cheapest_fit, in_words
+from raytune_fsdp.predict.advise.alternatives import Alternative, as_flags, change_in_words, cheapest_fit
 from raytune_fsdp.predict.host import HostNeeds
 from raytune_fsdp.predict.planned import Planned, cost, hours
 from raytune_fsdp.predict.prediction import GIB, Prediction
@@ -69,7 +69,7 @@ def _to_fit(planned: Planned) -> list[str]:
     found, best, shared = planned.prediction, cheapest_fit(list(planned.alternatives)), planned.shared
     way = "none of the ways that were tried: more GPUs, or a smaller model"
     if best is not None:
-        way = f"{in_words(best.changes)} ({as_flags(best.changes)})"
+        way = f"{change_in_words(best.changes)} ({as_flags(best.changes)})"
     much = _gib(found.needed - found.cluster.device.memory)
     lines = _row("to fit", f"{much} too much; the cheapest change: {way}")
     if shared is not None and shared is not best:
@@ -84,7 +84,7 @@ def _step_down(planned: Planned) -> list[str]:
         return _row("a step down", "none that learns the same; more GPUs or another method need less (--alternatives)")
     freed, longer = found.needed - other.prediction.needed, other.prediction.seconds.step / found.seconds.step - 1
     much = f"{_gib(freed)}, and a step takes {abs(longer):.0%} {'longer' if longer >= 0 else 'less'}"
-    return _row("a step down", f"{in_words(other.changes)} frees {much}")
+    return _row("a step down", f"{change_in_words(other.changes)} frees {much}")
 
 
 def _micro_batch(planned: Planned) -> str:
@@ -184,7 +184,7 @@ def _alternative(each: Alternative, price: float | None) -> str:
     numbers = f"{found.tokens_per_second:>14,.0f}{hours(found):>8,.1f}{hours(found) * found.world:>9,.0f}"
     whole = cost(found, price)
     numbers += "" if whole is None else f"{whole:>9,.0f}"
-    what = _cut(in_words(each.changes) or "as it is", _CHANGES)
+    what = _cut(change_in_words(each.changes) or "as it is", _CHANGES)
     return f"  {what:{_CHANGES}}{_gib(found.needed):>10}{numbers if found.fits else '  does not fit'}".rstrip()
 
 
@@ -254,7 +254,7 @@ def search_as_page(found: Sequence[Suitable], most_hours: float | None) -> str:
         name = f"{on.world} x {on.cluster.device.name}"
         price = "" if each.price is None else f"{each.price:,.0f}"
         lines.append(
-            f"{name:24}{in_words(each.changes):20}{_gib(on.needed):>10}{on.tokens_per_second:>14,.0f}"
+            f"{name:24}{change_in_words(each.changes):20}{_gib(on.needed):>10}{on.tokens_per_second:>14,.0f}"
             f"{each.hours:>9,.1f}{each.hours * on.world:>10,.1f}{price:>11}"
         )
     best = found[0].prediction

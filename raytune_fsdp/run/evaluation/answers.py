@@ -91,7 +91,7 @@ def answer(
     check_ids(ids, model)
     room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    with nullcontext() if together else in_words(model):
+    with nullcontext() if together else errors_of_generate(model):
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -118,7 +118,7 @@ def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def in_words(model: PreTrainedModel) -> Iterator[None]:
+def errors_of_generate(model: PreTrainedModel) -> Iterator[None]:
     """Turn an error of `generate` into one line: the configs decide what it does, and computed values what it draws."""
     try:
         yield

@@ -16,7 +16,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
-from raytune_fsdp.run.evaluation.tasks import measure
+from raytune_fsdp.run.evaluation.tasks import measure_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Evaluation:
         """Return the measured values by the names of metrics. Answers are written with transformers' `attention`.
         Collective."""
         found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device)
-        return found | measure(
+        return found | measure_tasks(
             model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention
         )
 

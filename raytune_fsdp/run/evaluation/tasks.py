@@ -34,7 +34,7 @@ from raytune_fsdp.step.parallel import evaluating
 logger = logging.getLogger(__name__)
 
 
-def measure(
+def measure_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[Questions],

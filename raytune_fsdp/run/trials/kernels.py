@@ -12,7 +12,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.adapters.attach import why_not_compiled
 from raytune_fsdp.model.attention.choose import KernelChoice, choose, set_attention
-from raytune_fsdp.model.attention.trial import why_kernel_fails
+from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.routers import why_routers_forbid

@@ -24,7 +24,7 @@ from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.model.attention.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose, logits_of, set_attention, takes_position_ids
-from raytune_fsdp.model.attention.trial import why_kernel_fails
+from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.layers import ends_of
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.chunked_head import has_plain_head, install_chunked_loss

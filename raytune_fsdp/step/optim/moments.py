@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from raytune_fsdp.model.tables import table
+from raytune_fsdp.model.tables import constant_table
 from raytune_fsdp.step.optim.pieces import split_like
 from raytune_fsdp.step.optim.update import LEVELS, to_bf16
 
@@ -135,7 +135,7 @@ def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
     return scale[:, :, None].expand(rows, groups, _block(columns)).reshape(rows, -1)[:, :columns]
 
 
-@table
+@constant_table
 def _levels(signed: bool, device: torch.device) -> torch.Tensor:
     """Return the values of the codes, rising: 255 from -1 to 1, or 256 from 0 to 1. The largest number is exact."""
     most = 127 if signed else 255

@@ -254,8 +254,8 @@ def _nodes(count: int) -> str:
 def check_kernels(asked: str, *, device: str, elsewhere: bool = False) -> list[Finding]:
     """Say which attention a run will try. `asked` is model.attention.
 
-    On GPUs a start tries each candidate before it takes one (model/attention/trial.py). `elsewhere`: this machine has
-    no GPU, but machines of the Ray cluster may have some.
+    On GPUs a start tries each candidate before it takes one (model/attention/kernel_trial.py).
+    `elsewhere`: this machine has no GPU, but machines of the Ray cluster may have some.
     """
     from raytune_fsdp.model.attention.calls import PREFIX
     from raytune_fsdp.model.attention.flash import FLASH, is_installed
