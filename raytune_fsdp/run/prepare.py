@@ -29,7 +29,7 @@ from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.adapters.attach import is_adapted
-from raytune_fsdp.model.attention.choose import KernelNeeds, positions_of
+from raytune_fsdp.model.attention.choose import positions_of
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
@@ -77,12 +77,18 @@ def prepare(
     `build` builds the windows to count. `dry`: the run saves and evaluates nothing. `trust_places`: follow a checkpoint
     that the run begins with to other places, whether or not this user has chosen them.
     """
-    place = _checked_place(config, world)
+    place = check_first(config, world)
+    if config.export.push is not None:
+        check_push(config.export.push)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
-    network = _built(hf_config, config, added)
-    needs = _checked_needs(config, hf_config, network, world)
+    network = build_network(hf_config, config, added)
+    _name_class(hf_config, network)
+    init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
+    needs = network_needs(config, hf_config, network)
+    check_network(config, network, needs, world)
+    check_step(config, hf_config, network, needs)
     begins = own is None or is_adapted(network)
     base, read = found.state.base, None if own else directory
     origin = _origin(config, network, added, base, read, trusted=trust_places) if begins else None
@@ -122,31 +128,6 @@ def prepare(
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
     return prepared, confirm_complete(config, prepared, standing)
-
-
-def _built(hf_config: PretrainedConfig, config: FinetuneConfig, added: Mapping[int, Sequence[int]]) -> PreTrainedModel:
-    network = build_network(hf_config, config, added)
-    _name_class(hf_config, network)
-    init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
-    return network
-
-
-def _checked_needs(
-    config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel, world: int
-) -> KernelNeeds:
-    """Check what the network can do, and return what it needs of its attention and its loss."""
-    needs = network_needs(config, hf_config, network)
-    check_network(config, network, needs, world)
-    check_step(config, hf_config, network, needs)
-    return needs
-
-
-def _checked_place(config: FinetuneConfig, world: int) -> RunDir:
-    """Make the first checks, ask the hub about a push at the end, and return the run's places."""
-    place = check_first(config, world)
-    if config.export.push is not None:
-        check_push(config.export.push)
-    return place
 
 
 def _counted(
