@@ -1,6 +1,6 @@
 """What all rooms stand on. It knows nothing of runs, models or data.
 
-errors.py         what can go wrong, for people
+errors.py         what can go wrong, for people, and the exit code of each
 durable.py        writes that a crash cannot undo, or that nobody sees half done
 untrusted.py      reads files that a stranger may have written
 urls.py           paths and URLs as text; file_systems.py: the file systems that URLs name

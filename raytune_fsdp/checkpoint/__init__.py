@@ -4,7 +4,7 @@ docs/checkpoint-format.md describes the files, docs/design/checkpoints.md and do
 
 In the order of a save:
 
-    saver.py           begins the saves of an attempt, one at a time
+    saver.py           begins the saves of an attempt, one at a time, and says whether older ones may go afterwards
     contents.py        the tensors to save, by name
     state.py           everything else, as JSON
     room.py            whether the nodes have memory for that, and storage room for a recovery point
@@ -18,7 +18,7 @@ In the order of a save:
 Afterwards:
 
     index.py           the index of all pieces, read and checked
-    catalogue.py       which checkpoints a run has, can trust, and keeps
+    catalogue.py       which checkpoints a run has and can trust, and the rule by which it keeps them
     reading.py         the tensors of a committed checkpoint, verified and loaded by all ranks together
     weights.py         a checkpoint as a source of weights: to generate, export, or begin another run
     merged.py          all weights of its network, whatever it holds of them

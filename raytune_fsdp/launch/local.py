@@ -37,9 +37,9 @@ from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
-from raytune_fsdp.run.evaluation.losses import check_computation
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, agree
+from raytune_fsdp.run.trials.computation import check_computation
 from raytune_fsdp.run.trials.needs import use_attention_for_packed
 from raytune_fsdp.step.parallel import memory_of
 

@@ -5,7 +5,7 @@ network.py              its config -> the network on the meta device, and which 
 layers.py               its repeated layers, and how their forward pass runs in training
 adapters/               adapters and the frozen weights that they change
 added_rows.py           rows of new tokens that are trained alone; tables.py: tensors of constants
-attention/              kernels that keep documents apart; proof.py: proves it at every start
+attention/              kernels that keep documents apart; proof.py: measures it at every start
 objective/              what a step minimises
 compile_layers.py       compiled forward passes that fall back to plain ones
 precision/              weights and products in fewer than 16 bits
@@ -15,5 +15,5 @@ weights/                where the values of tensors come from; fill.py: puts the
 offload_activations.py  what layers keep for backward, in the host's memory
 export/                 writes a model directory that others load
 
-Nothing here knows of runs, checkpoints, data or Ray.
+Nothing here knows of runs, checkpoints or Ray.
 """

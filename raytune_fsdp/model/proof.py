@@ -1,4 +1,6 @@
-"""Prove, at every start, that attention keeps documents apart, and that attention and loss compute what they should.
+"""Measure, at every start, whether attention keeps documents apart, and attention and loss compute what they should.
+
+The bounds are in run/trials/computation.py:check_computation, which refuses what exceeds them.
 
 Two samples of several documents are needed: transformers' flash attention finds the borders in a batch of one sample,
 and silently lets the documents of two see each other.

@@ -23,6 +23,6 @@ On every rank:
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
     evaluation/          what the model is worth
-    saving.py            when a save begins, and what is recorded of it and kept
+    saving.py            when a save begins, and what is recorded of it
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

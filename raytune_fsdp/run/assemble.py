@@ -36,7 +36,6 @@ from raytune_fsdp.run.base_model import agree_on_base
 from raytune_fsdp.run.build import Build, Site, build, optimizer_of
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
-from raytune_fsdp.run.evaluation.losses import check_computation, check_split_tokens
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.loop import RankRun
@@ -47,6 +46,7 @@ from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
+from raytune_fsdp.run.trials.computation import check_computation, check_split_tokens
 from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.own_time import OwnTime

@@ -16,7 +16,7 @@ from raytune_fsdp.model.attention.choose import KernelNeeds, generating, without
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.run.evaluation import losses
-from raytune_fsdp.run.evaluation.losses import check_computation
+from raytune_fsdp.run.trials.computation import check_computation
 from tests.models import architecture, build
 from tests.ranks import run_ranks
 from tests.runs import make_config

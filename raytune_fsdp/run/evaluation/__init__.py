@@ -1,7 +1,7 @@
 """Measure what a run's model is worth.
 
 evaluation.py  what an evaluation consists of
-losses.py      the loss on each dataset, and whether the network computes what it should
+losses.py      the loss on each dataset
 answers.py     what the model answers
 tasks.py       questions with known answers
 owed.py        what ranks measure, and which evaluation the run still owes

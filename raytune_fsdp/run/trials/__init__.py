@@ -2,6 +2,7 @@
 
 needs.py         what a network needs of its attention and its loss
 kernels.py       what a run computes with
+computation.py   the network itself, at every start: how far attention and loss may be off
 probe.py         one step of a small part of the network
 cut.py           ranks that compute layers together compute what one alone does
 export_proof.py  an adapter changes its base's class as it changes the network of the run

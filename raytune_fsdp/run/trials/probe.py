@@ -25,7 +25,7 @@ from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import build_network, init_buffers
 from raytune_fsdp.model.objective.loss import token_loss_sum
 from raytune_fsdp.model.proof import leak_between_documents
-from raytune_fsdp.run.evaluation.losses import refuse_leak
+from raytune_fsdp.run.trials.computation import refuse_leak
 
 logger = logging.getLogger(__name__)
 
