@@ -121,7 +121,7 @@ def tags(section: Any) -> tuple[str, ...]:
     return tuple(str(choice) for choice in get_args(section.model_fields[TAG].annotation))
 
 
-def sections_of(union: Any) -> dict[str, type[Section]]:
+def sections_of(union: Any) -> dict[str, Any]:
     """Return the sections of a union that `type` chooses from, by their types, in order."""
     return {tag: option.type for option in place_of(union).options for tag in tags(option.type)}
 
