@@ -103,8 +103,8 @@ class FinetuneConfig(Section):
         if self.parallel.precision == "fp8" and not self.method.takes_fp8:
             raise ValueError(
                 f"method.type={self.method.type} with parallel.precision=fp8: fp8 is for layers that are trained, and "
-                "those under adapters are frozen (torchao would compute their gradients all the same, a third product "
-                "where bf16 has two); set parallel.precision=bf16, or method.type=full"
+                "with this method their weights are frozen (torchao would compute their gradients all the same, a third "
+                "product where bf16 has two); set parallel.precision=bf16, or method.type=full"
             )
         return self
 
