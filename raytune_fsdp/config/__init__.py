@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
+from raytune_fsdp.config.schema import sections_of
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
@@ -99,11 +100,11 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _fp8(self) -> Self:
-        if self.parallel.precision == "fp8" and self.method.type in ("lora", "qlora"):
+        if self.parallel.precision == "fp8" and not self.method.takes_fp8:
             raise ValueError(
                 f"method.type={self.method.type} with parallel.precision=fp8: fp8 is for layers that are trained, and "
-                "those under adapters are frozen (torchao would compute their gradients all the same, a third product "
-                "where bf16 has two); set parallel.precision=bf16, or method.type=full"
+                "with this method their weights are frozen (torchao would compute their gradients all the same, a third "
+                "product where bf16 has two); set parallel.precision=bf16, or method.type=full"
             )
         return self
 
@@ -113,9 +114,11 @@ class FinetuneConfig(Section):
         if size == 1:
             return self
         combined = f"with parallel.mesh.tensor={size}"
-        if self.method.type not in ("full", "freeze", "lora"):
+        if not self.method.takes_cut_layers:
+            *kinds, last = (kind for kind, each in sections_of(Method).items() if each.takes_cut_layers)
+            known = f"{', '.join(kinds)} and {last}"
             raise ValueError(
-                f"method.type={self.method.type} {combined}: only full, freeze and lora know layers that are cut; set "
+                f"method.type={self.method.type} {combined}: only {known} know layers that are cut; set "
                 "method.type=lora, or leave tensor out"
             )
         if getattr(self.method, "dora", False) or getattr(self.method, "target_parameters", None):

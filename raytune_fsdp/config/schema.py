@@ -121,6 +121,11 @@ def tags(section: Any) -> tuple[str, ...]:
     return tuple(str(choice) for choice in get_args(section.model_fields[TAG].annotation))
 
 
+def sections_of(union: Any) -> dict[str, Any]:
+    """Return the sections of a union that `type` chooses from, by their types, in order."""
+    return {tag: option.type for option in place_of(union).options for tag in tags(option.type)}
+
+
 def place_of_field(info: FieldInfo) -> Place:
     place = place_of(info.annotation, tuple(info.metadata))
     default = info.get_default(call_default_factory=True, validated_data={})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from raytune_fsdp.config.schema import sections_of
+from raytune_fsdp.config.sections.optimizers import OptimizerChoice
 from raytune_fsdp.convert.rules import TheirOption, Translation, ask, number, text
 
 _FIELD = "optim.optimizer"
@@ -41,7 +43,8 @@ def optimizer(c: Translation, key: str) -> None:
     elif "muon" in name:
         c.say(key, "refused", "its steps have other sizes there: set optim.optimizer.type=muon and another optim.lr")
     else:
-        c.say(key, "refused", "the optimizers here are adamw, adafactor, sgd, muon and lion: see optim.optimizer")
+        *kinds, last = sections_of(OptimizerChoice)
+        c.say(key, "refused", f"the optimizers here are {', '.join(kinds)} and {last}: see optim.optimizer")
 
 
 def _of_adamw(c: Translation, key: str) -> None:

@@ -23,14 +23,15 @@ _SYSTEM = dict.fromkeys(("system", "system_prompt", "system_message"), "format.s
 _CONTEXT = dict.fromkeys(("input", "context"), "format.input")
 _CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
 _MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask")
+_BY_FUNCTION = dict.fromkeys((*_CALLS, "history"), _FUNCTION)
 _KNOWN: dict[str, dict[str, str]] = {
     "chat": {**_SYSTEM, **_CALLS, "history": _FUNCTION},
-    "instruction": {**_SYSTEM, **_CONTEXT, **dict.fromkeys((*_CALLS, "history"), _FUNCTION)},
+    "instruction": {**_SYSTEM, **_CONTEXT, **_BY_FUNCTION},
     "template": {**dict.fromkeys((*_SYSTEM, *_CONTEXT), "format.prompt"), "history": _FUNCTION},
     "completion": {},
     "tokens": {"labels": "format.labels", **_MASKS},
 }
-"""For each type of format: well-known columns, and what would read them."""
+"""For types of formats: well-known columns, and what would read them. A type that is not here reads none of them."""
 _ROWS, _CHARACTERS = 1000, 4_000_000
 """How much of a dataset is looked at, from its start."""
 
@@ -85,7 +86,8 @@ def _unread(name: str, dataset: DatasetConfig, source: Source, order: int) -> li
         return []  # what is trained on is known
     now, newest = (columns_of(format, each) for each in (order, ORDER_VERSION))
     read = {*now.needed, *now.optional}
-    wanted = {each: by for each, by in _KNOWN[format.type].items() if each not in read and each not in format.ignore}
+    known = _KNOWN.get(format.type, dict.fromkeys(_SYSTEM, _FUNCTION) | _BY_FUNCTION)
+    wanted = {each: by for each, by in known.items() if each not in read and each not in format.ignore}
     if not wanted:
         return []
     rows = _first_rows(source.with_columns(Columns((), tuple(wanted))))

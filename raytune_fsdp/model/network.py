@@ -150,7 +150,7 @@ def build_network(hf_config: PretrainedConfig, config: FinetuneConfig, added: Co
 def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
     """Build the architecture's network on the meta device, in the type of master weights, with tied weights tied."""
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
-    if config.attention not in ("auto", "documents"):  # those are chosen later, for the device
+    if not config.chooses_attention:
         kwargs["attn_implementation"] = config.attention
     try:
         with torch.device("meta"), bounded_building():

@@ -17,6 +17,8 @@ from typing import Any
 
 from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config.rules import Section
+from raytune_fsdp.config.schema import sections_of
+from raytune_fsdp.config.sections.formats import Format
 
 ABSENT: dict[str, Any] = {
     # All rows of the dataset are used.
@@ -28,7 +30,7 @@ ABSENT: dict[str, Any] = {
     "format.chat.system": "system",
     "format.python.then.chat.system": "system",
     # Never named: it decides what is warned of, not what is read.
-    **{f"format.{kind}.ignore": [] for kind in ("chat", "instruction", "completion", "tokens", "template")},
+    **{f"format.{kind}.ignore": [] for kind, each in sections_of(Format).items() if "ignore" in each.model_fields},
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
     "method.lora.init": "zero",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import TrainConfig
 from raytune_fsdp.config.load import load_config
 
 YAML = """\
@@ -107,10 +108,10 @@ def test_a_number_of_workers_that_may_change(tmp_path: Path, flags: tuple[str, .
 
 
 def test_a_mistyped_flag_names_the_nearest_field_and_all_of_the_section(tmp_path: Path) -> None:
+    every = ", ".join(TrainConfig.model_fields)
+    assert every.startswith("global_batch, micro_batch, max_steps, epochs, log_every, ")
     assert problems(tmp_path, "--train.max_step", "3") == [
-        "train.max_step=3: unknown field; nearest: train.max_steps; "
-        "train has global_batch, micro_batch, max_steps, epochs, log_every, neftune_noise_alpha, label_smoothing, "
-        "z_loss, router_aux_loss_coef, router_z_loss_coef (from flag --train.max_step)"
+        f"train.max_step=3: unknown field; nearest: train.max_steps; train has {every} (from flag --train.max_step)"
     ]
 
 

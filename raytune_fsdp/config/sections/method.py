@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -30,12 +30,26 @@ def unordered(field: str, value: Any) -> Any:
     return sorted(set(value)) if names else value
 
 
-class FullMethod(Section):
+class MethodSection(Section):
+    """What a method can be combined with. FinetuneConfig refuses the rest."""
+
+    takes_fp8: ClassVar[bool] = True
+    """Whether `parallel.precision: fp8` is for it: layers that are trained."""
+
+    takes_cut_layers: ClassVar[bool] = False
+    """Whether it knows layers of which each rank has a part (`parallel.mesh.tensor`)."""
+
+
+class FullMethod(MethodSection):
+    takes_cut_layers = True
+
     type: Literal["full"] = "full"
     """Every weight is trained."""
 
 
-class FreezeMethod(Section):
+class FreezeMethod(MethodSection):
+    takes_cut_layers = True
+
     type: Literal["freeze"]
     """Some of the weights are trained; the others stay as they are."""
 
@@ -49,7 +63,9 @@ class FreezeMethod(Section):
         return self
 
 
-class LoraMethod(Section):
+class LoraMethod(MethodSection):
+    takes_fp8, takes_cut_layers = False, True
+
     type: Literal["lora"]
     """Low-rank adapters on frozen weights, by PEFT: small checkpoints, little optimizer state."""
 
@@ -132,6 +148,8 @@ class LoraMethod(Section):
 
 
 class QloraMethod(LoraMethod):
+    takes_cut_layers = False
+
     type: Literal["qlora"]  # type: ignore[assignment]
     """LoRA on weights that are quantized while they are loaded, in a quarter of the memory that LoRA needs for them. A
     merged export starts from the weights as they are stored, not from quantized ones."""
@@ -140,7 +158,7 @@ class QloraMethod(LoraMethod):
     """Type of the frozen linear layers: `nf4` takes 0.52 bytes a number, `int8` takes 1.03."""
 
 
-class Ia3Method(Section):
+class Ia3Method(MethodSection):
     type: Literal["ia3"]
     """One factor for each channel of a few layers, by PEFT: less than a tenth of LoRA's parameters."""
 

@@ -84,6 +84,11 @@ class ModelConfig(Section):
     and sends each rank its slices. `auto`: `sharded` if every rank sees the files. The files of a hub model are fetched by
     every machine with `sharded`, and only by rank 0's machine with `rank0`."""
 
+    @property
+    def chooses_attention(self) -> bool:
+        """Whether the run chooses its attention, by its devices. If not, transformers builds the network with it."""
+        return self.attention == "auto" or self.attention.startswith("documents")
+
     @model_validator(mode="after")
     def _tokens_once(self) -> Self:
         texts = [token.text for token in self.add_tokens]

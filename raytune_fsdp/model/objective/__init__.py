@@ -1,6 +1,6 @@
 """What a step minimises, from hidden states to a sum.
 
-objective.py        the cross-entropy of the targets, and what a run adds to it
+objective.py        the cross-entropy of the targets, what a run adds to it, and the gradient of both
 loss.py             the loss of a micro-batch, summed over its targets
 losses.py           the results of a forward pass for its targets
 chunked_head.py     losses without the logits of a whole micro-batch

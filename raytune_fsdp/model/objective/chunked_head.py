@@ -24,7 +24,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
 from raytune_fsdp.model.objective.losses import Losses
-from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_and_gradients
 from raytune_fsdp.model.pieces.sums import local_weight, summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
@@ -202,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(ids), size):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
-            each[part], right[part] = _losses(logits, ids[part], objective, vocabulary)
+            each[part], right[part] = losses_and_gradients(logits, ids[part], objective, vocabulary)
             if of_hidden is None and of_weight is None and of_rows is None:
                 continue
             if slope is not None:
@@ -255,35 +255,6 @@ def _logits(
     bent = logits.div_(shape.softcap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(shape.softcap), slope
-
-
-def _losses(
-    logits: torch.Tensor, ids: torch.Tensor, objective: Objective, vocabulary: VocabularyPart | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return losses, and whether the most likely token is right. Leave the gradient of the losses' sum in `logits`."""
-    smoothing, z = objective.label_smoothing, objective.z_loss
-    count, own, mine = (logits.shape[-1], ids, None) if vocabulary is None else (vocabulary.whole, *vocabulary.own(ids))
-    best, at = logits.max(-1) if vocabulary is None else vocabulary.best(logits)
-    picked = logits.gather(-1, own[:, None])[:, 0]
-    mean = picked
-    if smoothing:
-        mean = logits.mean(-1) if vocabulary is None else logits.sum(-1) / count
-    sums = logits.sub_(best[:, None]).exp_().sum(-1)
-    if vocabulary is not None and mine is not None:
-        sums, picked, mean = summed(vocabulary.group, torch.stack([sums, torch.where(mine, picked, 0), mean]))
-    losses = sums.log() + (best - picked)
-    logits.div_(sums[:, None])
-    if z:
-        whole = sums.log() + best
-        losses += z * whole.square()
-        logits.mul_(1 + 2 * z * whole[:, None])
-    if smoothing:
-        losses += smoothing * (picked - mean)
-        logits.sub_(smoothing / count)
-    # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
-    taken = 1 - smoothing if mine is None else (1 - smoothing) * mine[:, None].to(logits.dtype)
-    logits.scatter_(-1, own[:, None], logits.gather(-1, own[:, None]) - taken)
-    return losses, at == ids
 
 
 def _taken_out(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

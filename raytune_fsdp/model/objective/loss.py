@@ -13,7 +13,7 @@ from raytune_fsdp.model.attention.choose import inputs_of, logits_of
 from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
 from raytune_fsdp.model.objective.losses import Losses
-from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_of_targets
 
 
 def micro_batch_loss(model: PreTrainedModel, batch: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
@@ -62,22 +62,9 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
     fixed = log_probabilities.detach()
     each, right = -fixed[places, ids], fixed.argmax(-1)[places] == ids
     if objective.bends_losses:
-        bent = _bent(logits.reshape(len(log_probabilities), -1), log_probabilities, batch, objective)
+        bent = losses_of_targets(logits.reshape(len(log_probabilities), -1), log_probabilities, places, ids, objective)
         total, each = bent.sum(), bent.detach()
     return Losses(total=total, each=each, right=right)
-
-
-def _bent(
-    logits: torch.Tensor, log_probabilities: torch.Tensor, batch: MicroBatch, objective: Objective
-) -> torch.Tensor:
-    """Compute the targets' losses with label smoothing and z-loss, the square of the logarithm of the softmax's sum."""
-    places, ids = batch.targets.places, batch.targets.ids
-    each = -log_probabilities[places, ids]
-    if objective.label_smoothing:
-        each = torch.lerp(each, -log_probabilities.mean(-1)[places], objective.label_smoothing)
-    if objective.z_loss:
-        each = each + objective.z_loss * logits.to(each.dtype).logsumexp(-1)[places].square()
-    return each
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

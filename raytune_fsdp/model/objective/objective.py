@@ -1,11 +1,20 @@
-"""What a step minimises: the cross-entropy of its targets, and what a run adds to it."""
+"""What a step minimises: the cross-entropy of its targets, and what a run adds to it.
+
+Each token's loss is computed in two ways, which are next to each other here: from all logits of a micro-batch, where
+torch finds the gradient (`losses_of_targets`), and from a chunk's, with the gradient (`losses_and_gradients`).
+tests/unit/test_head.py compares both with the book.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from raytune_fsdp.config.sections.train import TrainConfig
+from raytune_fsdp.model.pieces.sums import summed
+from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
     from raytune_fsdp.model.objective.documents import DocumentLosses
@@ -49,3 +58,44 @@ class Objective:
 
 
 CROSS_ENTROPY = Objective()
+
+
+def losses_of_targets(
+    logits: torch.Tensor, log_probabilities: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, objective: Objective
+) -> torch.Tensor:
+    """Compute the targets' losses with label smoothing and z-loss, the square of the logarithm of the softmax's sum."""
+    each = -log_probabilities[places, ids]
+    if objective.label_smoothing:
+        each = torch.lerp(each, -log_probabilities.mean(-1)[places], objective.label_smoothing)
+    if objective.z_loss:
+        each = each + objective.z_loss * logits.to(each.dtype).logsumexp(-1)[places].square()
+    return each
+
+
+def losses_and_gradients(
+    logits: torch.Tensor, ids: torch.Tensor, objective: Objective, vocabulary: VocabularyPart | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return losses, and whether the most likely token is right. Leave the gradient of the losses' sum in `logits`."""
+    smoothing, z = objective.label_smoothing, objective.z_loss
+    count, own, mine = (logits.shape[-1], ids, None) if vocabulary is None else (vocabulary.whole, *vocabulary.own(ids))
+    best, at = logits.max(-1) if vocabulary is None else vocabulary.best(logits)
+    picked = logits.gather(-1, own[:, None])[:, 0]
+    mean = picked
+    if smoothing:
+        mean = logits.mean(-1) if vocabulary is None else logits.sum(-1) / count
+    sums = logits.sub_(best[:, None]).exp_().sum(-1)
+    if vocabulary is not None and mine is not None:
+        sums, picked, mean = summed(vocabulary.group, torch.stack([sums, torch.where(mine, picked, 0), mean]))
+    losses = sums.log() + (best - picked)
+    logits.div_(sums[:, None])
+    if z:
+        whole = sums.log() + best
+        losses += z * whole.square()
+        logits.mul_(1 + 2 * z * whole[:, None])
+    if smoothing:
+        losses += smoothing * (picked - mean)
+        logits.sub_(smoothing / count)
+    # Not scatter_add_, which on a GPU has no kernel that repeats its bits for matrices.
+    taken = 1 - smoothing if mine is None else (1 - smoothing) * mine[:, None].to(logits.dtype)
+    logits.scatter_(-1, own[:, None], logits.gather(-1, own[:, None]) - taken)
+    return losses, at == ids

@@ -277,7 +277,7 @@ def _on_a_device(config: FinetuneConfig) -> bool:
 
 
 def _other_attention(config: FinetuneConfig) -> bool:
-    return config.model.attention not in ("auto", "documents", "eager", "sdpa")
+    return not config.model.chooses_attention and config.model.attention not in ("eager", "sdpa")
 
 
 def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:

@@ -3,12 +3,13 @@
     build.py        which optimizer a run has                     groups.py       which weights are updated alike
     schedule.py     the learning rate                             update.py       what training needs, and what all
                                                                                   but adamw.py share
-    adamw.py        torch's fused kernel                          elementwise.py  AdamW written out, SGD, Lion
+    adamw.py        torch's fused kernel                          elementwise.py  rules: AdamW written out, SGD, Lion, …
     muon.py         orthogonal updates, of the matrices that matrices.py finds
     adafactor.py    factored second moments                       moments.py      moments in bf16 and in 8 bits
     pieces.py       a rank's pieces of sharded tensors
 
-A new optimizer is a class with the three methods of `Optimizer`, or a `Rule` of elementwise.py; a section in
-config/sections/optimizers.py; and a branch in `build_optimizer`. Whatever it computes from several numbers of a weight
+A new optimizer is a section in config/sections/optimizers.py and a `Rule` of elementwise.py, named in its `RULES`; or,
+if not every number is updated by itself, a class with the three methods of `Optimizer`, in a file of its own, and a
+branch in `build_optimizer`. Whatever it computes from several numbers of a weight
 must be computed from the whole weight, or the number of ranks would change what is learned.
 """

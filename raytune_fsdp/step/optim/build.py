@@ -9,7 +9,7 @@ from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.sections.method import Method
 from raytune_fsdp.step.optim.adafactor import Adafactor
 from raytune_fsdp.step.optim.adamw import AdamW
-from raytune_fsdp.step.optim.elementwise import AdamWRule, Elementwise, LionRule, Rule, SgdRule
+from raytune_fsdp.step.optim.elementwise import RULES, AdamWRule, Elementwise
 from raytune_fsdp.step.optim.groups import Group, groups_of, trained
 from raytune_fsdp.step.optim.matrices import hidden_matrices
 from raytune_fsdp.step.optim.muon import Muon
@@ -42,5 +42,4 @@ def build_optimizer(
         return Muon(weights(mine), parts, adamw(tuple(rest), "as_weights") if rest else None, chosen)
     if chosen.type == "adafactor":
         return Adafactor(weights(groups), chosen)
-    rule: Rule = SgdRule(chosen) if chosen.type == "sgd" else LionRule(chosen)
-    return Elementwise(weights(groups), rule)
+    return Elementwise(weights(groups), RULES[chosen.type](chosen))

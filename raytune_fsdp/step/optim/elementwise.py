@@ -1,4 +1,4 @@
-"""Optimizers that update every number by its own gradient and moments: AdamW written out, SGD, Lion.
+"""Optimizers that update every number by its own gradient and moments. Each is a rule, and `Elementwise` applies it.
 
 Every operation is one that IEEE rounds once, so a number's update has the same bits wherever the tensor is cut. `lerp`
 and `addcmul` are not used: vector units fuse them, but not always at the ends of a tensor's memory.
@@ -6,8 +6,8 @@ and `addcmul` are not used: vector units fuse them, but not always at the ends o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -83,6 +83,10 @@ class LionRule:
         mean = moments["exp_avg"]
         sign = (mean * self._beta1 + gradient * (1 - self._beta1)).sign()
         return sign, {"exp_avg": mean * self._beta2 + gradient * (1 - self._beta2)}
+
+
+RULES: Mapping[str, Callable[[Any], Rule]] = {"sgd": SgdRule, "lion": LionRule}
+"""The rules that are made of a section of `optim.optimizer` alone, by its type."""
 
 
 class Elementwise:

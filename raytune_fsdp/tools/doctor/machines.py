@@ -280,11 +280,15 @@ def check_kernels(asked: str, *, device: str, elsewhere: bool = False) -> list[F
                     "set model.attention=auto",
                 )
             ]
-    if asked in ("eager", "sdpa", "flex_attention"):
+    if _is_settled(asked):
         return [ok("attention", f"{asked}, as model.attention says")]
     if device == "cpu":
         return [ok("attention", f"model.attention={asked}: on a CPU torch's flash attention, document by document")]
     return [_tried(asked, [package for name, package in FLASH.items() if is_installed(name)], "")]
+
+
+def _is_settled(asked: str) -> bool:
+    return asked not in ("auto", "documents") and not asked.startswith("flash_attention_")
 
 
 def check_packages(asked: str, packages: Mapping[str, str], where: str) -> Finding:
@@ -292,7 +296,7 @@ def check_packages(asked: str, packages: Mapping[str, str], where: str) -> Findi
     from raytune_fsdp.model.attention.calls import PREFIX
     from raytune_fsdp.model.attention.flash import FLASH
 
-    if asked in ("eager", "sdpa", "flex_attention"):
+    if _is_settled(asked):
         return ok("attention", f"{where}: {asked}, as model.attention says")
     if not asked.startswith("flash_attention_"):
         return _tried(asked, [name for name in FLASH.values() if name in packages], f"{where}: ")
