@@ -37,7 +37,6 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
-from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.nodes.hub_reach import check_reach
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes, that_are_free
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
@@ -56,6 +55,7 @@ from raytune_fsdp.launch.ray.resources import (
     scaling_config,
 )
 from raytune_fsdp.launch.ray.session import Session
+from raytune_fsdp.launch.ray.supervisor import AttemptSupervisor
 from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit, Chore
 from raytune_fsdp.launch.ray.tasks.evaluations import Evaluations
 from raytune_fsdp.launch.ray.tasks.exports import Exports
@@ -98,7 +98,7 @@ RAY_TRAIN = {
     # How often Ray Train looks for dead ranks and reported checkpoints. With its default, 2 s, a crash was noticed
     # after 1.3 s instead of 0.3 s (docs/results.md).
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # An actor per worker group that asks for draining nodes every 5 s: the driver asks once a second (follow.py).
+    # An actor per worker group that asks for draining nodes every 5 s: the driver asks once a second (supervisor.py).
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths must mean the same on ranks as in the job
 }
@@ -147,7 +147,7 @@ def run(
         valid = [that_are_free(asked, lambda size: _is_possible(config, foresight, size), nodes, say)]
     reaching.result()
     sizes = Sizes(asked, valid)
-    demand = Demand(asked, valid) if growing and len(valid) > 1 else None
+    demand = Demand(asked, valid if growing and len(valid) > 1 else [])
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
     with environment(RAY_TRAIN):
         _train(
@@ -180,7 +180,7 @@ def _train(
     prepared: RunInputs,
     standing: ResumePoint,
     sizes: Sizes,
-    demand: Demand | None,
+    demand: Demand,
     foresight: Foresight,
     *,
     session: Session,
@@ -198,10 +198,9 @@ def _train(
     after_commits = _after_commits(config, prepared, standing.plan, token, session, event=attempts.event, say=say)
     try:
         board = Board()
-        follow = AttemptSupervisor(
+        supervisor = AttemptSupervisor(
             config, place, attempts, sizes, after_commits,
-            demand=demand, board=board, lost=session.lost, answers=session.answers,
-            signals=signals, phases=phases, say=say, dry=prepared.dry,
+            demand=demand, board=board, session=session, signals=signals, phases=phases, say=say, dry=prepared.dry,
         )  # fmt: skip
         job = RankJob(
             config=config,
@@ -217,9 +216,9 @@ def _train(
             notices=notices_of(config.cluster, os.environ, ray=True),
         )
         try:
-            _fit(job, run_dir, follow, attempts, sizes, foresight)
+            _fit(job, run_dir, supervisor, attempts, sizes, foresight)
         finally:
-            follow.end()
+            supervisor.end()
     except RaytuneError as error:
         for each in after_commits:
             each.cancel()
@@ -312,11 +311,11 @@ def _make_up(
 
 
 def _fit(
-    job: RankJob, run_dir: Path, follow: AttemptSupervisor, attempts: Attempts, sizes: Sizes, foresight: Foresight
+    job: RankJob, run_dir: Path, supervisor: AttemptSupervisor, attempts: Attempts, sizes: Sizes, foresight: Foresight
 ) -> None:
     """Let Ray Train run the job to its end, an attempt at a time."""
     while True:
-        asked = follow.next()
+        asked = supervisor.next()
         job = replace(job, predicted=foresight.of(asked.workers))
         repaired = repair_registry(run_dir)  # every fit() reads it
         if repaired is not None:
@@ -324,11 +323,11 @@ def _fit(
         job.board.begin()
         # Not as train_loop_config: the controller unpickles that, and would have to import torch for it.
         fit = in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config).fit, "fit")
-        follow.until(fit, asked)
+        supervisor.until(fit, asked)
         error = fit.exception()
         if error is None:
             return
-        attempts.ended(error, follow.out_of_memory)
+        attempts.ended(error)
         if isinstance(underlying(error), WorkerGroupStartupTimeoutError):
             sizes.did_not_come(asked.workers)
         else:

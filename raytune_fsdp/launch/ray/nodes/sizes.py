@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
@@ -181,9 +182,9 @@ class Demand:
     """
 
     def __init__(self, asked: Request, valid: Sequence[int]) -> None:
-        """`valid`: the numbers of ranks that the run can have."""
+        """`valid`: the numbers of ranks that the run can have; none if their number is fixed, or no node can come."""
         self._asked = asked
-        self._steps = dict(zip(sorted(valid), [0, *sorted(valid)[:-1]], strict=True))
+        self._steps = {size: before for before, size in pairwise([0, *sorted(valid)])}
         """Each number, and the one before."""
         self._waiting: dict[int, PlacementGroup] = {}
         self._not_before = dict.fromkeys(self._steps, 0.0)
