@@ -108,18 +108,19 @@ class AttemptSupervisor:
         self._lease = lease_of(place.lock)
         self.groups = Groups()
         self._stopping_since: float | None = None
-        attempts.current = self._attempt_with(phases, self._wait())
+        attempts.current = self._attempt_with(phases)
 
     @property
     def _attempt(self) -> Attempt:
         return self._attempts.current
 
-    def _attempt_with(self, phases: Phases, waiting: Waiting) -> Attempt:
-        watch, nodes = Watch(self._cluster, self._clock), NodeWatches(self._cluster.spot_notice, self._board)
-        return Attempt(watch=watch, nodes=nodes, phases=phases, waiting=waiting)
-
-    def _wait(self) -> Waiting:
-        return Waiting(self._cluster.wait_minutes, self._clock, self._say)
+    def _attempt_with(self, phases: Phases, waiting: Waiting | None = None) -> Attempt:
+        return Attempt(
+            watch=Watch(self._cluster, self._clock),
+            nodes=NodeWatches(self._cluster.spot_notice, self._board),
+            phases=phases,
+            waiting=waiting or Waiting(self._cluster.wait_minutes, self._clock, self._say),
+        )
 
     def next(self) -> Request:
         """What the next attempt asks for, once there is room for it. Raises if there is no point in waiting longer."""
@@ -224,9 +225,9 @@ class AttemptSupervisor:
         last.end_controller()
         self.groups.clear()
         last.nodes.end()
-        # Without ranks it was the first one, or has waited in vain, as the next one does.
-        phases, waiting = (Phases(), self._wait()) if last.ranks else (last.phases, last.waiting)
-        self._attempts.current = self._attempt_with(phases, waiting)
+        # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
+        new = self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
+        self._attempts.current = new
         for each in self._after_commits:
             each.make_room()
 
