@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from raytune_fsdp.base.errors import ConfigError, TrainingError, first_line, in_one_line
+from raytune_fsdp.base.leaving import crashing
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.failures import DIED
@@ -86,6 +87,9 @@ class Session:
     def close(self) -> None:
         if self.head is not None:
             self.head.close()
+            if self.owned and self.head.is_another:
+                # Ray's C++ cannot bear the other cluster: it would end this process by SIGSEGV, in Python's exit.
+                crashing.append("Ray, which has lost its cluster to another one")
         elif self.lost():
             private.kill_processes()  # ray.shutdown() alone would talk to them for a while
         if self.owned:
