@@ -32,7 +32,7 @@ from raytune_fsdp.base.errors import (
 )
 from raytune_fsdp.base.lease import Lease, TakenOverError, hold, release
 from raytune_fsdp.launch.ray import attempts
-from raytune_fsdp.launch.ray.attempt import Attempt, Killed
+from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.resources import Node
@@ -53,11 +53,11 @@ def begin(tmp_path: Path, *, limit: int = 5, number: int = 1) -> tuple[Attempts,
     return known, said
 
 
-def another(known: Attempts, *ranks: int, memory: str | None = None, **fields: Any) -> Attempt:
+def another(known: Attempts, *ranks: int, memory: str | None = None, **fields: Any) -> RayAttempt:
     """Begin another attempt, and let these ranks start. `memory`: for what the kernel has ended any of them."""
     nothing: Any = SimpleNamespace(out_of_memory=lambda joined: memory)
     joined = {rank: Joined(rank, "here", "node", 7) for rank in ranks}
-    known.current = Attempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing, ranks=joined, **fields)
+    known.current = RayAttempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing, ranks=joined, **fields)
     return known.current
 
 

@@ -18,7 +18,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytune_fsdp.launch.ray import driver
-from raytune_fsdp.launch.ray.attempt import Attempt
+from raytune_fsdp.launch.ray.attempt import RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Joined
 from raytune_fsdp.launch.ray.nodes import growth, sizes
@@ -363,6 +363,6 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
     )
     foresight: Any = SimpleNamespace(of=lambda ranks: None)
     attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)
-    attempts.current = Attempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing)
+    attempts.current = RayAttempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing)
     driver._fit(job, tmp_path, supervisor, attempts, known, foresight)
     assert tried == [4, 2]

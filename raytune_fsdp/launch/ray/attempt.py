@@ -35,7 +35,7 @@ class Killed(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
+class RayAttempt:
     """One fit() of Ray Train, as the driver knows it."""
 
     watch: Watch

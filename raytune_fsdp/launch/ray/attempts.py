@@ -23,7 +23,7 @@ from raytune_fsdp.base.errors import (
 from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.checkpoint.catalogue import committed
-from raytune_fsdp.launch.ray.attempt import Attempt
+from raytune_fsdp.launch.ray.attempt import RayAttempt
 from raytune_fsdp.launch.ray.failures import (
     MORE_MEMORY,
     first_cause,
@@ -41,14 +41,14 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.lines import now
 
-_REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
+_REPEATS = 3  # equal failures from within that end the run, whatever `cluster.max_failures` says
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
 
 class Attempts:
     """The current attempt, and the failures of all."""
 
-    current: Attempt
+    current: RayAttempt
     """The attempt that runs, or the last one. The supervisor makes each of them."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Attempts:
     ) -> None:
         self._place = place
         self._answers = answers
-        """Whether Ray's head does: else a question about the nodes would wait for it."""
+        """Whether Ray's head answers: otherwise a question about the nodes would wait for it."""
         self._limit = limit
         """Failures after which another attempt follows (`cluster.max_failures`); -1: all."""
         self._say = say
@@ -72,9 +72,9 @@ class Attempts:
         """The number of the last attempt whose ranks have agreed where it begins."""
         self.failures = 0
         self._size = 0
-        """Ranks of the last attempt that has trained."""
+        """The number of ranks of the last attempt that has trained."""
         self._cause = ""
-        """Why the last attempt has ended."""
+        """The reason why the last attempt has ended."""
         self._ended_at = 0.0
         self._same: list[tuple[str, str, int]] = []
         """Failures from within since the last commit: their kind, place and step."""
@@ -107,10 +107,11 @@ class Attempts:
         self.event(names.RANKS_JOINED, ranks=[asdict(joined) for _, joined in sorted(self.current.ranks.items())])
 
     def committed(self, step: int) -> None:
+        """Note a commit that the driver has heard of."""
         self._committed = step
 
     def ended(self, error: BaseException) -> None:
-        """Take the error that fit() raised. Raises what ends the run; returns if another attempt follows."""
+        """Judge the error that fit() raised. Raise what ends the run; return if another attempt follows."""
         failures = getattr(error, "worker_failures", None)
         rank, cause = first_cause(failures) if failures else (None, error)
         inner = underlying(cause)
@@ -160,13 +161,13 @@ class Attempts:
         )
 
     def _on_a_lost_node(self) -> int | None:
-        """A rank whose node is gone, as far as that can be asked."""
+        """Return a rank whose node is gone; None also where that cannot be asked."""
         if not self._answers():
             return None
         return self.current.rank_without({node.id for node in answering(nodes())})
 
     def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
-        """Record that the attempt has failed. Raises if that ends the run: `again` says whether it may help to try."""
+        """Record that the attempt has failed. Raise if that ends the run: `again` says whether another one may help."""
         self._record(cause, rank)
         described = self._described(cause, rank)
         if not again or 0 <= self._limit < self.failures:
@@ -185,13 +186,14 @@ class Attempts:
         self._cause, self._redone = cause, max(self._redone, self.current.reached - 1 - self._committed)
 
     def last_step(self) -> int:
-        """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""
+        """Return the newest committed step, 0 if there is none. Where storage does not answer, believe the ranks."""
         asked = in_thread(lambda: committed(self._place.checkpoints), "storage")
         if wait([asked], timeout=_STORAGE_SECONDS).done and asked.exception() is None:
             self._committed = max((found.step for found in asked.result()), default=0)
         return self._committed
 
     def event(self, name: str, **fields: object) -> None:
+        """Record an event, and those before it that could not be written."""
         if (lease := lease_of(self._place.lock)) is not None:
             lease.check()
         self._unwritten.append((name, self.number, fields))
@@ -210,7 +212,7 @@ class Attempts:
             del self._unwritten[0]
 
     def _described(self, cause: str, rank: int | None) -> str:
-        """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
+        """Describe a failure with all that helps: which rank, where, why, the last committed step, and the logs."""
         joined = self.current.ranks.get(rank) if rank is not None else None
         process = f" on {joined.node}, process {joined.pid}," if joined else ""
         who = "the run failed" if rank is None else f"rank {rank}{process} failed"

@@ -16,7 +16,7 @@ from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray.attempt import Attempt, Killed, Waiting
+from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt, Waiting
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import (
     Beat,
@@ -111,11 +111,11 @@ class AttemptSupervisor:
         attempts.current = self._attempt_with(phases)
 
     @property
-    def _attempt(self) -> Attempt:
+    def _attempt(self) -> RayAttempt:
         return self._attempts.current
 
-    def _attempt_with(self, phases: Phases, waiting: Waiting | None = None) -> Attempt:
-        return Attempt(
+    def _attempt_with(self, phases: Phases, waiting: Waiting | None = None) -> RayAttempt:
+        return RayAttempt(
             watch=Watch(self._cluster, self._clock),
             nodes=NodeWatches(self._cluster.spot_notice, self._board),
             phases=phases,
@@ -123,7 +123,7 @@ class AttemptSupervisor:
         )
 
     def next(self) -> Request:
-        """What the next attempt asks for, once there is room for it. Raises if there is no point in waiting longer."""
+        """Return what the next attempt asks for, once there is room for it. Raise if it is no use to wait longer."""
         session = self._session
         self._signals.hold()
         while not session.answers():  # what the last attempt has left cannot be removed yet
@@ -150,7 +150,7 @@ class AttemptSupervisor:
         return asked
 
     def until(self, fit: Future[Any], asked: Request) -> None:
-        """Follow an attempt to its end. Raises if there is no point in waiting longer; then `end` it."""
+        """Follow an attempt to its end. Raise if it is no use to wait longer; then `end` it."""
         self._attempt.fit = fit
         self._clock.look()
         unanswered: float | None = None
@@ -194,7 +194,7 @@ class AttemptSupervisor:
             self._hear(notice)
 
     def _listen(self) -> list[Notice]:
-        """What is on the board. All of it: an answer that came while this process was away is of before."""
+        """Read the board, and once more after an absence: what came while this process was away is old."""
         notices = self._board.read(_READ_SECONDS)
         away = self._clock.look()
         if not away:
@@ -209,7 +209,7 @@ class AttemptSupervisor:
         return notices
 
     def _give_board_up(self, error: RayError) -> None:
-        """Without the board no rank can be asked to stop: the next attempt has another one."""
+        """End the attempt: without its board no rank can be asked to stop. The next attempt has another one."""
         silent = "the message board between the driver and the ranks does not answer"
         self._attempt.killed = Killed(silent if isinstance(error, ActorUnavailableError) else in_words(error), None)
         self._attempt.end_controller()
@@ -379,7 +379,7 @@ class AttemptSupervisor:
         attempt.nodes.kill(attempt.ranks)
         attempt.ending_since = self._clock.now
 
-    def _check_end(self, attempt: Attempt, seconds: float) -> None:
+    def _check_end(self, attempt: RayAttempt, seconds: float) -> None:
         """End Ray Train's controller, and the ranks with it, where the attempt should have ended this long ago."""
         if seconds <= _ENDS_SECONDS or not attempt.controller:
             return

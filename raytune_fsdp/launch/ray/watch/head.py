@@ -1,8 +1,8 @@
-"""The head of a cluster that is not this run's own: whether it answers.
+"""Watch the head of a cluster that was joined: whether it answers, and is still the same.
 
 Without it Ray ends this process after a minute (`private.seconds_without_head`), and at once where another cluster's
 head has taken its place: with a line of its own, from C++, so that nothing would be recorded or closed. So the run ends
-before that; a head that is back by then ends nothing.
+before that, unless the head is back by then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LOOK_SECONDS = 1.0
 _STRIDE_SECONDS = 5.0
 """The most that counts between two looks. After a longer pause this process was away: so may the head have been."""
 _CLOSING_SECONDS = 10.0
-"""What saying, recording and closing takes at most; half of that is left for Ray's own farewell."""
+"""How long it takes at most to say, record and close everything; half of that is left for Ray's own farewell."""
 
 
 class Head:
-    """Watched from a thread, as a call of Ray's may wait for it in this one."""
+    """A head, watched from a thread of its own: the main thread may be waiting for it in a call of Ray's."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -38,15 +38,15 @@ class Head:
         self._lock = Lock()
         self._looked = time.monotonic()
         self._sure = True
-        """Whether it is known to be there, as it was when the cluster was joined."""
+        """Whether the head is known to be there, and to be the one whose cluster was joined."""
         self._away = 0.0
-        """The seconds from the first look of many in a row at which it was not there, as far as they were looks."""
+        """For how many seconds every look has failed, without the time in which nobody looked."""
         self._naming: Future[None] | None = None
         self._closed = Event()
         in_thread(self._watch, "head")
 
     def answers(self) -> bool:
-        """Whether it takes a connection now. What asks it for something would wait for it, as long as Ray does."""
+        """Return whether the head takes a connection now. If not, any question to it would wait as long as Ray does."""
         with self._lock:
             was_sure = self._sure
             there = self._knock()
@@ -57,7 +57,7 @@ class Head:
             return self._sure
 
     def lost(self) -> str | None:
-        """That it is gone for good, in words."""
+        """Say that the head is gone for good, if it is."""
         if self.is_another:
             return (
                 f"the head of the Ray cluster at {self.address} has come back without its state, as another cluster's"
@@ -68,7 +68,7 @@ class Head:
 
     @property
     def is_another(self) -> bool:
-        """Whether another cluster's head answers in its place."""
+        """Whether the head of another cluster answers in its place."""
         return self._cluster.is_another
 
     def close(self) -> None:
