@@ -243,11 +243,10 @@ class AttemptSupervisor:
                 self._hear_controller(notice)
         attempt = self._attempt
         attempt.nodes.end()
-        if attempt.controller and attempt.fit is not None:
-            if not attempt.fit.done():
-                attempt.controller[0].abort.remote()
-                wait([attempt.fit], timeout=_ABORT_SECONDS)
-            attempt.end_controller()
+        if attempt.controller and attempt.fit is not None and not attempt.fit.done():
+            attempt.controller[0].abort.remote()
+            wait([attempt.fit], timeout=_ABORT_SECONDS)
+        attempt.end_controller()
         if not self._session.answers():
             return  # these calls would wait for the head; what is left ends with this process
         self._sizes.growing.let_go()
