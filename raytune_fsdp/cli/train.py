@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.hushed import VERBOSE, speak
-from raytune_fsdp.base.leaving import crashing, leave
+from raytune_fsdp.base.leaving import leave
 from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say, say_lines
 from raytune_fsdp.cli.progress import shown
 
@@ -33,8 +33,8 @@ def main(
     # Make the parser inside, too: its imports take a second, and Ctrl-C may come then.
     code = exit_code(lambda: _train(_parser(prog, default_config), arguments))
     ours = set(threading.enumerate()) - before  # threads of this function's caller are not ours to end
-    # A thread may wait for storage that does not answer, and a library would wait for that thread another minute.
-    if crashing or (code and any(thread.name.startswith(_WAITING) for thread in ours)):
+    if code and any(thread.name.startswith(_WAITING) for thread in ours):
+        # A thread waits for storage that does not answer, and a library would wait for that thread another minute.
         leave(code)
     return code
 
