@@ -300,7 +300,7 @@ def test_auto_takes_what_others_do_not_hold(clock: Clock) -> None:
     assert not said
     assert found(4) == 3 and clock.now == sizes._GIVEN_BACK_SECONDS, "one CPU is left for the data"
     assert said == [
-        "cluster.workers=auto: of the room for 4 workers others hold that of 1, so the run has 3; with "
+        "cluster.workers=auto: others hold the room of 1 of 4 workers, so the run has 3; with "
         "cluster.workers={min: 3, max: 4} it would grow later"
     ]
     assert found(4, possible=(2, 4)) == 2, "three cannot share the mesh, or the memory"

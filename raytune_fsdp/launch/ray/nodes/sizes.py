@@ -57,7 +57,7 @@ def that_are_free(
     if found is None or found == most.workers:
         return most.workers  # waited for, as it always was
     say(
-        f"cluster.workers=auto: of the room for {most.workers} workers others hold that of {most.workers - free}, so "
+        f"cluster.workers=auto: others hold the room of {most.workers - free} of {most.workers} workers, so "
         f"the run has {found}; with cluster.workers={{min: {found}, max: {most.workers}}} it would grow later"
     )
     return found
