@@ -7,7 +7,7 @@ import io
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -113,63 +113,70 @@ class Controlled:
 Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Beat | Failed
 
 
+@dataclass(slots=True)
+class _Posted:
+    """Everything that is posted in one attempt."""
+
+    notices: list[Notice] = field(default_factory=list)
+    beats: dict[int, Beat] = field(default_factory=dict)
+    """The last unread beat of each rank: a driver that was away for long finds no more of them."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: StopReason | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
 class _Board:
     """The actor. All of it runs in one event loop, so nothing here needs a lock."""
 
     def __init__(self) -> None:
+        self._posted = _Posted()
         self._news = asyncio.Event()
-        self._notices: list[Notice] = []
-        self._beats: dict[int, Beat] = {}
-        """The last unread beat of each rank: a driver that was away for long finds no more of them."""
-        self._stop = asyncio.Event()
-        self._reason: StopReason | None = None
-        self._shared: dict[str, Any] = {}
         self._sharing = asyncio.Condition()
         self._closed = False
 
     async def tell(self, notice: Notice) -> bool:
         if isinstance(notice, Beat):
-            self._beats[notice.rank] = notice  # which wakes nobody: the driver looks twice a second
+            self._posted.beats[notice.rank] = notice  # which wakes nobody: the driver looks twice a second
         else:
-            self._notices.append(notice)
+            self._posted.notices.append(notice)
             self._news.set()
         return not self._closed
 
     async def close(self) -> list[Notice]:
         self._closed = True
-        return self._notices
+        return self._posted.notices
 
     async def read(self, seconds: float) -> list[Notice]:
-        if not self._notices:
+        if not self._posted.notices:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), seconds)
         self._news.clear()
-        notices, beats, self._notices, self._beats = self._notices, self._beats, [], {}
-        return [*notices, *beats.values()]
+        found = [*self._posted.notices, *self._posted.beats.values()]
+        self._posted.notices.clear()
+        self._posted.beats.clear()
+        return found
 
     async def stop(self, reason: StopReason) -> None:
-        self._reason = reason
-        self._stop.set()
+        self._posted.reason = reason
+        self._posted.stop.set()
 
     async def wait_for_stop(self) -> StopReason | None:
-        await self._stop.wait()
-        return self._reason
+        posted = self._posted
+        await posted.stop.wait()
+        return posted.reason
 
     async def begin(self) -> None:
-        self._stop.clear()
-        self._reason = None
-        self._shared = {}
-        self._notices, self._beats = [], {}
+        self._posted = _Posted()
 
     async def share(self, key: str, value: list[Any]) -> None:
         async with self._sharing:
-            self._shared[key] = value
+            self._posted.shared[key] = value
             self._sharing.notify_all()
 
     async def shared(self, key: str) -> list[Any]:
         async with self._sharing:
-            await self._sharing.wait_for(lambda: key in self._shared)
-            return list(self._shared[key])
+            await self._sharing.wait_for(lambda: key in self._posted.shared)
+            return list(self._posted.shared[key])
 
 
 class Board:
