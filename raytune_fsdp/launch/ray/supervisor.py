@@ -91,7 +91,7 @@ class AttemptSupervisor:
         say: Callable[[str], None],
         dry: bool = False,
     ) -> None:
-        """`phases`: of the first attempt, which begin with the command. `dry`: nothing is saved when it is stopped."""
+        """`phases`: those of the first attempt, which begin with the command. `dry`: a stop saves nothing."""
         self._cluster = config.cluster
         self._checkpoints = place.checkpoints
         self._attempts = attempts
