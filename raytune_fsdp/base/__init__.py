@@ -13,6 +13,7 @@ batch.py          the values that travel between stages
 predicted.py      what was predicted for a run's ranks
 collectives.py    work on one rank or on all, with one outcome for all
 threads.py        threads for calls that nothing can interrupt
+leaving.py        leaves the process at once where Python's own way out would crash or wait
 beat.py           a sign of life of a process
 lease.py          whether a run is still this command's
 machine.py        what a process can know of its machine

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, UserError
 from raytune_fsdp.base.hushed import hush
+from raytune_fsdp.base.leaving import crashing, leave
 from raytune_fsdp.base.redaction import redact_shapes
 from raytune_fsdp.base.untrusted import Printable, printable
 from raytune_fsdp.launch.torchrun import is_rank0
@@ -59,6 +60,13 @@ def say_lines(text: str) -> None:
 
 def exit_code(work: Callable[[], int]) -> int:
     """Do the work; errors meant for users become one line per problem on stderr and the exit code they carry."""
+    code = _code_of(work)
+    if crashing:  # Python's own way out would end this process by a signal, and nobody would see the code
+        leave(code)
+    return code
+
+
+def _code_of(work: Callable[[], int]) -> int:
     try:
         hush()
         if logging.lastResort is not None:  # prints warnings if nobody has set up logging, as in most commands

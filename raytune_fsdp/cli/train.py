@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.hushed import VERBOSE, speak
+from raytune_fsdp.base.leaving import leave
 from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say, say_lines
 from raytune_fsdp.cli.progress import shown
 
@@ -34,9 +35,7 @@ def main(
     ours = set(threading.enumerate()) - before  # threads of this function's caller are not ours to end
     if code and any(thread.name.startswith(_WAITING) for thread in ours):
         # A thread waits for storage that does not answer, and a library would wait for that thread another minute.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
     return code
 
 

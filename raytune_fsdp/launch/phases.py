@@ -19,10 +19,6 @@ class Phases:
     def __init__(self, expected: Sequence[str] = ON_RAY) -> None:
         """`expected`: the phases that every start has; after them comes the first step."""
         self._expected = expected
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin again, for another attempt."""
         self._start = self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
         self._show()

@@ -19,6 +19,9 @@ from tests.runs import trajectory
 
 pytestmark = pytest.mark.slow
 
+PAUSE = 120
+"""Seconds in which a run does not grow after a growth that did not last (launch/ray/nodes/growth.py)."""
+
 ON_NODES = {"launch": "ray", "device": "cpu", "gpus_per_worker": 1}
 """Ranks on the nodes that are added, which have a logical GPU each, and not on the head."""
 
@@ -49,8 +52,8 @@ def test_nodes_are_lost_and_added(tmp_path: Path) -> None:
         (run.faults / "pace").write_text("0.5")
 
         def trained(attempt: int, size: int) -> None:
-            """Wait until this attempt, of so many ranks, has trained two steps."""
-            run.until(lambda: len(events(run.run_dir, "first_step")) == attempt, 200)
+            """Wait until this attempt, of `size` ranks, has trained two steps."""
+            run.until(lambda: len(events(run.run_dir, "first_step")) == attempt, 200 + PAUSE)
             reached = run.steps()
             run.until(lambda: run.steps() >= reached + 2)
             assert len(events(run.run_dir, "ranks_joined")[-1]["fields"]["ranks"]) == size
@@ -64,6 +67,7 @@ def test_nodes_are_lost_and_added(tmp_path: Path) -> None:
         nodes.remove("c")
         nodes.remove("d")
         trained(4, 1)
+        (run.faults / "pace").write_text("2")  # so that steps are left when the pause is over
         for name in "fgh":
             nodes.add(name)
         trained(5, 4)

@@ -100,9 +100,6 @@ def test_a_head_that_is_away(tmp_path: Path) -> None:
     assert found == whole[: len(found)]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="all of it is said, recorded and closed; then Ray's C++ ends the process by SIGSEGV"
-)
 def test_a_head_that_comes_back_without_its_state(tmp_path: Path) -> None:
     """For Ray it is another cluster's: the next call of its would end the command at once, from C++."""
     with silent() as mlflow, joined(tmp_path, mlflow) as (run, nodes), another_head(tmp_path, nodes, 5.0):

@@ -32,6 +32,7 @@ from raytune_fsdp.base.errors import (
 )
 from raytune_fsdp.base.lease import Lease, TakenOverError, hold, release
 from raytune_fsdp.launch.ray import attempts
+from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Failed, Joined
 from raytune_fsdp.launch.ray.resources import Node
@@ -47,9 +48,17 @@ def begin(tmp_path: Path, *, limit: int = 5, number: int = 1) -> tuple[Attempts,
     place.path.mkdir(parents=True)
     said: list[str] = []
     known = Attempts(place, limit=limit, step=0, say=said.append)
-    known.ranks = {1: Joined(1, "here", "node", 7)}
+    another(known, 1)
     known.number = number
     return known, said
+
+
+def another(known: Attempts, *ranks: int, memory: str | None = None, **fields: Any) -> RayAttempt:
+    """Begin another attempt, and let these ranks start. `memory`: for what the kernel has ended any of them."""
+    nothing: Any = SimpleNamespace(out_of_memory=lambda joined: memory)
+    joined = {rank: Joined(rank, "here", "node", 7) for rank in ranks}
+    known.current = RayAttempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing, ranks=joined, **fields)
+    return known.current
 
 
 def events(tmp_path: Path, name: str) -> list[dict[str, Any]]:
@@ -88,7 +97,7 @@ def test_no_node_is_looked_for_while_the_head_is_away(tmp_path: Path, monkeypatc
 
 def test_a_lost_node_is_the_cause_of_what_its_peers_raise(tmp_path: Path, alive: list[str]) -> None:
     known, said = begin(tmp_path)
-    known.ranks[0] = Joined(0, "there", "other", 8)
+    known.current.ranks[0] = Joined(0, "there", "other", 8)
     known.ended(raised(RuntimeError("[gloo] Connection closed by peer")))
     alive.append("other")
     known.ended(raised(RuntimeError("[gloo] Connection closed by peer")))
@@ -203,18 +212,15 @@ def test_a_driver_that_was_replaced_records_nothing(tmp_path: Path) -> None:
 def test_a_resize_is_recorded_with_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "committed", lambda root: [SimpleNamespace(step=6)])
     known, _ = begin(tmp_path)
-    known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(3)}
+    another(known, 0, 1, 2)
     known.reached(1)
     known.reached(9)
     known.ended(of_rank(DEAD))
-    known.begin()
-    known.ranks = {0: Joined(0, "here", "node", 7)}
+    another(known, 0, making_way_for="there is room for 2 workers")
     known.reached(7)
     known.reached(8)
-    known.handing_over("there is room for 2 workers")
     known.ended(raised(HandedOver("stopped")))
-    known.begin()
-    known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(2)}
+    another(known, 0, 1)
     known.reached(11)
     found = events(tmp_path, "resized")
     assert [(each["before"], each["after"], each["steps_redone"]) for each in found] == [(3, 1, 2), (1, 2, 0)]
@@ -226,9 +232,7 @@ POISON = raised(RuntimeError("CUDA error: device-side assert triggered"))
 
 
 def fail(known: Attempts, error: BaseException, step: int) -> None:
-    known.begin()
-    known.ranks = {1: Joined(1, "here", "node", 7)}
-    known.reports = {1: Failed(1, step, "step.py:88")}
+    another(known, 1, reports={1: Failed(1, step, "step.py:88")})
     known.ended(error)
 
 
@@ -268,7 +272,6 @@ def test_kills_from_outside_count_for_the_limit_only(tmp_path: Path) -> None:
 
 def test_what_fails_before_the_first_step_names_no_step_of_an_earlier_attempt(tmp_path: Path) -> None:
     known, _ = begin(tmp_path, limit=-1)
-    known.ranks = {1: Joined(1, "here", "node", 7)}
     known.reached(57)
     fail(known, POISON, 0)
     fail(known, POISON, 0)
@@ -281,12 +284,11 @@ def test_steps_that_an_earlier_attempt_has_trained_are_redone_whatever_came_in_b
 ) -> None:
     monkeypatch.setattr(attempts, "committed", lambda root: [SimpleNamespace(step=6)])
     known, _ = begin(tmp_path)
-    known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(3)}
+    another(known, 0, 1, 2)
     known.reached(9)
     known.ended(of_rank(DEAD))
     fail(known, of_rank(DEAD), 0)  # while it starts
-    known.begin()
-    known.ranks = {0: Joined(0, "here", "node", 7)}
+    another(known, 0)
     known.reached(7)
     (resized,) = events(tmp_path, "resized")
     assert resized["steps_redone"] == 2
@@ -296,24 +298,20 @@ def test_the_step_of_a_rank_that_was_killed_is_that_of_the_others(tmp_path: Path
     """What the driver has heard last may be a step behind."""
     known, _ = begin(tmp_path, limit=-1)
     for heard in (10, 11, 10):
-        known.begin()
-        known.ranks = {rank: Joined(rank, "here", "node", 7) for rank in range(2)}
+        another(known, 0, 1, memory="it had 2 GB", reports={0: Failed(0, 11, "step.py:88")})
         known.reached(heard)
-        known.reports = {0: Failed(0, 11, "step.py:88")}
         if len(known._same) == 2:
             with pytest.raises(RepeatedError, match="step 11 has failed 3 times"):
-                known.ended(of_rank(DEAD), lambda rank: "it had 2 GB")
+                known.ended(of_rank(DEAD))
         else:
-            known.ended(of_rank(DEAD), lambda rank: "it had 2 GB")
+            known.ended(of_rank(DEAD))
 
 
 def test_a_hang_is_a_failure_from_within(tmp_path: Path) -> None:
     known, _ = begin(tmp_path, limit=-1)
     for number in range(3):
-        known.begin()
-        known.ranks = {1: Joined(1, "here", "node", 7)}
+        another(known, 1, killed=Killed("no rank got on for 300 s", 1, hang=True))
         known.reached(5)
-        known.killed("no rank got on for 300 s", 1, hang=True)
         if number == 2:
             with pytest.raises(RepeatedError, match="step 5 has failed 3 times"):
                 known.ended(of_rank(DEAD))

@@ -77,7 +77,7 @@ def test_a_run_starts_with_the_numbers_that_fit(make: Make, monkeypatch: pytest.
     phases: Any = SimpleNamespace(finished=lambda name: None)
     driver.run(known._config, connecting, signals=signals, phases=phases, progress=None, say=lambda _: None)
     ranks, fewest, first, demand = began
-    assert (ranks, fewest, demand) == (3, 3, None)
+    assert (ranks, fewest, demand._steps) == (3, 3, {})
     assert isinstance(first, Request) and first.workers == 8
 
 

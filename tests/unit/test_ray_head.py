@@ -208,3 +208,20 @@ def test_a_connection_of_the_callers_is_watched_and_not_closed(
     assert (joined.lost() or "").startswith(f"the head of the Ray cluster at {context.gcs_address} has not answered")
     joined.close()
     assert joined.head is not None and joined.head._closed.is_set()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_command_knows_when_ray_would_crash_it_at_its_end(
+    port: Port, clock: Clock, monkeypatch: pytest.MonkeyPatch, owned: bool
+) -> None:
+    """Where another cluster has taken the place of the one that it has joined. A caller's Ray is the caller's."""
+    monkeypatch.setattr(session, "crashing", crashing := list[str]())
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for other in (False, True):
+        joined = session.Session("joined", owned=owned, head=Head(f"127.0.0.1:{port.number}"))
+        assert joined.answers()
+        clock.now += 30
+        port.cluster = "another" if other else "ours"
+        assert joined.answers() != other
+        joined.close()
+        assert bool(crashing) == (owned and other)

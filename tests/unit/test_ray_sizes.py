@@ -18,6 +18,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytune_fsdp.launch.ray import driver
+from raytune_fsdp.launch.ray.attempt import RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Joined
 from raytune_fsdp.launch.ray.nodes import growth, sizes
@@ -299,7 +300,7 @@ def test_auto_takes_what_others_do_not_hold(clock: Clock) -> None:
     assert not said
     assert found(4) == 3 and clock.now == sizes._GIVEN_BACK_SECONDS, "one CPU is left for the data"
     assert said == [
-        "cluster.workers=auto: of the room for 4 workers others hold that of 1, so the run has 3; with "
+        "cluster.workers=auto: others hold the room of 1 of 4 workers, so the run has 3; with "
         "cluster.workers={min: 3, max: 4} it would grow later"
     ]
     assert found(4, possible=(2, 4)) == 2, "three cannot share the mesh, or the memory"
@@ -346,10 +347,7 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
     monkeypatch.setattr(driver, "repair_registry", lambda run_dir: None)
     monkeypatch.setattr(driver, "trainer_for", attempt)
     nothing: Any = SimpleNamespace(begin=lambda: None, clear=lambda: None)
-    follow: Any = SimpleNamespace(
-        next=lambda: known.next(lambda: [node("a", 5)]), until=lambda fit, _: wait([fit]), groups=nothing,
-        out_of_memory=None,
-    )  # fmt: skip
+    supervisor: Any = SimpleNamespace(next=lambda: known.next(lambda: [node("a", 5)]), until=lambda fit, _: wait([fit]))
     job = RankJob(
         config=make_config(tmp_path),
         prepared=nothing,
@@ -365,5 +363,6 @@ def test_a_size_that_ray_train_has_waited_for_in_vain_is_noted(tmp_path: Path, m
     )
     foresight: Any = SimpleNamespace(of=lambda ranks: None)
     attempts = Attempts(RunDir.of(job.config), limit=0, step=0, say=print)
-    driver._fit(job, tmp_path, follow, attempts, known, foresight)
+    attempts.current = RayAttempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing)
+    driver._fit(job, tmp_path, supervisor, attempts, known, foresight)
     assert tried == [4, 2]

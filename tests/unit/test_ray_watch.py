@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("ray")
 
 from raytune_fsdp.base.errors import RepeatedError
-from raytune_fsdp.launch.ray import follow
+from raytune_fsdp.launch.ray import attempt, supervisor
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, Failed, Joined, Notice, Started
-from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.resources import Node, Request
+from raytune_fsdp.launch.ray.supervisor import AttemptSupervisor
 from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL
-from tests.unit.test_ray_follow import Silent, begin
+from tests.unit.test_ray_supervisor import Silent, begin
 
 TWO = Request(workers=2, per_worker={"CPU": 1.0}, accelerator_type=None, placement="pack", device="cpu")
 STOPPED = "State:\tT (stopped)\n"
@@ -99,17 +99,20 @@ def until(moment: float, beat: Callable[[int, float], Beat | None]) -> Callable[
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     found = Ranks()
-    monkeypatch.setattr(follow.time, "monotonic", found.monotonic)
-    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(follow, "draining", dict)
-    monkeypatch.setattr(follow, "nodes", lambda: [Node(id=each, name=each, total={}, free={}) for each in found.nodes])
-    monkeypatch.setattr(follow, "answering", lambda nodes: nodes)
+    monkeypatch.setattr(supervisor.time, "monotonic", found.monotonic)
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supervisor, "draining", dict)
+    monkeypatch.setattr(
+        supervisor, "nodes", lambda: [Node(id=each, name=each, total={}, free={}) for each in found.nodes]
+    )
+    monkeypatch.setattr(supervisor, "answering", lambda nodes: nodes)
     return found
 
 
 def of(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[AttemptSupervisor, Attempts, list[str]]:
+    monkeypatch.setattr(supervisor, "NodeWatches", lambda *_: ranks)
     known, _, _, said = begin(tmp_path, monkeypatch)
-    known._board = known._watches = ranks  # type: ignore[assignment]
+    known._board = ranks  # type: ignore[assignment]
     return known, known._attempts, said
 
 
@@ -119,7 +122,7 @@ def test_a_node_that_is_lost_is_no_hang(ranks: Ranks, tmp_path: Path, monkeypatc
     ranks.beat, ranks.nodes = until(30.0, trains), ["0"]
     known.until(ranks.fit, TWO)
     assert ranks.killed_at is not None
-    assert attempts._killed == ("its node was lost", 1, False)
+    assert attempts.current.killed == ("its node was lost", 1, False)
 
 
 def test_ranks_that_beat_while_the_driver_was_away_are_left_alone(
@@ -129,7 +132,7 @@ def test_ranks_that_beat_while_the_driver_was_away_are_left_alone(
     known, attempts, said = of(ranks, tmp_path, monkeypatch)
     ranks.away, ranks.ends_at = {20.5: 401.0, 600.5: 3600.0}, 5000.0
     known.until(ranks.fit, TWO)
-    assert ranks.killed_at is None and attempts._killed is None
+    assert ranks.killed_at is None and attempts.current.killed is None
     assert [line[:36] for line in said] == [
         "this command was away for 402 s (sto",
         "this command was away for 3600 s (st",
@@ -149,7 +152,7 @@ def test_a_driver_whose_output_is_blocked_was_away(
     monkeypatch.setattr(known, "_hear", lambda notice: (heard(notice), blocked(notice)))
     ranks.ends_at = 700.0
     known.until(ranks.fit, TWO)
-    assert ranks.killed_at is None and attempts._killed is None
+    assert ranks.killed_at is None and attempts.current.killed is None
 
 
 @pytest.mark.parametrize("began", [19.0, 200.0], ids=["before", "meanwhile"])
@@ -159,9 +162,9 @@ def test_a_hang_that_is_there_when_the_driver_is_back_is_found(
     known, attempts, _ = of(ranks, tmp_path, monkeypatch)
     ranks.away, ranks.beat = {20.5: 401.0}, until(began, trains)
     known.until(ranks.fit, TWO)
-    assert ranks.killed_at is not None and attempts._killed is not None
+    assert ranks.killed_at is not None and attempts.current.killed is not None
     assert 421.5 < ranks.killed_at <= 421.5 + LIMIT + 5.0
-    cause, rank, counts = attempts._killed
+    cause, rank, counts = attempts.current.killed
     assert rank == 1 and not counts
     assert "(before, it was away for 40" in cause and "its process takes no signals (T (stopped))" in cause
 
@@ -190,8 +193,8 @@ def test_three_hangs_end_the_run_unless_the_driver_was_away(
 def controlled(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same, where the driver can end Ray Train's controller."""
     found = of(ranks, tmp_path, monkeypatch)
-    monkeypatch.setattr(follow.ray, "kill", ranks.end_controller)
-    found[0]._controlling = ["its actor"]
+    monkeypatch.setattr(attempt.ray, "kill", ranks.end_controller)
+    found[0]._attempt.controller = ["its actor"]
     return found
 
 
@@ -206,7 +209,7 @@ def test_where_a_kill_has_no_effect_the_controller_is_ended(
     known.until(ranks.fit, TWO)
     assert ranks.killed_at is not None and ranks.controller_ended_at is not None
     assert 60.0 < ranks.controller_ended_at - ranks.killed_at <= 62.0
-    assert attempts._killed is not None and attempts._killed[1] == 1
+    assert attempts.current.killed is not None and attempts.current.killed[1] == 1
     assert said == ["the attempt has not ended 60 s after its ranks were to end: Ray Train's controller is ended"]
 
 
@@ -217,7 +220,7 @@ def test_a_rank_that_has_failed_is_no_hang_while_ray_train_brings_its_error(
     known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
     ranks.beat, ranks.ends_at = fails_at(30.0 + 598.0, ranks, until(30.0, starts)), 640.0
     known.until(ranks.fit, TWO)
-    assert ranks.killed_at is None and attempts._killed is None and attempts.reports
+    assert ranks.killed_at is None and attempts.current.killed is None and attempts.current.reports
 
 
 def test_an_attempt_that_does_not_end_after_a_failure_is_ended(
@@ -229,7 +232,8 @@ def test_an_attempt_that_does_not_end_after_a_failure_is_ended(
     known.until(ranks.fit, TWO)
     assert ranks.killed_at is None and ranks.controller_ended_at is not None
     assert 90.0 < ranks.controller_ended_at <= 93.0
-    assert attempts._killed == ("it raised an error at fetching.py:99, and the attempt did not end in 60 s", 0, False)
+    cause = "it raised an error at fetching.py:99, and the attempt did not end in 60 s"
+    assert attempts.current.killed == (cause, 0, False)
 
 
 def fails_at(
@@ -265,8 +269,8 @@ def test_a_hang_on_storage_that_is_away_is_none_from_within(
     ranks.beat = until(30.0, starts)
     monkeypatch.setattr(ranks, "stacks", lambda *_: stacks)
     known.until(ranks.fit, TWO)
-    assert attempts._killed is not None and attempts._killed[2] == counts
-    assert ("storage that does not answer" in attempts._killed[0]) == (not counts)
+    assert attempts.current.killed is not None and attempts.current.killed[2] == counts
+    assert ("storage that does not answer" in attempts.current.killed[0]) == (not counts)
 
 
 def starts(rank: int, now: float) -> Beat:
@@ -281,9 +285,10 @@ def test_a_rank_that_is_stopped_before_its_first_step_is_named_and_ended(
     ranks.beat = until(30.0, starts)
     known.until(ranks.fit, TWO)
     assert ranks.killed_at is not None and 629.0 < ranks.killed_at <= 635.0
-    assert attempts._killed is not None and attempts._killed[1:] == (1, True)
+    killed = attempts.current.killed
+    assert killed is not None and killed[1:] == (1, True)
     waited_for = "waiting for rank 1 on node-1 (model; not heard of for"
-    assert waited_for in attempts._killed[0] and "no rank got on for 600 s while starting" in attempts._killed[0]
+    assert waited_for in killed.cause and "no rank got on for 600 s while starting" in killed.cause
     lines = [line for line in said if waited_for in line]
     assert len(lines) == 10 == len(said), said
     assert lines[0].startswith("the ranks have been starting for 60 s")
@@ -296,7 +301,7 @@ def test_a_driver_that_was_away_in_a_start_ends_no_rank(
     known, attempts, _ = of(ranks, tmp_path, monkeypatch)
     ranks.beat, ranks.away, ranks.ends_at = starts, {20.5: 4000.0}, 4700.0
     known.until(ranks.fit, TWO)
-    assert attempts._killed is None
+    assert attempts.current.killed is None
 
 
 def test_the_wait_for_workers_does_not_count_what_the_driver_slept(
@@ -314,7 +319,7 @@ def test_the_wait_for_workers_does_not_count_what_the_driver_slept(
 
     ranks.beat = late
     known.until(ranks.fit, TWO)
-    assert len(known._attempts.ranks) == 2
+    assert len(known._attempt.ranks) == 2
 
 
 def test_the_stacks_of_a_start_are_kept_where_there_are_logs(
@@ -325,4 +330,5 @@ def test_the_stacks_of_a_start_are_kept_where_there_are_logs(
     ranks.joined.append(Started(1, str(tmp_path)))
     ranks.beat = until(30.0, starts)
     known.until(ranks.fit, TWO)
-    assert attempts._killed is not None and attempts._killed[0].endswith(f"; the stacks are in {tmp_path}/stacks")
+    killed = attempts.current.killed
+    assert killed is not None and killed.cause.endswith(f"; the stacks are in {tmp_path}/stacks")

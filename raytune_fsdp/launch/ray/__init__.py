@@ -7,9 +7,10 @@ On the driver:
     resources.py         what a run asks for, and whether the cluster can provide it
     placement_groups.py  the groups that hold the workers' resources
     train_registry.py    repairs Ray Train's own list of checkpoints, before it is read
+    supervisor.py        leads one attempt after another: waits for room, hears the ranks, stops, makes way, gives up
+    attempt.py           one attempt: everything that begins and ends with it
     attempts.py          what became of each attempt, and whether another one follows
-    follow.py            what the ranks report; stopping; waiting for resources, and giving up
-    watch/               whether the ranks get on
+    watch/               whether the ranks of an attempt get on
     nodes/               what the cluster has, and what its nodes say
     apart.py             what Ray prints into the driver's output, kept in a file
 
@@ -20,7 +21,7 @@ Between the driver and the ranks:
 
 On the ranks and elsewhere in the cluster:
 
-    rank.py              what Ray Train runs in every worker; rank_log.py: what it prints
+    rank.py              one rank of one attempt, as Ray Train runs it in every worker; rank_log.py: what it prints
     tasks/               windows, evaluations and exports on other CPUs and GPUs
     prometheus.py        the newest step among Ray's metrics
 

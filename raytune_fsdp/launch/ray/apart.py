@@ -1,4 +1,4 @@
-"""What Ray prints into the driver's output of its own, "(raylet) ..." and many lines after it: in a file instead."""
+"""Keep in a file what Ray itself prints into the driver's output, "(raylet) ..." and many lines after it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FILE = "ray.log"
 
 @contextmanager
 def apart_from_ray(logs: Path) -> Iterator[None]:
-    """While the block runs, those lines are in `logs`, and one line says so."""
+    """Write those lines to a file in `logs` while the context lasts; say so in one line."""
     with redirect_stdout(cast(TextIO, _Output(sys.stdout, logs / FILE))):
         yield
 
 
 class _Output:
-    """Standard output, but for one thread."""
+    """Standard output, except for one thread."""
 
     def __init__(self, stream: TextIO, path: Path) -> None:
         self._stream = stream

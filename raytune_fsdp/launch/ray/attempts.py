@@ -23,7 +23,7 @@ from raytune_fsdp.base.errors import (
 from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.checkpoint.catalogue import committed
-from raytune_fsdp.launch.ray.board import Failed, Joined
+from raytune_fsdp.launch.ray.attempt import RayAttempt
 from raytune_fsdp.launch.ray.failures import (
     MORE_MEMORY,
     first_cause,
@@ -41,12 +41,15 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.lines import now
 
-_REPEATS = 3  # so many equal failures from within end the run, whatever `cluster.max_failures` says
+_REPEATS = 3  # equal failures from within that end the run, whatever `cluster.max_failures` says
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
 
 
 class Attempts:
-    """The ranks of the current attempt, and the failures of all."""
+    """The current attempt, and the failures of all."""
+
+    current: RayAttempt
+    """The attempt that runs, or the last one. The supervisor makes each of them."""
 
     def __init__(
         self,
@@ -59,50 +62,37 @@ class Attempts:
     ) -> None:
         self._place = place
         self._answers = answers
-        """Whether Ray's head does: else a question about the nodes would wait for it."""
+        """Whether Ray's head answers: otherwise a question about the nodes would wait for it."""
         self._limit = limit
         """Failures after which another attempt follows (`cluster.max_failures`); -1: all."""
         self._say = say
         self._committed = step
         """The newest committed step, as far as the driver has heard."""
-        self.logs: str | None = None
-        """Directory of the current attempt's."""
-        self._killed: tuple[str, int | None, bool] | None = None
-        """Why the driver has ended the ranks, the rank that is to blame, and whether they had hung."""
-        self.ranks: dict[int, Joined] = {}
-        """Those of the current attempt that have started."""
         self.number = 0
-        """Of the last attempt whose ranks have agreed where it begins."""
+        """The number of the last attempt whose ranks have agreed where it begins."""
         self.failures = 0
         self._size = 0
-        """Ranks of the last attempt that has trained."""
+        """The number of ranks of the last attempt that has trained."""
         self._cause = ""
-        """Why the last attempt has ended."""
+        """The reason why the last attempt has ended."""
         self._ended_at = 0.0
-        self.reports: dict[int, Failed] = {}
-        """What ranks have said of their own failure."""
         self._same: list[tuple[str, str, int]] = []
         """Failures from within since the last commit: their kind, place and step."""
         self._same_since = step
         self._unwritten: list[tuple[str, int, dict[str, object]]] = []
         """Events that could not be written yet: name, attempt and fields."""
-        self._step, self._redone = 0, 0
-        """The step that the current attempt trains, as far as is known, 0 before its first one; and how many steps of
-        those before were trained and not saved."""
-
-    def begin(self) -> None:
-        """Another attempt begins: none of its ranks has started."""
-        self.ranks, self.reports, self.logs, self._killed, self._step = {}, {}, None, None, 0
+        self._redone = 0
+        """How many steps earlier attempts have trained and not saved."""
 
     def reached(self, step: int) -> None:
-        """Rank 0 trains this step, or a later one."""
-        if not self._size or len(self.ranks) != self._size:
+        """Note that rank 0 trains this step, or a later one."""
+        if not self._size or len(self.current.ranks) != self._size:
             self._resized()
-        self._step, self._redone = step, 0
+        self.current.step, self._redone = step, 0
 
     def _resized(self) -> None:
-        """The first step of an attempt of another size than the last one."""
-        before, self._size = self._size, len(self.ranks)
+        """Record that an attempt of another size than the last one has come to its first step."""
+        before, self._size = self._size, len(self.current.ranks)
         if before:
             seconds = time.monotonic() - self._ended_at
             self.event(
@@ -112,41 +102,28 @@ class Attempts:
             self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
 
     def started(self, number: int, logs: str) -> None:
-        self.number, self.logs = number, logs
-        self.event(names.RANKS_JOINED, ranks=[asdict(self.ranks[rank]) for rank in sorted(self.ranks)])
-
-    def handing_over(self, cause: str) -> None:
-        """The current attempt has been asked to make way for another one."""
-        self._cause = cause
-
-    def killed(self, cause: str, rank: int | None, *, hang: bool = False) -> None:
-        """The driver ends the ranks of the current attempt, which has failed."""
-        self._killed = cause, rank, hang
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether the driver has ended the ranks of the current attempt."""
-        return self._killed is not None
+        """Note which number the ranks of the current attempt have agreed on."""
+        self.number, self.current.logs = number, logs
+        self.event(names.RANKS_JOINED, ranks=[asdict(joined) for _, joined in sorted(self.current.ranks.items())])
 
     def committed(self, step: int) -> None:
+        """Note a commit that the driver has heard of."""
         self._committed = step
 
-    def ended(self, error: BaseException, out_of_memory: Callable[[int], str | None] = lambda rank: None) -> None:
-        """Take the error that fit() raised. Raises what ends the run; returns if another attempt follows.
-
-        `out_of_memory(rank)` says for what memory the kernel has ended a rank, if that was why.
-        """
+    def ended(self, error: BaseException) -> None:
+        """Judge the error that fit() raised. Raise what ends the run; return if another attempt follows."""
         failures = getattr(error, "worker_failures", None)
         rank, cause = first_cause(failures) if failures else (None, error)
         inner = underlying(cause)
         self._ended_at = time.monotonic()
-        if self._killed is not None:
-            why, rank, hang = self._killed
+        if self.current.killed is not None:
+            why, rank, hang = self.current.killed
             if hang:
                 self._repeated("hang", rank, why)
             self.failed(why, rank)
             return
         if isinstance(inner, HandedOver):
+            self._cause = self.current.making_way_for
             return
         if isinstance(inner, WorkerGroupStartupTimeoutError):
             return  # Ray Train has waited for resources as long as it does
@@ -155,7 +132,7 @@ class Attempts:
         words = in_words(cause)
         if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
             rank, words = lost, "its node was lost"
-        elif rank is not None and is_death(cause) and (memory := out_of_memory(rank)) is not None:
+        elif rank is not None and is_death(cause) and (memory := self.current.out_of_memory(rank)) is not None:
             words = f"the kernel ended its process for its memory: {memory}. {MORE_MEMORY}"
             self._repeated("memory", rank, words)
         elif is_from_within(cause):
@@ -167,9 +144,9 @@ class Attempts:
 
     def _repeated(self, kind: str, rank: int | None, words: str) -> None:
         """Count a failure from within; raise if it was the third of its kind at this step, without a commit."""
-        report = self.reports.get(rank) if rank is not None else None
+        report = self.current.reports.get(rank) if rank is not None else None
         # One that was killed has said nothing; the others know the step, in which they have lost it.
-        step = report.step if report else self._reached()
+        step = report.step if report else self.current.reached
         self._same = [] if self.last_step() != self._same_since else self._same
         self._same_since = self._committed
         self._same.append((kind, report.place if report else "", step))
@@ -184,14 +161,13 @@ class Attempts:
         )
 
     def _on_a_lost_node(self) -> int | None:
-        """A rank whose node is gone, as far as that can be asked."""
+        """Return a rank whose node is gone; None also where that cannot be asked."""
         if not self._answers():
             return None
-        alive = {node.id for node in answering(nodes())}
-        return min((rank for rank, joined in self.ranks.items() if joined.node_id not in alive), default=None)
+        return self.current.rank_without({node.id for node in answering(nodes())})
 
     def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
-        """Record that the attempt has failed. Raises if that ends the run: `again` says whether it may help to try."""
+        """Record that the attempt has failed. Raise if that ends the run: `again` says whether another one may help."""
         self._record(cause, rank)
         described = self._described(cause, rank)
         if not again or 0 <= self._limit < self.failures:
@@ -199,30 +175,25 @@ class Attempts:
         self._say(f"{described}; the run goes on from there")
 
     def _record(self, cause: str, rank: int | None) -> None:
+        ranks = self.current.ranks
+        node = ranks[rank].node if rank in ranks else None
         self.event(
             names.ATTEMPT_FAILED,
-            rank=rank,
-            node=self.ranks[rank].node if rank in self.ranks else None,
-            cause=cause,
-            last_step=self.last_step(),
-            logs=self.logs,
-        )
+            rank=rank, node=node, cause=cause, last_step=self.last_step(), logs=self.current.logs,
+        )  # fmt: skip
         self.failures += 1
         # The attempt before may have trained more than this one, which has failed before its first step.
-        self._cause, self._redone = cause, max(self._redone, self._reached() - 1 - self._committed)
-
-    def _reached(self) -> int:
-        """The step of the current attempt, as far as the driver or a rank that has failed knows."""
-        return max([self._step, *(report.step for report in self.reports.values())])
+        self._cause, self._redone = cause, max(self._redone, self.current.reached - 1 - self._committed)
 
     def last_step(self) -> int:
-        """The newest committed step, 0 if there is none. Where storage does not answer: as the ranks have said."""
+        """Return the newest committed step, 0 if there is none. Where storage does not answer, believe the ranks."""
         asked = in_thread(lambda: committed(self._place.checkpoints), "storage")
         if wait([asked], timeout=_STORAGE_SECONDS).done and asked.exception() is None:
             self._committed = max((found.step for found in asked.result()), default=0)
         return self._committed
 
     def event(self, name: str, **fields: object) -> None:
+        """Record an event, and those before it that could not be written."""
         if (lease := lease_of(self._place.lock)) is not None:
             lease.check()
         self._unwritten.append((name, self.number, fields))
@@ -241,12 +212,11 @@ class Attempts:
             del self._unwritten[0]
 
     def _described(self, cause: str, rank: int | None) -> str:
-        """A failure with everything that helps: which rank, where, why, the last committed step, and the logs."""
-        who = "the run failed" if rank is None else f"rank {rank}{self._where(rank)} failed"
+        """Describe a failure with all that helps: which rank, where, why, the last committed step, and the logs."""
+        joined = self.current.ranks.get(rank) if rank is not None else None
+        process = f" on {joined.node}, process {joined.pid}," if joined else ""
+        who = "the run failed" if rank is None else f"rank {rank}{process} failed"
         saved = self._committed  # as it has just been recorded
         where = f"The last committed step is {saved}" if saved else "No step was committed yet"
-        logs = f"; the logs of all ranks are in {self.logs}" if self.logs else ""
+        logs = f"; the logs of all ranks are in {self.current.logs}" if self.current.logs else ""
         return f"{who}: {cause}. {where}{logs}"
-
-    def _where(self, rank: int) -> str:
-        return f" on {self.ranks[rank].node}, process {self.ranks[rank].pid}," if rank in self.ranks else ""

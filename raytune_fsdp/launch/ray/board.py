@@ -7,7 +7,7 @@ import io
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -31,9 +31,9 @@ class Joined:
     node_id: str
     pid: int
     node_rank: int = 0
-    """Of the node, among those of the run."""
+    """The number of the node among those of the run."""
     local_rank: int = 0
-    """Of the rank, among those of its node."""
+    """The number of the rank among those of its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,17 @@ class Beat:
     patience_seconds: float
     rank: int = 0
     at: float = 0.0
-    """When, by the clock of the rank's own process: the driver may hear it later."""
+    """The time of the beat, by the clock of the rank's own process: the driver may hear it later."""
     phase: str = "imports"
-    """The first one that it has not finished."""
+    """The first phase that the rank has not finished."""
     left: int = 0
-    """How many those are."""
+    """How many phases the rank has not finished."""
     read: int = 0
-    """Bytes, since its process began; looked at every few seconds."""
+    """Bytes that the rank's process has read since it began; looked at every few seconds."""
 
 
 def beat_seconds(rank: int, world: int) -> float:
-    """Between two beats of a rank, so that the board hears some twenty a second at most."""
+    """Return the seconds between two beats of a rank: the board hears some twenty beats a second at most."""
     return 1.0 if rank == 0 else max(5.0, world / 20)
 
 
@@ -105,75 +105,82 @@ class Controlled:
     """Ray Train has started its controller: whoever ends it, ends the ranks."""
 
     controller: str
-    """The id of its actor."""
+    """The id of the controller's actor."""
     actors: list[Any]
-    """Handles of its actor, and of the one that it leaves to look after its resources, which would outlive it."""
+    """Handles of the controller's actor, and of the one that looks after its resources and would outlive it."""
 
 
 Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Beat | Failed
 
 
+@dataclass(slots=True)
+class _Posted:
+    """Everything that is posted in one attempt."""
+
+    notices: list[Notice] = field(default_factory=list)
+    beats: dict[int, Beat] = field(default_factory=dict)
+    """The last unread beat of each rank: a driver that was away for long finds no more of them."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: StopReason | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
 class _Board:
-    """Runs in the actor, all of it in one event loop, so nothing here needs a lock."""
+    """The actor. All of it runs in one event loop, so nothing here needs a lock."""
 
     def __init__(self) -> None:
+        self._posted = _Posted()
         self._news = asyncio.Event()
-        self._notices: list[Notice] = []
-        self._beats: dict[int, Beat] = {}
-        """The last one of each rank that was not read: a driver that is away for long finds no more of them."""
-        self._stop = asyncio.Event()
-        self._reason: StopReason | None = None
-        self._shared: dict[str, Any] = {}
         self._sharing = asyncio.Condition()
         self._closed = False
 
     async def tell(self, notice: Notice) -> bool:
         if isinstance(notice, Beat):
-            self._beats[notice.rank] = notice  # which wakes nobody: the driver looks twice a second
+            self._posted.beats[notice.rank] = notice  # which wakes nobody: the driver looks twice a second
         else:
-            self._notices.append(notice)
+            self._posted.notices.append(notice)
             self._news.set()
         return not self._closed
 
     async def close(self) -> list[Notice]:
         self._closed = True
-        return self._notices
+        return self._posted.notices
 
     async def read(self, seconds: float) -> list[Notice]:
-        if not self._notices:
+        if not self._posted.notices:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), seconds)
         self._news.clear()
-        notices, beats, self._notices, self._beats = self._notices, self._beats, [], {}
-        return [*notices, *beats.values()]
+        found = [*self._posted.notices, *self._posted.beats.values()]
+        self._posted.notices.clear()
+        self._posted.beats.clear()
+        return found
 
     async def stop(self, reason: StopReason) -> None:
-        self._reason = reason
-        self._stop.set()
+        self._posted.reason = reason
+        self._posted.stop.set()
 
     async def wait_for_stop(self) -> StopReason | None:
-        await self._stop.wait()
-        return self._reason
+        posted = self._posted
+        await posted.stop.wait()
+        return posted.reason
 
     async def begin(self) -> None:
-        self._stop.clear()
-        self._reason = None
-        self._shared = {}
-        self._notices, self._beats = [], {}
+        self._posted = _Posted()
 
     async def share(self, key: str, value: list[Any]) -> None:
         async with self._sharing:
-            self._shared[key] = value
+            self._posted.shared[key] = value
             self._sharing.notify_all()
 
     async def shared(self, key: str) -> list[Any]:
         async with self._sharing:
-            await self._sharing.wait_for(lambda: key in self._shared)
-            return list(self._shared[key])
+            await self._sharing.wait_for(lambda: key in self._posted.shared)
+            return list(self._posted.shared[key])
 
 
 class Board:
-    """The side of the driver and the ranks. Can be sent to other processes."""
+    """The handle that the driver and the ranks have of the actor. It can be sent to other processes."""
 
     def __init__(self) -> None:
         self._actor = self._make()
@@ -188,11 +195,11 @@ class Board:
         return ray.remote(num_cpus=0, max_concurrency=calls, **at)(_Board).remote()
 
     def tell(self, notice: Notice) -> None:
-        """Neither waits nor fails if the driver is gone: then this process soon ends, too."""
+        """Post a notice. Neither wait nor fail if the driver is gone: this process soon ends then, too."""
         self._actor.tell.remote(notice)
 
     def tell_and_ask(self, notice: Notice) -> bool:
-        """Whether the driver still listens."""
+        """Post a notice; return whether the driver still listens."""
         return bool(ray.get(self._actor.tell.remote(notice)))
 
     def close(self, seconds: float) -> list[Notice]:
@@ -222,7 +229,7 @@ class Board:
         self._actor.stop.remote(reason)
 
     def begin(self) -> None:
-        """Another attempt begins: what was asked of the last one, and shared in it, is forgotten."""
+        """Begin another attempt: forget what was asked of the last one, and shared in it."""
         if self._reading is None:
             with suppress(RayActorError, GetTimeoutError):  # dead, or out of reach for long
                 ray.get(self._actor.begin.remote(), timeout=_START_SECONDS)
@@ -246,7 +253,7 @@ class Board:
 
 
 class StopFromBoard:
-    """On rank 0: why the driver asked to stop, None if it did not. Costs nothing to call: a thread waits for it."""
+    """Tells rank 0 why the driver asked to stop, None if it did not. Costs nothing to call: a thread waits for it."""
 
     def __init__(self, board: Board) -> None:
         self._reason: StopReason | None = None

@@ -1,7 +1,7 @@
-"""A run on a Ray cluster, seen from the driver: check, start Ray, ask for workers, follow them to the end.
+"""Drive a run on a Ray cluster: check it, start Ray, ask for workers, follow them to the end.
 
-Ray Train starts the ranks of one attempt and sees when one is lost. Where the run stands is decided by the manifests of
-its checkpoints, which rank 0 of every attempt reads.
+Ray Train starts the ranks of one attempt and sees when one is lost. The manifests of the checkpoints decide where the
+run stands; rank 0 of every attempt reads them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
-from raytune_fsdp.launch.ray.follow import AttemptSupervisor
 from raytune_fsdp.launch.ray.nodes.hub_reach import check_reach
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes, that_are_free
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
@@ -56,6 +55,7 @@ from raytune_fsdp.launch.ray.resources import (
     scaling_config,
 )
 from raytune_fsdp.launch.ray.session import Session
+from raytune_fsdp.launch.ray.supervisor import AttemptSupervisor
 from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit, Chore
 from raytune_fsdp.launch.ray.tasks.evaluations import Evaluations
 from raytune_fsdp.launch.ray.tasks.exports import Exports
@@ -84,21 +84,24 @@ from raytune_fsdp.run.open_record import RANKS_WAIT_SECONDS, mlflow_tracker, run
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, on_world
 
+logger = logging.getLogger(__name__)
+
 FEW_WINDOWS = 4
 """Up to this number of windows are built in this process: tasks would first have to wait until Ray has started (about
 3 s, see docs/results.md), and then for processes of their own."""
 
 _HURRY_SECONDS = 2.0
-"""For MLflow where the head of the cluster does not answer: its server may be there, and Ray ends this process soon."""
+"""How long MLflow may take where the cluster's head does not answer: its server may be there, and Ray soon ends this
+process."""
 
 _STORAGE_MARKER = ".validate_storage_marker"
-"""Written by Ray Train into the run directory."""
+"""A file that Ray Train writes into the run directory."""
 
 RAY_TRAIN = {
     # How often Ray Train looks for dead ranks and reported checkpoints. With its default, 2 s, a crash was noticed
     # after 1.3 s instead of 0.3 s (docs/results.md).
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # An actor per worker group that asks for draining nodes every 5 s: the driver asks once a second (follow.py).
+    # An actor per worker group that asks for draining nodes every 5 s: the driver asks once a second (supervisor.py).
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths must mean the same on ranks as in the job
 }
@@ -147,7 +150,7 @@ def run(
         valid = [that_are_free(asked, lambda size: _is_possible(config, foresight, size), nodes, say)]
     reaching.result()
     sizes = Sizes(asked, valid)
-    demand = Demand(asked, valid) if growing and len(valid) > 1 else None
+    demand = Demand(asked, valid if growing and len(valid) > 1 else [])
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
     with environment(RAY_TRAIN):
         _train(
@@ -180,7 +183,7 @@ def _train(
     prepared: RunInputs,
     standing: ResumePoint,
     sizes: Sizes,
-    demand: Demand | None,
+    demand: Demand,
     foresight: Foresight,
     *,
     session: Session,
@@ -198,10 +201,9 @@ def _train(
     after_commits = _after_commits(config, prepared, standing.plan, token, session, event=attempts.event, say=say)
     try:
         board = Board()
-        follow = AttemptSupervisor(
+        supervisor = AttemptSupervisor(
             config, place, attempts, sizes, after_commits,
-            demand=demand, board=board, lost=session.lost, answers=session.answers,
-            signals=signals, phases=phases, say=say, dry=prepared.dry,
+            demand=demand, board=board, session=session, signals=signals, phases=phases, say=say, dry=prepared.dry,
         )  # fmt: skip
         job = RankJob(
             config=config,
@@ -217,15 +219,15 @@ def _train(
             notices=notices_of(config.cluster, os.environ, ray=True),
         )
         try:
-            _fit(job, run_dir, follow, attempts, sizes, foresight)
+            _fit(job, run_dir, supervisor, attempts, sizes, foresight)
         finally:
-            follow.end()
+            supervisor.end()
     except RaytuneError as error:
         for each in after_commits:
             each.cancel()
         lease = lease_of(place.lock)
         if isinstance(error, TakenOverError) or (lease is not None and lease.lost()):
-            pass  # nothing of the run is this command's to close
+            pass  # another command owns the run now
         elif attempts.number:
             _close_mlflow(config, prepared, standing, attempts, session, error, say)
         else:
@@ -247,7 +249,7 @@ def _after_commits(
     event: Callable[..., None],
     say: Callable[[str], None],
 ) -> list[AfterCommit]:
-    """What is done to committed checkpoints while training goes on."""
+    """Return the work on committed checkpoints that is done while training goes on."""
     place, trust, work = prepared.place, config.model.trust_remote_code, list[Chore]()
     env = _env(config)
     if config.eval.where == "task":
@@ -262,7 +264,7 @@ def _after_commits(
 
 
 def _env(config: FinetuneConfig) -> dict[str, Any] | None:
-    """The environment of ranks, and of tasks that do with their model what ranks do."""
+    """Return the environment of ranks, and of tasks that use a model as ranks do."""
     wanted = settings_of_nccl(config, os.environ) | config.cluster.env
     return {"env_vars": wanted} if wanted else None
 
@@ -292,7 +294,7 @@ def _make_up(
     signals: Signals,
     say: Callable[[str], None],
 ) -> None:
-    """Do what an earlier command did not get to, of a complete run."""
+    """Do the work on a complete run's checkpoints that an earlier command did not get to."""
     place = prepared.place
     signals.hold()  # from here on a signal ends the wait for a task, and says so
     token = put_token(place.path, "the driver")
@@ -312,11 +314,11 @@ def _make_up(
 
 
 def _fit(
-    job: RankJob, run_dir: Path, follow: AttemptSupervisor, attempts: Attempts, sizes: Sizes, foresight: Foresight
+    job: RankJob, run_dir: Path, supervisor: AttemptSupervisor, attempts: Attempts, sizes: Sizes, foresight: Foresight
 ) -> None:
     """Let Ray Train run the job to its end, an attempt at a time."""
     while True:
-        asked = follow.next()
+        asked = supervisor.next()
         job = replace(job, predicted=foresight.of(asked.workers))
         repaired = repair_registry(run_dir)  # every fit() reads it
         if repaired is not None:
@@ -324,11 +326,11 @@ def _fit(
         job.board.begin()
         # Not as train_loop_config: the controller unpickles that, and would have to import torch for it.
         fit = in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config).fit, "fit")
-        follow.until(fit, asked)
+        supervisor.until(fit, asked)
         error = fit.exception()
         if error is None:
             return
-        attempts.ended(error, follow.out_of_memory)
+        attempts.ended(error)
         if isinstance(underlying(error), WorkerGroupStartupTimeoutError):
             sizes.did_not_come(asked.workers)
         else:
@@ -337,7 +339,7 @@ def _fit(
 
 
 def trainer_for(rank: Callable[[], None], board: Board, asked: Request, config: FinetuneConfig) -> TorchTrainer:
-    """The TorchTrainer that runs `rank` in every worker, once."""
+    """Return the TorchTrainer that runs `rank` in every worker, once."""
     logging.getLogger("ray.train").setLevel(logging.ERROR)  # it repeats, for developers, what we report
     return TorchTrainer(
         rank,
@@ -380,13 +382,8 @@ def _close_mlflow(
             say(tracker.unsent)
 
 
-# What is predicted of the ranks of a run on Ray, for each number of them that an attempt has.
-
-logger = logging.getLogger(__name__)
-
-
 class Foresight:
-    """Asks the planner once for each number of ranks."""
+    """The planner's predictions of ranks, for each number of them that an attempt has. Each is made once."""
 
     def __init__(
         self, config: FinetuneConfig, prepared: RunInputs, asked: Request, nodes: Sequence[Node], *, force: bool
@@ -398,15 +395,15 @@ class Foresight:
         self._memory = None if self._device is None else int(self._device.memory)
         self._per_node = max((int(node.total.get("GPU", 0)) for node in nodes), default=0) or 8
         self.force = force
-        """Whether what does not fit is started all the same."""
+        """Whether to start even what does not fit."""
         self._found: dict[int, Predicted | NotPredicted] = {}
         self._checked = set[int]()
 
     def that_fit(self, sizes: Sequence[int], room: int | None, say: Callable[[str], None]) -> list[int]:
-        """Of the numbers of ranks that the run may have, those that an attempt can have. Refuses the run, unless it is
-        forced, if not even the largest fits that the cluster has `room` for (None: nodes may come).
+        """Return which of these numbers of ranks an attempt can have.
 
-        Only where the kind of GPU says how much memory there is; else ranks find it out.
+        Refuse the run, unless it is forced, if not even the largest fits that the cluster has `room` for (None: nodes
+        may come). This needs a kind of GPU that says how much memory there is; otherwise the ranks find it out.
         """
         possible = [size for size in sorted(sizes) if room is None or size <= room] or [min(sizes)]
         most = possible[-1]
@@ -422,7 +419,7 @@ class Foresight:
         return [size for size in sizes if size >= fewest]
 
     def of(self, ranks: int) -> Predicted | NotPredicted:
-        """What is predicted of an attempt with so many ranks. Refuses nothing."""
+        """Return the prediction for an attempt with this number of ranks. Refuse nothing."""
         if ranks not in self._checked:
             self._check(ranks, forced=True)
         return self._predicted(ranks)

@@ -19,7 +19,7 @@ from raytune_fsdp.launch.ray.private import (
 )
 
 _ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
-"""What Ray Train raises where ranks do not start, or do not answer."""
+"""Errors that Ray Train raises where ranks do not start, or do not answer."""
 MORE_MEMORY = (
     "Give the workers more, start fewer on a node (cluster.cpus_per_worker, cluster.placement=spread), or, in a new "
     "run, lower train.micro_batch or data.seq_len"
@@ -35,7 +35,7 @@ _ACTORS = {
 
 
 class ControllerWatch(ControllerCallback):  # type: ignore[misc]
-    """In Ray Train's controller: gives the driver a handle of it, so that the driver can end what it has started."""
+    """Runs in Ray Train's controller: gives the driver a handle of it, to end what the controller has started."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -48,10 +48,10 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
 
 
 def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """The rank that caused the others' failures, and its error.
+    """Return the rank that caused the others' failures, and its error.
 
-    What Ray killed for its memory comes first, then a dead process, then an error of ours, then the loss of something
-    else that runs on Ray, then what libraries raise when they lose the other ranks.
+    A process that Ray killed for its memory comes first, then a dead process, then an error of ours, then the loss of
+    something else that runs on Ray, then what libraries raise when they lose the other ranks.
     """
 
     def weight(item: tuple[int, BaseException]) -> int:
@@ -66,7 +66,7 @@ def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException
 
 
 def underlying(error: BaseException) -> BaseException:
-    """The error inside what Ray and Ray Train have wrapped around it."""
+    """Return the error that Ray and Ray Train have wrapped."""
     while not isinstance(error, RaytuneError):
         # The wrappers of a task, of a rank and of the controller.
         inner = next(
@@ -79,7 +79,7 @@ def underlying(error: BaseException) -> BaseException:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether a new attempt would fail the same way."""
+    """Return whether a new attempt would fail the same way."""
     inner = underlying(error)
     return isinstance(inner, RaytuneError) and not isinstance(inner, TransientError)
 
@@ -88,7 +88,7 @@ _OF_PEERS = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe
 
 
 def is_from_within(error: BaseException) -> bool:
-    """Whether the run itself has caused it: no process was killed by others, and no other rank was lost."""
+    """Return whether the run itself has caused it: nobody killed a process, and no other rank was lost."""
     if _out_of_memory(error):
         return True
     inner = underlying(error)
@@ -99,17 +99,17 @@ def is_from_within(error: BaseException) -> bool:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether the process of a rank is gone."""
+    """Return whether the process of a rank is gone."""
     return _death(error) is not None
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a rank has raised it on purpose, or Ray has ended one for its memory: then no lost node is the cause."""
+    """Return whether a rank has raised it on purpose, or Ray has ended one for its memory: no lost node is to blame."""
     return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)
 
 
 def in_words(error: BaseException) -> str:
-    """One line about a failure."""
+    """Describe a failure in one line."""
     death = _death(error)
     if _out_of_memory(error):
         who, text, way_out = "a process of the run", str(underlying(error)), _MORE_FOR_DATA
@@ -135,8 +135,10 @@ def in_words(error: BaseException) -> str:
 
 
 def _amounts(text: str) -> str:
-    """What the process and the node had, where Ray's message has it. Its form has changed with Ray 2.56, which may kill
-    several processes at a time."""
+    """Return what the process and the node had, where Ray's message says it.
+
+    The message's form has changed with Ray 2.56, which may kill several processes at a time.
+    """
     held = re.findall(r"memory used=([\d.]+) ?GB", text)
     node = re.search(r"was ([\d.]+) ?GB(?: used)? / ([\d.]+) ?GB", text)
     parts = [f"it had {held[0]} GB"] if len(held) == 1 else []
@@ -145,13 +147,13 @@ def _amounts(text: str) -> str:
 
 
 def _death(error: BaseException) -> BaseException | None:
-    """Ray's error for a rank whose process no longer answers, None for any other failure."""
+    """Return Ray's error for a rank whose process no longer answers, None for any other failure."""
     failure = getattr(error, "health_check_failure", None)
     return failure if isinstance(failure, RayActorError | OutOfMemoryError) else None
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Whether Ray's memory monitor has killed the process, or one that it needed."""
+    """Return whether Ray's memory monitor has killed the process, or one that it needed."""
     found = _death(error) or underlying(error)
     if isinstance(found, OutOfMemoryError):
         return True

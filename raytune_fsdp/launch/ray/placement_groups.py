@@ -17,19 +17,19 @@ and could not come to nodes that the group has no part of."""
 
 
 def group_around() -> PlacementGroup | None:
-    """The placement group that captures the tasks of this process, as that of a trial of Ray Tune does."""
+    """Return the placement group that captures the tasks of this process, as that of a trial of Ray Tune does."""
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return get_current_placement_group() if captures else None
 
 
 def free_for_tasks(nodes: Sequence[Node]) -> list[Mapping[str, float]]:
-    """What is free on each of these nodes, or in each bundle of the group around this process."""
+    """Return what is free on each of these nodes, or in each bundle of the group around this process."""
     group = group_around()
     return [node.free for node in nodes] if group is None else free_in_bundles(group)
 
 
 def may_ever_fit(wanted: Mapping[str, float]) -> bool:
-    """Whether a task has room in the group around this process, whose own bundle is taken in part."""
+    """Return whether a task has room in the group around this process, whose own bundle is taken in part."""
     group = group_around()
     if group is None:
         return True
@@ -52,7 +52,7 @@ def _without(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[st
 
 
 class Groups:
-    """Watched from the driver, every two seconds, while it waits for workers.
+    """The placement groups of a run. The driver looks at them while it waits for workers.
 
     A group is this run's if one of its controllers made it: other runs of the same job may have groups that look alike.
     """
@@ -61,11 +61,11 @@ class Groups:
         self._makers: set[str] = set()
 
     def made_by(self, actor_id: str) -> None:
-        """From now on, groups that this actor makes are this run's."""
+        """Count groups that this actor makes as this run's."""
         self._makers.add(actor_id)
 
     def state(self) -> str | None:
-        """The state of the group that is to hold the workers, None before there is one."""
+        """Return the state of the group that is to hold the workers, None before there is one."""
         return next((group.state for group in reversed(self._live())), None)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Whatever we use of Ray that has no public name, and why. Nothing else in the package imports such a name.
+"""Everything that we use of Ray without a public name, and why. Nothing else in the package imports such a name.
 
 tests/ray/test_private.py says for each of them what Ray has to do: it fails first where a new Ray does something else.
 """
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def address_of_cluster() -> str | None:
-    """What ray.init() would join, None if it would start a Ray; ValueError or ConnectionError for a bad RAY_ADDRESS."""
+    """Return what ray.init() would join, None: a Ray of its own. ValueError, ConnectionError for a bad RAY_ADDRESS."""
     found: str | None = canonicalize_bootstrap_address(None)
     return found
 
@@ -61,19 +61,21 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def check_token(address: str) -> None:
-    """AuthenticationError without the cluster's token. C++ would end a process that joins without any."""
+    """Raise AuthenticationError without the cluster's token. C++ would end a process that joins without any."""
     ensure_token_if_auth_enabled(None, create_token_if_missing=False)
     GcsClient(address=address)  # asks for the cluster's id, and with that whether the token is right
 
 
 def own_cluster() -> str:
-    """The id of the cluster that this process is connected to. Asks nobody."""
+    """Return the id of the cluster that this process is connected to. Ask nobody."""
     return str(ray._private.worker.global_worker.gcs_client.cluster_id.hex())
 
 
 def cluster_at(address: str) -> str:
-    """The id of the cluster whose head answers there. A head that has lost its state has another one; where there is
-    none, this may wait for as long as Ray does."""
+    """Return the id of the cluster whose head answers there. A head that has lost its state has another one.
+
+    Where there is no head, this may wait for as long as Ray does.
+    """
     return str(GcsClient(address=address).cluster_id.hex())
 
 
@@ -87,16 +89,16 @@ try:
 except AuthenticationError:
     print("token")
 """
-"""The same for a process of its own: Ray reads the mode and the token once."""
+"""A program that asks a cluster whether it wants a token. In another process, as Ray reads mode and token once."""
 
 
 def seconds_without_head() -> float:
-    """How long Ray waits for the head's GCS to come back, before it ends the process."""
+    """Return how long Ray waits for the head's GCS to come back, before it ends the process."""
     return float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s") or 60)  # noqa: SIM112
 
 
 def forget_token() -> None:
-    """Ray keeps the first token that it has read for as long as a process lives."""
+    """Make Ray read the token again: it keeps the first one for as long as a process lives."""
     AuthenticationTokenLoader.instance().reset_cache()
 
 
@@ -104,7 +106,7 @@ def forget_token() -> None:
 
 
 def dead_processes() -> list[str]:
-    """The kinds of those processes of a Ray that this one has started, which have ended."""
+    """Return the kinds of the processes that have ended, of a Ray that this process has started."""
     node = ray._private.worker._global_node
     return [] if node is None else [kind for kind, _ in node.dead_processes()]
 
@@ -115,7 +117,7 @@ def kill_processes() -> None:
 
 
 def cpus_of_machine() -> int:
-    """Without Ray's warning where a container's limit decides."""
+    """Return the CPUs of this machine, without Ray's warning where a container's limit decides."""
     return int(get_num_cpus(override_docker_cpu_warning=True))
 
 
@@ -127,13 +129,13 @@ def gpus_of_machine() -> int:
 
 
 def free_by_node() -> dict[str, dict[str, float]]:
-    """What is free on each node, by its id. `ray.available_resources()` has the sum alone."""
+    """Return what is free on each node, by its id. `ray.available_resources()` has the sum alone."""
     found: dict[str, dict[str, float]] = state.available_resources_per_node()
     return found
 
 
 def leaving_nodes() -> dict[str, int]:
-    """The nodes that drain, by id, with when they end in milliseconds since 1970; 0: that is not known."""
+    """Return the nodes that drain, by id, and when they end in milliseconds since 1970; 0: that is not known."""
     found: dict[str, int] = state.state.get_draining_nodes()
     return found
 
@@ -150,18 +152,18 @@ def drain(gcs_address: str, node_id: str, why: str, ends_at: float) -> None:
 
 
 def declared_sizes() -> list[tuple[int, int]]:
-    """The fewest and the most nodes of each kind, where a platform declares them; -1: as many as are asked for."""
+    """Return the fewest and the most nodes of each kind, where a platform declares them; -1: as many as are wanted."""
     declared = state.state.get_cluster_config()  # as Ray Data does
     return [(group.min_count, group.max_count) for group in (declared.node_group_configs if declared else ())]
 
 
 def kind_of_node_by_hand(node_id: str) -> str:
-    """Nodes that no autoscaler has made appear in its reports, too, each with a type of its own."""
+    """Return the type in an autoscaler's reports of a node that it has not made: each has one of its own."""
     return str(format_readonly_node_type(node_id))
 
 
 def reported_kinds() -> Iterator[str]:
-    """The node types in the reports that Ray's autoscaler, of either version, writes for `ray status`."""
+    """Yield the node types in the reports that Ray's autoscaler, of either version, writes for `ray status`."""
     written = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     report = json.loads(written).get("autoscaler_report", {}) if written else {}
     yield from {**report.get("active_nodes", {}), **(report.get("idle_nodes") or {})}
@@ -184,12 +186,12 @@ class MadeGroup:
     """The id of the actor that made it."""
 
     def handle(self) -> PlacementGroup:
-        """What `ray.util` takes to remove it."""
+        """Return the handle that `ray.util` takes to remove the group."""
         return PlacementGroup(PlacementGroupID(bytes.fromhex(self.id)))
 
 
 def placement_groups() -> list[MadeGroup]:
-    """All that the cluster has, but for removed ones, in the order in which they were made."""
+    """Return all groups of the cluster but removed ones, in the order in which they were made."""
     accessor = state.state._connect_and_get_accessor()
     table = [PlacementGroupTableData.FromString(each) for each in accessor.get_placement_group_table()]
     return [
@@ -204,7 +206,7 @@ def placement_groups() -> list[MadeGroup]:
 
 
 def free_in_bundles(group: PlacementGroup) -> list[Mapping[str, float]]:
-    """What is free in each bundle of a group: for Ray a resource `CPU_group_INDEX_GROUP` of the bundle's node."""
+    """Return what is free in each bundle of a group: to Ray a resource `CPU_group_INDEX_GROUP` of the bundle's node."""
     names = re.compile(rf"(.+)_group_(\d+)_{group.id.hex()}")
     found: list[dict[str, float]] = [{} for _ in range(group.bundle_count)]
     for free in free_by_node().values():
@@ -218,7 +220,7 @@ def free_in_bundles(group: PlacementGroup) -> list[Mapping[str, float]]:
 
 
 def helpers_of_controller() -> list[Any]:
-    """In the controller's process: the actors that it has started to clean up after it.
+    """Return the actors that the controller has started to clean up after it. Called in the controller's process.
 
     Ray Train keeps their handles to itself: one of its callbacks has them.
     """

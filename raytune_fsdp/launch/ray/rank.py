@@ -1,4 +1,4 @@
-"""What Ray Train runs in every worker: one rank of one attempt."""
+"""One rank of one attempt, as Ray Train runs it in every worker."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """What the driver gives to every rank."""
+    """Everything that the driver gives to every rank."""
 
     config: FinetuneConfig
     prepared: ObjectRef
-    """`RunInputs`, and the `ResumePoint` of the first attempt of this command. By reference: reading them imports
-    transformers."""
+    """`RunInputs`, and the `ResumePoint` of the first attempt of this command. They are passed by reference, as
+    reading them imports transformers."""
     first: bool
     """Whether this is the first attempt of this command; later ones look for themselves where the run is."""
     board: Board
@@ -65,17 +65,17 @@ class RankJob:
     token: Token
     """The token that the driver left in the run's storage."""
     looks: Looks
-    """Of what the driver prints."""
+    """How the driver's output looks."""
     verbose: bool
     """Whether libraries may print what they like."""
     in_ray_log: bool
     """Whether what the ranks print is also in Ray's logs of them."""
     forced: bool
-    """Whether what does not fit is to be started all the same."""
+    """Whether to start even what does not fit."""
     notices: Mapping[str, float]
-    """Seconds that what may end the run leaves it."""
+    """How many seconds a run has left after each kind of notice that it will be ended."""
     predicted: Predicted | NotPredicted | None = None
-    """What a rank of this attempt needs."""
+    """The prediction of what a rank of this attempt needs."""
 
 
 def train_rank(job: RankJob) -> None:
@@ -103,7 +103,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
             job.board.tell(PhaseFinished(phase))
 
     reached("workers")
-    # Only after the notice: importing transformers takes seconds, and the driver should know that the rank is there.
+    # After the notice: importing transformers takes seconds, and the driver should know that the rank is there.
     from raytune_fsdp.base.hushed import VERBOSE
     from raytune_fsdp.launch.quiet import quiet
 
@@ -172,7 +172,7 @@ def _work(
 
 
 def _trackers(config: FinetuneConfig, ray_log: TextIO | None) -> list[Tracker]:
-    """Those that need Ray."""
+    """Return the trackers that need Ray."""
     from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
     from raytune_fsdp.record.console import ConsoleTracker
 
@@ -196,7 +196,7 @@ def _failed(rank: int, error: Exception) -> Failed:
 
 
 def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int) -> ResumePoint:
-    """Where this attempt starts. Collective."""
+    """Agree where this attempt starts. Collective."""
     from raytune_fsdp.launch.shared_storage import check_seen
     from raytune_fsdp.run.resume_point import agree, look, on_world
 
@@ -217,7 +217,7 @@ def _batches(
     rank: int,
     reached: Callable[[str], None],
 ) -> Iterator[StepBatches | None]:
-    """This rank's batches through Ray Data. Rank 0 opens the stream: only one process may decide where it begins.
+    """Return this rank's batches, through Ray Data. Rank 0 opens the stream: one process decides where it begins.
 
     The first batch is made while the model is being loaded. Ray Data starts while the first steps are trained, whose
     samples rank 0 reads itself.
@@ -246,7 +246,7 @@ def _batches(
     read, shards = job.board.shared("batches")
     layout = standing.plan.layout
     data_rank = layout.data_rank(rank)
-    # A shard has one reader. Ranks that share blocks get them from the first of them.
+    # A shard has one reader. Ranks that share samples get them from the first of these ranks.
     batches: Iterator[StepBatches | None] = (
         ray_batches(shards[data_rank], prepared.train, division, steps, data_rank=data_rank, first=read)
         if rank % layout.together == 0
@@ -298,7 +298,7 @@ def _check_memory(job: RankJob, prepared: RunInputs, standing: ResumePoint, devi
 
 
 def _as_placed(predicted: Predicted | NotPredicted | None, world: int) -> Predicted | NotPredicted | None:
-    """The driver does not know where Ray puts the ranks: of several nodes no time is predicted."""
+    """Drop the time that is predicted if there are several nodes: the driver does not know where Ray puts ranks."""
     from raytune_fsdp.base.predicted import Predicted
 
     if isinstance(predicted, Predicted) and ray.train.get_context().get_local_world_size() < world:

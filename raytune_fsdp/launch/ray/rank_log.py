@@ -1,4 +1,4 @@
-"""What the process of a rank prints: in a file of the run, and in Ray's log of it, where the dashboard looks."""
+"""Write what a rank's process prints to a file of the run, and to Ray's log of it, where the dashboard looks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPY_SECONDS = 1.0
 
 
 class RankLog:
-    """Everything from here on, also what C libraries print, and crashes."""
+    """Takes everything that is printed from here on, also by C libraries, and crashes."""
 
     def __init__(self, path: Path, *, in_ray: bool) -> None:
         """`in_ray`: copy it to where output has gone until now."""
@@ -48,8 +48,8 @@ class RankLog:
             self.copy()
 
     def copy(self) -> None:
-        """What has been printed since, without secrets: whoever sees the dashboard may not see the run's files."""
-        with self._copying, suppress(OSError, ValueError):  # a full disk of Ray's is not ours to fail of
+        """Copy what has been printed since, without secrets: whoever sees the dashboard may not see the run's files."""
+        with self._copying, suppress(OSError, ValueError):  # a full disk of Ray's must not end the run
             if self._copy is None:
                 return
             with open(self._path, "rb") as file:
@@ -61,5 +61,5 @@ class RankLog:
 
 
 def _now_at_1() -> TextIO:
-    """Where standard output goes at the moment, also after it has been sent elsewhere."""
+    """Return a stream to where standard output goes now, which also works after that was sent elsewhere."""
     return os.fdopen(os.dup(1), "w", 1, errors="replace")

@@ -1,4 +1,4 @@
-"""What a run asks of a Ray cluster, and whether the cluster can ever provide it: Ray itself would wait for ever."""
+"""Say what a run asks of a Ray cluster, and refuse what the cluster can never provide: Ray would wait for ever."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ _UNITS = 10_000  # Ray counts resources in ten-thousandths. So must we: in float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
+    """A node of the cluster, and what it has."""
+
     id: str
     name: str
-    """For messages."""
+    """The name for messages."""
     total: Mapping[str, float]
     free: Mapping[str, float]
     """Empty if unknown."""
@@ -43,6 +45,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
+    """The workers that a run asks for, and what each of them needs."""
+
     workers: int
     per_worker: Mapping[str, float]
     accelerator_type: str | None
@@ -51,7 +55,7 @@ class Request:
 
 
 def nodes() -> list[Node]:
-    """The living nodes of the connected cluster, but for those that are about to be taken away."""
+    """Return the living nodes of the connected cluster, except those that are about to be taken away."""
     free, leaving = private.free_by_node(), draining()
     return [
         Node(
@@ -67,7 +71,7 @@ def nodes() -> list[Node]:
 
 
 def answering(nodes: Sequence[Node]) -> list[Node]:
-    """Those of the nodes whose raylet takes a connection. Ray itself notices only after 15 s that a node is gone."""
+    """Return the nodes whose raylet takes a connection. Ray itself notices only after 15 s that a node is gone."""
     if not nodes:
         return []
     with ThreadPoolExecutor(min(32, len(nodes))) as threads:
@@ -83,14 +87,14 @@ def _answers(node: Node) -> bool:
 
 
 def draining() -> dict[str, float | None]:
-    """The nodes that are about to be taken away, by id, and the seconds that are left, if that is known."""
+    """Return the nodes that are about to be taken away, by id, and the seconds that are left, if that is known."""
     now = time.time() * 1000
     leaving = private.leaving_nodes()
     return {node: max(0.0, (deadline - now) / 1000) if deadline else None for node, deadline in leaving.items()}
 
 
 def may_grow() -> bool:
-    """Whether an autoscaler may add nodes. Ray does not say whether it has reached its limit."""
+    """Return whether an autoscaler may add nodes. Ray does not say whether it has reached its limit."""
     if any(most == -1 or most > fewest for fewest, most in private.declared_sizes()):
         return True
     by_hand = {private.kind_of_node_by_hand(node["NodeID"]) for node in ray.nodes()}
@@ -98,7 +102,7 @@ def may_grow() -> bool:
 
 
 def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = False) -> Request:
-    """What this config means on these nodes: how many workers, on which device, with which resources each."""
+    """Return what this config means on these nodes: how many workers, on which device, with which resources each."""
     for name in config.resources_per_worker.keys() & {"CPU", "GPU", "TPU"}:
         instead = "workers run on CPUs or GPUs" if name == "TPU" else f"set cluster.{name.lower()}s_per_worker instead"
         raise ConfigError(f"cluster.resources_per_worker.{name}={config.resources_per_worker[name]:g}: {instead}")
@@ -121,7 +125,7 @@ def request(config: ClusterConfig, nodes: Sequence[Node], *, growing: bool = Fal
 
 
 def gpus_of(config: ClusterConfig, nodes: Sequence[Node]) -> int:
-    """How many there are for this config."""
+    """Return how many GPUs there are for this config."""
     return sum(int(node.total.get("GPU", 0)) for node in _with(config.accelerator_type, nodes))
 
 
@@ -201,7 +205,7 @@ def _check_accelerator(request: Request, nodes: Sequence[Node], growing: bool) -
 
 
 def _too_large(request: Request, able: Sequence[Node], nodes: Sequence[Node]) -> str:
-    """Why no node has room for a single worker, and what to do."""
+    """Say why no node has room for a single worker, and what to do."""
     has = f"the cluster has {_kinds(nodes, request)}"
     kind = f"node with {request.accelerator_type}" if request.accelerator_type else "node"
     lacking = [name for name, each in request.per_worker.items() if not any(_fits(node, name, each) for node in able)]
@@ -231,7 +235,7 @@ def _field(name: str) -> str:
 
 
 def waiting_for(request: Request, nodes: Sequence[Node], group: str | None) -> str:
-    """A line to show while waiting for workers: what for. `group`: the state of their placement group, None before."""
+    """Return a line about what is waited for. `group`: the state of the workers' placement group, None before it."""
     if group == "CREATED":
         return f"starting {request.workers} worker{'s' * (request.workers != 1)}"
     if group is None:
@@ -243,7 +247,7 @@ def waiting_for(request: Request, nodes: Sequence[Node], group: str | None) -> s
 
 
 def room(request: Request, nodes: Sequence[Node]) -> int:
-    """Workers that have room on these nodes, placed as asked."""
+    """Return how many workers have room on these nodes, placed as asked."""
     slots = [_slots(node, request) for node in nodes] or [0]
     if request.placement == "strict_pack":
         return max(slots)
@@ -251,12 +255,12 @@ def room(request: Request, nodes: Sequence[Node]) -> int:
 
 
 def able(request: Request, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that could hold a worker."""
+    """Return the nodes that could hold a worker."""
     return [node for node in nodes if _slots(node, request)]
 
 
 def shortage(request: Request, nodes: Sequence[Node]) -> str:
-    """A line to show while waiting for workers: what they need, and what is free now on nodes that could hold them."""
+    """Return a line about workers that wait: what they need, and what is free now on nodes that could hold them."""
     fit = able(request, nodes)
 
     def described(node: Node) -> str:
@@ -267,7 +271,7 @@ def shortage(request: Request, nodes: Sequence[Node]) -> str:
 
 
 def way_out(line: str) -> str:
-    """What to do where a line of `waiting_for` or `shortage` stands for too long: only the latter lacks resources."""
+    """Say what to do about a line of `waiting_for` or `shortage` that stays: only the latter lacks resources."""
     if _FREE_NOW in line:
         return "Free the resources, add nodes, ask for less (cluster.workers), or wait longer"
     return (
@@ -290,13 +294,13 @@ def scaling_config(request: Request) -> ScalingConfig:
 
 
 def bundle(request: Request) -> dict[str, float]:
-    """What one worker reserves, as Ray Train asks for it."""
+    """Return what one worker reserves, as Ray Train asks for it."""
     kind = {} if request.accelerator_type is None else {f"{_ACCELERATOR}{request.accelerator_type}": 0.001}
     return {**request.per_worker, **kind}
 
 
 def local_cpus(config: ClusterConfig, workers: int) -> int:
-    """Logical CPUs of a Ray started on this machine for this run alone: some are always left for the data."""
+    """Return the logical CPUs of a Ray started on this machine for this run alone: some are left for the data."""
     if config.workers == "auto" and config.device != "cpu":
         workers = max(workers, private.gpus_of_machine())
     taken = workers * config.cpus_per_worker
@@ -308,12 +312,12 @@ def _with(accelerator: str | None, nodes: Sequence[Node]) -> list[Node]:
 
 
 def accelerators_of(node: Node) -> list[str]:
-    """The kinds of accelerators that a node says it has."""
+    """Return the kinds of accelerators that a node says it has."""
     return [name.removeprefix(_ACCELERATOR) for name in node.total if name.startswith(_ACCELERATOR)]
 
 
 def _slots(node: Node, request: Request) -> int:
-    """Workers that fit on this node when it is empty. Exact, since all ask for the same."""
+    """Return how many workers fit on this node when it is empty. Exact, since all ask for the same."""
     # A worker takes only a thousandth of the accelerator resource: it selects the node, and never runs out.
     if not _with(request.accelerator_type, [node]):
         return 0
@@ -341,7 +345,7 @@ def _asked(request: Request) -> str:
 
 
 def _kinds(nodes: Sequence[Node], request: Request) -> str:
-    """The nodes by what they have in total: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
+    """Describe nodes by what they have in total: `1 node with 4 CPU and 2 nodes with 8 CPU, 4 GPU`."""
 
     def described(node: Node) -> str:
         of_type = f" ({', '.join(accelerators_of(node))})" if accelerators_of(node) else ""

@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from raytune_fsdp.base.errors import ConfigError, TrainingError, first_line, in_one_line
+from raytune_fsdp.base.leaving import crashing
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.failures import DIED
@@ -43,7 +44,7 @@ _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
 _KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
 _late: list[Event] = []
-"""For each command of this process whose Ray is not closed yet, as it was still starting: set when it is closed."""
+"""Events, one for each command of this process whose Ray was still starting at its end: set when it is closed."""
 QUICK = {
     "RAY_USAGE_STATS_ENABLED": "0",  # telemetry is not ours to send
     "RAY_enable_metrics_collection": "0",  # useless without a dashboard, and its start takes a second
@@ -52,7 +53,7 @@ QUICK = {
 """Settings with which a Ray for one run on one machine starts faster."""
 LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
 """Limits of Ray's on parts of its start, 30 s each. A third one, for its node to be known, cannot be set."""
-_MAKING_SECONDS = 3600.0  # far more than a directory is without its lock
+_MAKING_SECONDS = 3600.0  # far longer than a new directory is without its lock
 _NEEDED = ("gcs_server", "raylet")
 _OBJECT_STORE_BYTES = 2 << 30  # the stream fills a quarter with windows built ahead, and READY_BYTES with blocks
 
@@ -66,26 +67,29 @@ class Session:
     owned: bool
     """Whether the connection was made here."""
     head: Head | None = None
-    """Of a cluster that was joined, here or by the caller."""
+    """The head of a cluster that was joined, here or by the caller; None: the Ray was started here."""
     directory: Path | None = None
     lock: int | None = None
     environment: tuple[str, ...] = ()
     """Variables that were set for it, and must not affect the next Ray of this process."""
 
     def lost(self) -> str | None:
-        """What has ended without which this Ray cannot go on, in words."""
+        """Say what has ended, if this Ray cannot go on without it."""
         if self.head is not None:
             return self.head.lost()
         dead = private.dead_processes() if self.directory is not None else []
         return next((f"Ray's {kind} process on this machine {DIED}" for kind in dead if kind in _NEEDED), None)
 
     def answers(self) -> bool:
-        """Whether calls of it come back soon."""
+        """Return whether calls to this Ray come back soon."""
         return self.head is None or self.head.answers()
 
     def close(self) -> None:
         if self.head is not None:
             self.head.close()
+            if self.owned and self.head.is_another:
+                # Ray's C++ cannot bear the other cluster: it would end this process by SIGSEGV, in Python's exit.
+                crashing.append("Ray, which has lost its cluster to another one")
         elif self.lost():
             private.kill_processes()  # ray.shutdown() alone would talk to them for a while
         if self.owned:
@@ -110,7 +114,7 @@ def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
 
 @contextmanager
 def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
-    """Connect to Ray in a thread while the block runs; close the connection at its end."""
+    """Connect to Ray in a thread while the context lasts; close the connection at its end."""
     for closed in list(_late):
         closed.wait(config.start_seconds)
     address = find()
@@ -143,7 +147,7 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
 
 
 def find() -> str | None:
-    """The address of the cluster that ray.init() would join, once it has answered; None if there is none.
+    """Return the address of the cluster that ray.init() would join, once it has answered; None if there is none.
 
     Refuses in milliseconds, before any heavy import, what ray.init() would try for a minute or many.
     """
@@ -248,7 +252,7 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
 
 
 def _own_directory() -> tuple[Path, int]:
-    """A new directory for Ray's files, and its lock. Directories that killed runs left behind are removed."""
+    """Make a directory for Ray's files; return it and its lock. Remove directories that killed runs left behind."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _LONGEST_PARENT and Path("/tmp").is_dir():
         parent = Path("/tmp")
@@ -299,7 +303,7 @@ def _is_in_use(directory: Path) -> bool:
 
 @contextmanager
 def stderr_muted() -> Iterator[None]:
-    """Drop what C++ prints meanwhile, for calls of milliseconds: so is what other threads print."""
+    """Drop what C++ prints meanwhile. For calls of milliseconds: what other threads print is dropped, too."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

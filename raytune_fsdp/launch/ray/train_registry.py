@@ -1,4 +1,4 @@
-"""Ray Train's own list of checkpoints, which must not keep a run from continuing.
+"""Repair Ray Train's own list of checkpoints, which must not keep a run from continuing.
 
 Ray keeps `checkpoint_manager_snapshot.json` in the run directory and reads it when `fit()` starts. It is written in
 place, so a crash can truncate it, and it still names checkpoints that we have pruned since: on either `fit()` fails at
@@ -25,7 +25,7 @@ SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"
 
 
 def repair_registry(run_dir: Path) -> str | None:
-    """Make Ray's list readable before every `fit()`. Returns what was done if the list was broken, else None.
+    """Make Ray's list readable before every `fit()`. Return what was done if the list was broken, else None.
 
     Dropping pruned checkpoints from it is normal, and not reported.
     """
@@ -102,7 +102,7 @@ def _read(path: Path) -> _Snapshot:
 
 
 def _only(snapshot: _Snapshot, names: set[str]) -> _Snapshot:
-    """The snapshot without checkpoints other than these."""
+    """Return the snapshot without checkpoints other than these."""
     rows = zip(snapshot.checkpoint_results, snapshot.checkpoint_report_indices, strict=True)
     kept = [(result, index) for result, index in rows if result.checkpoint_dir_name in names]
     waiting = zip(snapshot.pending_training_results, snapshot.pending_validation_specs, strict=True)

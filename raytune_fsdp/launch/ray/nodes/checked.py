@@ -1,6 +1,6 @@
-"""Questions to the nodes of a cluster that already runs (`raytune-fsdp doctor`). Starts no Ray, and leaves nothing.
+"""Ask the nodes of a cluster that already runs (`raytune-fsdp doctor`). Start no Ray, and leave nothing behind.
 
-What is asked is handed in by the caller: this file only brings it to the nodes, and the answers back in time.
+The caller hands in the questions: this file only brings them to the nodes, and the answers back in time.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = [
 ]
 
 _STARTING_SECONDS = 50.0
-"""For the processes of ranks to start and to import torch."""
+"""How long the processes of ranks may take to start and to import torch."""
 
 
 class LateError(RaytuneError):
-    """Nothing wrong was seen: a process of Ray's starts slowly."""
+    """An answer did not come in time. Nothing wrong was seen: a process of Ray's starts slowly."""
 
 
 def asks_for_a_token(address: str, seconds: float) -> bool | None:
-    """Whether the cluster turns away who has no token; None where that cannot be found out."""
+    """Return whether the cluster turns away callers without a token; None where that cannot be found out."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
         done = subprocess.run(
@@ -58,7 +58,7 @@ def asks_for_a_token(address: str, seconds: float) -> bool | None:
 
 @contextmanager
 def connected(address: str, config: ClusterConfig) -> Iterator[str]:
-    """Joined to the cluster at this address; which one it is, in words."""
+    """Join the cluster at this address while the context lasts; yield which one it is, in words."""
     session = connect(config, 1, address)
     try:
         yield session.about
@@ -67,7 +67,7 @@ def connected(address: str, config: ClusterConfig) -> Iterator[str]:
 
 
 def this_machine(config: ClusterConfig, gpus: int) -> Node:
-    """The node that a Ray started here for a run would have."""
+    """Return the node that a Ray started here for a run would have."""
     total = {"CPU": float(local_cpus(config, config.most or max(1, gpus))), "GPU": float(gpus)}
     return Node(id="", name="this machine", total=total, free=total)
 
@@ -75,7 +75,7 @@ def this_machine(config: ClusterConfig, gpus: int) -> Node:
 def ask_each(
     among: Sequence[Node], work: Callable[..., Any], *arguments: Any, seconds: float, by_value: ModuleType | None = None
 ) -> dict[str, Any]:
-    """What a function returns on each node, by the node's id; an exception where it fails, or takes long (LateError).
+    """Return a function's result on each node, by the node's id; an exception where it fails or is late (LateError).
 
     `by_value`: its module, if that is to be sent along, since the node may have another version of it or none.
     """
@@ -106,7 +106,7 @@ def ask_each(
 
 
 class _Rank:
-    """One process where a worker of the run would be."""
+    """A process in the place of a worker of the run."""
 
     def address(self) -> str:
         import socket
@@ -131,10 +131,10 @@ def on_ranks(
     wait: float,
     seconds: float,
 ) -> list[Any]:
-    """What a function returns on every rank of processes that are placed and equipped as the run's would be.
+    """Return a function's results on all ranks of processes that are placed and equipped as the run's would be.
 
     It is called with `rank`, `world`, `device`, `node` (its id) and `init`, the address at which the ranks meet; before
-    that, `first` in each of them. `wait`: for their resources.
+    that, `first` is called in each of them. `wait`: seconds to wait for their resources.
     """
     group = placement_group([bundle(request)] * request.workers, strategy=request.placement.upper())
     actors: list[Any] = []

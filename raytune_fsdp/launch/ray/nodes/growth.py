@@ -1,4 +1,4 @@
-"""When an attempt makes way for a larger one: room that others give back for a moment is none.
+"""Decide when an attempt makes way for a larger one: room that others give back for a moment does not count.
 
 Each growth is a restart. So what would be added is reserved first, in a placement group that stands until the next
 attempt asks for it; and after a growth that did not last, the next one waits longer each time.
@@ -26,12 +26,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 120.0, 3600.0
 
 
 class Growth:
-    """Asked once a second or so."""
+    """Whether to grow now; asked about once a second."""
 
     def __init__(self, asked: Request) -> None:
         self._asked = asked
         self._group: tuple[PlacementGroup, int, float] | None = None
-        """What is reserved, for which size, and when it was asked for."""
+        """The group that is reserved, for which size, and when it was asked for."""
         self._hoped_for: int | None = None
         """The last larger size, until it is known whether it lasts."""
         self._decided_at: float | None = None
@@ -44,9 +44,9 @@ class Growth:
         self._not_before = 0.0
 
     def to(self, size: int, ranks: int) -> int | None:
-        """The size that an attempt of so many ranks is to make way for, once there is no doubt of it.
+        """Return the size for which an attempt with this number of ranks makes way, once there is no doubt about it.
 
-        `size`: what seems to have room.
+        `size`: the number of ranks that seem to have room.
         """
         now = time.monotonic()
         if self._group is None:
@@ -84,7 +84,7 @@ class Growth:
             self._wait_longer(now)
 
     def began(self, size: int) -> None:
-        """An attempt of this size begins."""
+        """Note that an attempt of this size begins."""
         if self._hoped_for is None:
             return
         now = time.monotonic()

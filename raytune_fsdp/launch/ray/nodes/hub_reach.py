@@ -1,4 +1,4 @@
-"""Whether any node of the cluster can have the weights of a hub model: asked before a rank is asked for."""
+"""Check that some node of the cluster can have the weights of a hub model, before a rank is asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytune_fsdp.run.fetching import wanted
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 _SECONDS = 20.0
-"""For an answer. A node that has to import torch from shared storage first may take longer; ranks ask again."""
+"""How long to wait for an answer. A node that imports torch from shared storage may take longer; ranks ask again."""
 _REASONS = (ModelError, TransientError)
 
 
@@ -29,20 +29,20 @@ def check_reach(prepared: RunInputs, standing: ResumePoint, nodes: Sequence[Node
 
 def _check(hub: HubWeights, nodes: Sequence[Node]) -> None:
     here = ray.get_runtime_context().get_node_id()
-    reasons = {node.name: why_not(hub) for node in nodes if node.id == here}  # without a process of its own
+    reasons = {node.name: why_not(hub) for node in nodes if node.id == here}  # in this process
     others = [node for node in nodes if node.id != here]
     if None in reasons.values() or not nodes:
         return
     answers = ask_each(others, why_not, hub, seconds=_SECONDS) if others else {}
     # A LateError, or what Ray says of a node that was lost, is no answer.
     reasons |= {node.name: each if isinstance(each := answers[node.id], _REASONS) else None for node in others}
-    told = {name: reason for name, reason in reasons.items() if reason is not None}
-    if len(told) == len(reasons):
-        raise refusal(told)
+    refusing = {name: reason for name, reason in reasons.items() if reason is not None}
+    if len(refusing) == len(reasons):
+        raise refusal(refusing)
 
 
 def refusal(reasons: Mapping[str, RaytuneError]) -> RaytuneError:
-    """The refusal, from each node's reason, by its name: no wrong request where all of them pass."""
+    """Return the refusal, from each node's reason by its name: no error of the user if all reasons pass with time."""
     lasting = {name: reason for name, reason in reasons.items() if not isinstance(reason, TransientError)}
     name, reason = next(iter((lasting or reasons).items()))
     others = len(reasons) - 1

@@ -1,4 +1,4 @@
-"""A small actor on every node of a run: what only a process of that node can find out about its ranks."""
+"""A small actor on every node of a run, for what only a process of that node can find out about its ranks."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _SILENT_TRIES = 5
 _MEMORY_SECONDS = 5.0
 _LOOK_SECONDS = 1.0  # between two looks at what the ranks of a node have in memory
 _KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds to give back what it has
-_ANSWER_SECONDS = 2.0  # how long a rank may take for that
+_ANSWER_SECONDS = 2.0  # how long a rank may take to write its stacks
 _CALLS = 4  # at the same time: storage that hangs keeps `stacks`, and the ranks must still be ended
 _NOT_RUNNING = re.compile(r"^State:\s*[TtDZX]", re.MULTILINE)
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
 
 class _NodeWatch:
-    """Runs in the actor, each call in a thread of its own."""
+    """The actor. Each call runs in a thread of its own."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         """`pids`: the processes to look after, as long as they live."""
         self._processes: dict[int, psutil.Process] = {}
-        """With when each has begun: by the time a call comes, its number may be another process's."""
+        """The processes, each with the time of its start: by the time of a call its number may be another process's."""
         self._held: dict[int, int] = {}
-        """What each had in memory when it was last looked at, in bytes."""
+        """The bytes that each had in memory when it was last looked at."""
         self._kills: dict[int, tuple[ControlGroup, deque[int]]] = {}
         """The control group of each, and how many processes that had lost, look by look. Others share it: what it lost
         long before says nothing about the end of this one."""
@@ -62,7 +62,7 @@ class _NodeWatch:
             time.sleep(_LOOK_SECONDS)
 
     def _is_there(self, pid: int, process: psutil.Process) -> bool:
-        """Note what a process has in memory, and how often its control group was full; false if it has ended."""
+        """Note what a process has in memory, and how often its control group was full; return whether it is there."""
         try:
             group = group_of(pid)  # it may be moved to another one
             kills = 0 if group is None else group.kills()
@@ -79,7 +79,7 @@ class _NodeWatch:
         return True
 
     def out_of_memory(self, pid: int) -> str | None:
-        """If the kernel has ended this process for its memory: how much it had, and may have."""
+        """Say how much memory this process had, and may have, if the kernel has ended it for that."""
         if pid not in self._kills:
             return None
         group, kills = self._kills[pid]
@@ -88,8 +88,10 @@ class _NodeWatch:
         return f"it had {self._held[pid] / 1e9:.2f} GB, and its control group may have {group.limit / 1e9:.2f} GB"
 
     def stacks(self, ranks: Mapping[int, int], logs: str | None) -> dict[int, str]:
-        """The stacks of these ranks (their processes by rank), also written below `logs`. None: they have no logs yet,
-        and of those that are stopped or dead it is said that they are."""
+        """Return the stacks of these ranks (their processes by rank), and write them below `logs`.
+
+        Without logs, say only of processes that are stopped or dead that they are.
+        """
         sizes = {} if logs is None else {rank: _size(_log(logs, rank)) for rank in ranks}
         before = {rank: _in_kernel(pid) for rank, pid in ranks.items()}
         if logs is not None:
@@ -127,14 +129,14 @@ class _NodeWatch:
         self._signal(pids, signal.SIGKILL)
 
     def _signal(self, pids: Iterable[int], kind: signal.Signals) -> None:
-        """Only to processes that were there when this began."""
+        """Send a signal, only to processes that were there when this actor began."""
         for pid in self._processes.keys() & set(pids):
             with suppress(psutil.Error):
                 self._processes[pid].send_signal(kind)
 
 
 class NodeWatches:
-    """Those of an attempt, on the driver."""
+    """The actors of an attempt, as the driver has them."""
 
     def __init__(self, cloud: str, board: Board) -> None:
         self._cloud = cloud
@@ -142,7 +144,7 @@ class NodeWatches:
         self._actors: dict[str, Any] = {}
 
     def start(self, ranks: Mapping[int, Joined]) -> None:
-        """One on each node of these ranks; their processes start in the background."""
+        """Start one on each node of these ranks. Their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
             at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
             pids = list(_by_node(ranks)[node].values())
@@ -151,7 +153,7 @@ class NodeWatches:
                 self._actors[node].watch.remote(self._cloud, self._board)
 
     def stacks(self, ranks: Mapping[int, Joined], logs: str | None) -> dict[int, str]:
-        """The stacks of those ranks whose nodes answer."""
+        """Return the stacks of the ranks whose nodes answer."""
         self.start(ranks)
         asked = [self._actors[node].stacks.remote(pids, logs) for node, pids in _by_node(ranks).items()]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_START_SECONDS)
@@ -162,7 +164,7 @@ class NodeWatches:
         return found
 
     def out_of_memory(self, rank: Joined) -> str | None:
-        """What the kernel has ended a rank for, if it was its memory, in words."""
+        """Say what a rank had in memory, if the kernel has ended it for that."""
         if rank.node_id not in self._actors:
             return None
         with suppress(RayError):
@@ -173,7 +175,7 @@ class NodeWatches:
         return None
 
     def kill(self, ranks: Mapping[int, Joined]) -> None:
-        """End the processes of these ranks, also of such that are stopped."""
+        """End the processes of these ranks, also stopped ones."""
         self.start(ranks)
         for node, pids in _by_node(ranks).items():
             self._actors[node].kill.remote(list(pids.values()))
@@ -182,7 +184,6 @@ class NodeWatches:
         for actor in self._actors.values():
             with suppress(RayError):
                 ray.kill(actor)
-        self._actors = {}
 
 
 def _watch(cloud: str, board: Board, drain: Callable[[float], None]) -> None:
@@ -193,7 +194,7 @@ def _watch(cloud: str, board: Board, drain: Callable[[float], None]) -> None:
     while True:
         try:
             left, silent = seconds_left(cloud), 0
-            # The first notice counts: one without a time of its own would begin anew with every look.
+            # The first notice counts: one without a time of its own would begin again with every look.
             ends_at = None if left is None else min(time.time() + left, ends_at or math.inf)
         except Exception as error:
             silent += 1
@@ -248,7 +249,7 @@ def _from(path: Path, offset: int) -> str:
 
 
 def _in_kernel(pid: int) -> set[str]:
-    """The threads of a process that wait in the kernel, and take no signal until what they wait for has come."""
+    """Return the threads of a process that wait in the kernel, and take no signal until that is over."""
     found = set()
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         with suppress(OSError):
@@ -268,7 +269,7 @@ def _by_py_spy(pid: int) -> str:
 
 
 def _by_proc(pid: int) -> str:
-    """What the kernel says of a process."""
+    """Return what the kernel says of a process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How many ranks the next attempt has, where `cluster.workers` leaves that open, and when there is room for more.
+"""Choose how many ranks the next attempt has, where `cluster.workers` leaves that open; see when more have room.
 
 The driver decides. Ray Train's own elastic mode would take any number up to the largest, also those that no mesh can be
 made of, and end the ranks without a word, so that every step since the last checkpoint would be trained again.
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
@@ -39,7 +40,7 @@ def that_are_free(
     look: Callable[[], Sequence[Node]],
     say: Callable[[str], None],
 ) -> int:
-    """The number of workers for `cluster.workers: auto`: as `most`, without those whose places others hold.
+    """Return the number of workers for `cluster.workers: auto`: as `most`, without those whose places others hold.
 
     `possible`: whether the run can have a number of workers.
     """
@@ -56,14 +57,14 @@ def that_are_free(
     if found is None or found == most.workers:
         return most.workers  # waited for, as it always was
     say(
-        f"cluster.workers=auto: of the room for {most.workers} workers others hold that of {most.workers - free}, so "
+        f"cluster.workers=auto: others hold the room of {most.workers - free} of {most.workers} workers, so "
         f"the run has {found}; with cluster.workers={{min: {found}, max: {most.workers}}} it would grow later"
     )
     return found
 
 
 class Sizes:
-    """Asked between attempts, and while one is running."""
+    """The numbers of ranks that a run can have, and the choice among them; asked between attempts and during one."""
 
     def __init__(self, asked: Request, valid: Sequence[int]) -> None:
         """`valid`: the numbers of ranks that the run can have."""
@@ -74,15 +75,15 @@ class Sizes:
         """The size of the last attempt, or the one that it made way for."""
         self._since = time.monotonic()
         self._changed = (0, 0.0)
-        """What the cluster has room for in total, and since when."""
+        """How many workers the cluster has room for in total, and since when."""
         self._room = 0
-        """What there was room for when the last attempt was asked for."""
+        """How many workers had room when the last attempt was asked for."""
         self.growing = Growth(asked)
         self._in_vain: int | None = None
         """The size that did not come, although there was this room for it."""
 
     def next(self, nodes: Callable[[], Sequence[Node]]) -> Request | None:
-        """What to ask for now; None: wait. `nodes` finds them as they are without the ranks of the last attempt."""
+        """Return what to ask for now; None: wait. `nodes` finds them as they are without the last attempt's ranks."""
         if len(self._valid) == 1:
             return self.fewest  # Ray Train waits for it
         self.growing.let_go()
@@ -96,7 +97,7 @@ class Sizes:
         return replace(self._asked, workers=self._that_may_come(room))
 
     def did_not_come(self, size: int) -> None:
-        """Ray Train has waited for these ranks as long as it does (60 s; RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S).
+        """Note that Ray Train has given these ranks up, after 60 s (RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S).
 
         A node may hang, or others may have what Ray has just called free. So a smaller size is next, until the cluster
         changes. After the smallest all are tried again.
@@ -110,7 +111,7 @@ class Sizes:
         return max(size for size in self._valid if size < self._in_vain)
 
     def _see(self, nodes: Sequence[Node]) -> int:
-        """What the cluster has room for in total; notes whether that has changed."""
+        """Return how many workers the cluster has room for in total; note whether that has changed."""
         most = self._fitting(nodes) or 0
         if most != self._changed[0]:
             self._changed, self._in_vain = (most, time.monotonic()), None
@@ -121,11 +122,11 @@ class Sizes:
         self.growing.began(size)
 
     def ended(self) -> None:
-        """The ranks of the attempt are gone: from now on the next one may begin."""
+        """Note that the ranks of the attempt are gone: from now on the next one may begin."""
         self._since = time.monotonic()
 
     def growth(self, look: Callable[[], Sequence[Node]], ranks: Mapping[int, Joined]) -> int | None:
-        """The larger number of ranks that there is room for beside these, and that it is kept for; else None."""
+        """Return a larger number of ranks, if room for it is found next to these, and kept for it; else None."""
         if len(ranks) >= self._valid[-1]:
             return None
         nodes = look()
@@ -145,14 +146,14 @@ class Sizes:
 
 
 def _fitting(asked: Request, sizes: Sequence[int], nodes: Sequence[Node]) -> int | None:
-    """The largest of these numbers of workers that there is room for, with a CPU left for the data."""
+    """Return the largest of these numbers of workers that has room, with a CPU left for the data."""
     most, cpus = room(asked, nodes), sum(node.total.get("CPU", 0) for node in nodes)
     each = asked.per_worker.get("CPU", 0)
     return max((size for size in sizes if size <= most and cpus - size * each >= DATA_CPUS), default=None)
 
 
 def _free(nodes: Sequence[Node], taken: Mapping[str, Mapping[str, float]] = {}) -> list[Node]:
-    """The nodes as if only what is free were there, and what is `taken` by our own ranks, by node."""
+    """Return the nodes as if only what is free were there, and what our own ranks have `taken`, by node."""
     return [
         replace(
             node,
@@ -165,13 +166,13 @@ def _free(nodes: Sequence[Node], taken: Mapping[str, Mapping[str, float]] = {}) 
     ]
 
 
-# What a run with `workers: {min, max}` would like to have beside what it has, as an autoscaler hears it.
+# What a run with `workers: {min, max}` would like to have in addition to what it has, as an autoscaler hears it.
 #
 # Ray Train asks for the workers of an attempt, whose number follows from what there is. Nobody else would ask for more:
 # with no node at all such a run would wait for ever for one.
 
 _PAUSE_SECONDS = 15.0
-"""Until what has come, and was not taken, is asked for again: it did not suffice, or another job has taken it."""
+"""How long nothing is asked for after some came and was not taken: too little, or another job has taken it."""
 
 
 class Demand:
@@ -181,15 +182,15 @@ class Demand:
     """
 
     def __init__(self, asked: Request, valid: Sequence[int]) -> None:
-        """`valid`: the numbers of ranks that the run can have."""
+        """`valid`: the numbers of ranks that the run can have; none if their number is fixed, or no node can come."""
         self._asked = asked
-        self._steps = dict(zip(sorted(valid), [0, *sorted(valid)[:-1]], strict=True))
+        self._steps = {size: before for before, size in pairwise([0, *sorted(valid)])}
         """Each number, and the one before."""
         self._waiting: dict[int, PlacementGroup] = {}
         self._not_before = dict.fromkeys(self._steps, 0.0)
 
     def look(self, have: int) -> None:
-        """Ask for what is missing if there are so many ranks. Called once a second or so."""
+        """Ask for what is missing where there are `have` ranks. Called about once a second."""
         now = time.monotonic()
         for size, before in self._steps.items():
             group = self._waiting.get(size)

@@ -1,4 +1,4 @@
-"""What a cloud's metadata service says of this machine: whether, and when, it will be taken away.
+"""Ask a cloud's metadata service whether, and when, this machine will be taken away.
 
 Clouds announce that two minutes (AWS) or half a minute (Google, Azure) ahead, at an address that only the machine
 itself can ask. Ray does not ask there.
@@ -31,8 +31,10 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def seconds_left(cloud: str) -> float | None:
-    """How long this machine still has; None if it is not about to be taken away. Raises anything if the service
-    does not answer as it should."""
+    """Return how many seconds this machine still has; None if it is not about to be taken away.
+
+    Raise anything if the service does not answer as it should.
+    """
     return _CLOUDS[cloud]()
 
 

@@ -1,4 +1,4 @@
-"""Work on committed checkpoints beside training: Ray tasks, one at a time, that can neither stall nor end the run.
+"""Work on committed checkpoints during training: Ray tasks, one at a time, that can neither stall nor end the run.
 
 The driver hears signals, drains and hangs between two looks, so none of them waits for a file: what reads or writes the
 run's storage is called in a thread, one call after the other, and looked at when it has come back.
@@ -30,21 +30,24 @@ if TYPE_CHECKING:
 
 _WAIT_SECONDS = 0.5  # between two looks for a signal to stop
 _TRIES = 2
-"""Of a checkpoint in one command: what fails twice has a reason of its own, and the end of the run waits for it."""
+"""How often one command tries a checkpoint: what fails twice has its reasons, and the end of the run waits for it."""
 
 
 class Chore(Protocol):
-    """What is done to a checkpoint."""
+    """A kind of work on checkpoints."""
 
     what: str
-    """In messages: `export`."""
+    """The name of the work in messages: `export`."""
     minutes: float
     """How long it may take, once it was begun."""
     reserves: bool
     """Whether it takes CPUs or GPUs that the ranks of another attempt may need."""
 
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
-        """Whether to do it to this checkpoint, when those that were `asked` for are done or will be. Reads storage."""
+        """Return whether to work on this checkpoint. Read storage.
+
+        `asked`: those for which the work is done or will be.
+        """
 
     def missing(self, *, during_training: bool) -> str | None:
         """Return what the cluster lacks for this work to begin, during training or after it; None if nothing."""
@@ -53,23 +56,23 @@ class Chore(Protocol):
         """Start the task."""
 
     def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
-        """Keep what the task has returned. Writes storage."""
+        """Keep what the task has returned. Write to storage."""
 
     def done(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
-        """It is kept: say so."""
+        """Say that the result is kept."""
 
     def failed(self, checkpoint: CommittedCheckpoint, problem: str) -> None:
         """Say that there is no result."""
 
 
 class AfterCommit:
-    """On the driver: which checkpoints are worked on, and how that ended."""
+    """Decides on the driver which checkpoints are worked on, and says how that ended."""
 
     def __init__(self, work: Chore, place: RunDir, answers: Callable[[], bool], say: Callable[[str], None]) -> None:
         self.work = work
         self._place = place
         self._answers = answers
-        """Whether Ray's head does: else what asks for room in the cluster would wait for it."""
+        """Whether Ray's head answers: otherwise a question about room in the cluster would wait for it."""
         self._say = say
         self._waiting: list[CommittedCheckpoint] = []
         self._running: tuple[ObjectRef, CommittedCheckpoint, float] | None = None
@@ -80,11 +83,11 @@ class AfterCommit:
         self._told = False
         self._no_room_since: float | None = None
         self._calls: deque[tuple[Callable[[], Any], Callable[[Future[Any]], None]]] = deque()
-        """Of the storage, and who is told of their outcome."""
+        """Calls that use storage, and who gets their outcome."""
         self._call: tuple[Future[Any], Callable[[Future[Any]], None]] | None = None
 
     def make_room(self) -> None:
-        """Another attempt begins: give back what its ranks may need, until they train."""
+        """Give back what the ranks of another attempt may need, until they train."""
         self._made_room = self.work.reserves
         if self._made_room and self._running:
             self.cancel()
@@ -92,7 +95,7 @@ class AfterCommit:
             self._running = None
 
     def make_up(self) -> None:
-        """The ranks train: ask for what earlier attempts and commands did not get to."""
+        """Ask for what earlier attempts and commands did not get to, now that the ranks train."""
         self._made_room = False
         self._ask(lambda: committed(self._place.checkpoints))
 
@@ -172,15 +175,15 @@ class AfterCommit:
         return False
 
     def finish(self, stop: Callable[[], bool], lost: Callable[[], str | None]) -> bool:
-        """Wait for all that is due. False if `stop` ended the wait, or if the Ray is `lost`."""
-        self._during_training, told = False, False
+        """Wait for all that is due. Return False if `stop` ended the wait, or if the Ray is `lost`."""
+        self._during_training, said = False, False
         self.make_up()
         while self._asked() or self._calls or self._call is not None:
             if stop() or lost():
                 return False
             self.look()
-            if self._asked() and not told:
-                told = True
+            if self._asked() and not said:
+                said = True
                 steps = ", ".join(str(found.step) for found in self._asked())
                 self._say(f"waiting for the {self.work.what} of step {steps} (Ctrl-C leaves it to another call)")
             if self._running:
@@ -224,7 +227,7 @@ class AfterCommit:
         self._failed(checkpoint, in_words(error) if outcome.exception() else outcome.result())
 
     def _failed(self, checkpoint: CommittedCheckpoint, problem: str, *, for_good: bool = False) -> None:
-        """`for_good`: as far as this command goes; another one tries again."""
+        """Count and report a failure. `for_good`: this command tries no more; another one does."""
         self._failures[checkpoint] += _TRIES if for_good else 1
         self.work.failed(checkpoint, problem)
         goes_on = "; training goes on" if self._during_training else ""

@@ -34,8 +34,8 @@ def ray_batches(
     data_rank: int,
     first: pa.Table | None = None,
 ) -> Iterator[StepBatches]:
-    """The batches of `rank_batches`: of the `first` samples, and then from this rank's shard of a `stream_dataset` that
-    begins with the step after them."""
+    """Yield the batches of `rank_batches`: made of the `first` samples, and then of this rank's shard of a
+    `stream_dataset` that begins with the step after them."""
     ahead = 2 * max(division.rounds(steps[0]), 2)
     to_block = ToBlock(division)
     arrived = iter(shard.iter_torch_batches(batch_size=None, prefetch_batches=ahead, collate_fn=to_block, device="cpu"))
@@ -69,7 +69,7 @@ class Block:
     """A block as it arrives at a rank."""
 
     number: int
-    """Counted from the start of the run."""
+    """The number of the block, counted from the start of the run."""
     windows_built: int
     batch: MicroBatch
 
@@ -88,7 +88,7 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
 
 
 def _to_samples(table: pa.Table) -> list[StreamSample]:
-    """The samples of a table that the source made."""
+    """Return the samples of a table that the source made."""
     rows = len(table)
     tokens = {name: table[name].combine_chunks().flatten().to_numpy().reshape(rows, -1) for name in TOKEN_COLUMNS}
     columns = table.select(["id", "epoch", "window", "index", "built"]).to_pylist()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 on_a_cpu = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
-"""Makes a function a task; Ray repeats it if its node or process is lost."""
+"""Make a function a task; Ray repeats it if its node or process is lost."""
 
 _PATIENCE_SECONDS = 60.0
 _STARVED_SECONDS = 1.0
@@ -31,7 +31,7 @@ should go on slowly, not wait a minute for every window."""
 
 
 def cpus() -> int:
-    """The CPUs of the cluster as it is now, free or not."""
+    """Return the CPUs of the cluster as it is now, free or not."""
     return int(ray.cluster_resources().get("CPU", 1))
 
 
@@ -43,7 +43,7 @@ def in_order(
     *,
     first_here: bool = False,
 ) -> Generator[Any, None, None]:
-    """The results of these calls, up to `ahead()` of which are running or ready. Closing it ends those still running.
+    """Yield the results of these calls; up to `ahead()` of them are running or ready. Closing this ends the running.
 
     `here` does in this process what `submit` starts as a task: with `first_here` the first call, while the tasks'
     processes start; and every call that has waited too long for a CPU, as other jobs may keep theirs for ever.
@@ -74,7 +74,7 @@ def in_order(
 
 @lru_cache(maxsize=1)
 def opened(held: ObjectRef) -> Any:
-    """The value, opened once for all tasks that a process runs, because opening a tokenizer takes long."""
+    """Return the value, opened once for all tasks that a process runs, because opening a tokenizer takes long."""
     os.environ["RAYON_NUM_THREADS"] = "1"  # for the tokenizer: a task has one CPU
     return ray.get(held)
 
@@ -94,7 +94,7 @@ def own_errors() -> Iterator[None]:
 
 
 def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -> Any:
-    """Do it in this process, which is slow. If the task is running after all, the lock of the cache waits for it."""
+    """Make the call in this process, which is slow. If the task runs after all, the lock of the cache waits for it."""
     logger.warning(
         "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared without "
         "one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",

@@ -1,4 +1,4 @@
-"""Evaluations beside training (`eval.where: task`): a Ray task measures a committed checkpoint, training goes on."""
+"""Evaluations during training (`eval.where: task`): a Ray task measures a checkpoint while training goes on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Evaluations:
-    """Which checkpoints are measured, as `after_commit.Chore`.
+    """Measures checkpoints, as an `after_commit.Chore`.
 
-    The last one, and from each multiple of `eval.every` to the next the first one: a postponed save is not at the
-    multiple itself. They are on record in the order of their steps, so one that has failed is made up for only as long
-    as no later one is there.
+    It measures the last one, and from each multiple of `eval.every` to the next the first one: a postponed save is not
+    at the multiple itself. Evaluations are on record in the order of their steps, so one that has failed is made up for
+    only as long as no later one is there.
     """
 
     what = "evaluation"
@@ -55,7 +55,7 @@ class Evaluations:
         self._config = config
         self._prepared = prepared
         self._held: ObjectRef | None = None
-        """The same for the tasks, which may run on any node."""
+        """The run's inputs in Ray's object store, for tasks that may run on any node."""
         self._plan = plan
         self._token = token
         self._env = env
@@ -64,7 +64,7 @@ class Evaluations:
 
     @staticmethod
     def off(chosen: EvalConfig) -> str | None:
-        """Why there are no such evaluations, where the group around this process has no room for any."""
+        """Say why there are no such evaluations, where the group around this process has no room for any."""
         if may_ever_fit({"CPU": chosen.task_cpus, "GPU": chosen.task_gpus}):
             return None
         gpus = f" and eval.task_gpus={chosen.task_gpus}" if chosen.task_gpus else ""
@@ -133,7 +133,7 @@ class Evaluations:
 
 
 def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedCheckpoint, token: Token) -> Found:
-    """Runs in a Ray task."""
+    """Measure a checkpoint, in a Ray task."""
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _PLACE = re.compile(r"step-([0-9]{8,18})")
 _LEFT = re.compile(r"\.step-[0-9]{8,18}\.export-.+")
-"""What `new_export` writes into before it has its name."""
+"""The directory into which `new_export` writes before it has its name."""
 
 
 class Exports:
-    """Which checkpoints are exported, as `after_commit.Chore`.
+    """Exports checkpoints, as an `after_commit.Chore`.
 
     From each multiple of `export.every` to the next, the first step with a checkpoint is exported: a postponed save is
     not at the multiple itself.
@@ -108,7 +108,7 @@ def _export(
     trust_remote_code: bool,
     events: Path,
 ) -> float:
-    """Runs in a Ray task. Returns the seconds it took."""
+    """Export a checkpoint, in a Ray task. Return the seconds it took."""
     import torch
 
     from raytune_fsdp.run.publish import export_checkpoint

@@ -56,7 +56,7 @@ _FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes
 
 
 def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples: int, first_block: int = 0) -> Dataset:
-    """The next `samples` samples from `cursor` on, `micro_batch` in a block (fewer in the last one). Starts nothing.
+    """Return the next `samples` samples from `cursor` on, `micro_batch` in a block, fewer in the last. Start nothing.
 
     `first_block` is the number of the first block in the run: `Division.first_micro_batch` of the first step.
     """
@@ -80,8 +80,8 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
 
 
 def first_samples(stream: Stream, cursor: Cursor, division: Division, steps: range) -> tuple[pa.Table, range, Cursor]:
-    """The samples of the first steps, as far as the window has them that the stream begins in; the steps that are left,
-    and where those begin. For them a run need not wait until Ray Data has started, which takes seconds.
+    """Return the samples of the first steps, as far as the stream's first window has them; the steps that are left; and
+    where those begin. Thus the first steps need not wait until Ray Data has started, which takes seconds.
     """
     seq_len = stream.windows.seq_len
     # Ray Data always has the last step, which may be short.
@@ -93,7 +93,7 @@ def first_samples(stream: Stream, cursor: Cursor, division: Division, steps: ran
 
 
 def to_blocks(tables: Iterator[pa.Table], micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
-    """The first `samples` samples of these tables as numbered blocks."""
+    """Yield the first `samples` samples of these tables as numbered blocks."""
     rest: pa.Table | None = None
     block, left = first_block, samples
     while left:
@@ -124,7 +124,7 @@ class StreamDatasource(Datasource):  # type: ignore[misc]
 
 
 def split(dataset: Dataset, world: int) -> list[DataIterator]:
-    """A shard for each rank: block g of the run goes to rank g mod world, wherever in the run the stream begins."""
+    """Return a shard for each rank: block g of the run goes to rank g mod world, wherever the stream begins."""
     context = dataset.context
     ready = max(READY_BYTES, 4 * world * context.get_config(_BYTES_PER_BLOCK))
     context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=ready)
@@ -136,9 +136,9 @@ def split(dataset: Dataset, world: int) -> list[DataIterator]:
 
 
 def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts, bool]]:
-    """The `Builder` of a census on all CPUs of the cluster; windows stay in the cache, only their counts come back.
+    """Build the windows of a census on all CPUs of the cluster. They stay in the cache; only their counts come back.
 
-    In order, so that among several bad rows always the same one is reported.
+    The counts come in order, so that among several bad rows always the same one is reported.
     """
     held = ray.put(windows)
     calls = (([held], epoch, k) for epoch, k in places)
@@ -147,13 +147,13 @@ def build_on_ray(windows: Windows, places: Places) -> Iterator[tuple[WindowCount
 
 
 def _blocks(held: ObjectRef, cursor: Cursor, micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
-    """Runs in the source's task."""
+    """Yield the blocks of the stream, in the source's task."""
     with closing(_sections(held, cursor)) as tables:
         yield from to_blocks(tables, micro_batch, samples, first_block)
 
 
 def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None]:
-    """The windows of the stream in order, as tables of samples, without end."""
+    """Yield the windows of the stream in order, as tables of samples, without end."""
     most = min(AHEAD_BYTES, int(ray.cluster_resources().get("object_store_memory", 0)) // 4)
     taken, largest, empty = 0, 1, 0
 
@@ -185,12 +185,12 @@ _section_task, _count_task = on_a_cpu(_section), on_a_cpu(_count)
 
 
 def _sample_bytes(seq_len: int) -> int:
-    """Of a row of `_to_table`: int32 tokens, and five 8-byte columns with the number of the block."""
+    """Return the bytes of a row of `_to_table`: int32 tokens, and five 8-byte columns with the number of the block."""
     return 4 * len(TOKEN_COLUMNS) * seq_len + 8 * 5
 
 
 def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
-    """A row for each sample."""
+    """Return a table with a row for each sample."""
     columns: dict[str, pa.Array] = {}
     for name in TOKEN_COLUMNS:
         values = [getattr(each.sample, name) for each in samples] or [np.empty(0, dtype=np.int32)]

@@ -1,4 +1,4 @@
-"""How far a rank is, told to the driver every few seconds from a thread that ends with the process."""
+"""Tell the driver every few seconds how far a rank is, from a thread that ends with the process."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray.board import Beat, Board, beat_seconds
 
 _LOOK_SECONDS = 5.0
-"""Between two looks at what this process reads and computes."""
+"""Seconds between two looks at what this process reads and computes."""
 _LEAST_LOAD = 0.05
-"""The part of a processor that a call which cannot beat uses at least if it gets on."""
+"""The share of a processor that a call which cannot beat uses at least while it gets on."""
 
 
 class Beats:
-    """Of one rank. Rank 0 tells its own to the end of the attempt, the others to their second step."""
+    """The beats of one rank. Rank 0 sends them to the end of the attempt, the others to their second step."""
 
     def __init__(self, board: Board, rank: int, world: int) -> None:
         self._board, self._rank = board, rank
         self._seconds = beat_seconds(rank, world)
         self._left = ["imports", "model", "data", "step"]
-        """Phases that are not finished."""
+        """The phases that are not finished."""
         self._first_step = 0
         self._looked = -_LOOK_SECONDS
         self._read = 0
-        """Bytes, without those that looks themselves have read."""
+        """Bytes that this process has read, without those of the looks themselves."""
         self._read_by_looks, self._seconds_of_looks = 0, 0.0
-        """What looks have cost: who looks at helpers reads of all processes of the machine, and that is no progress."""
+        """The cost of the looks: one at helpers reads about all processes of the machine, and that is no progress."""
         self._computed = 0
         """How often a call that cannot beat was seen to get on."""
         self._busy: tuple[float, float] | None = None
-        """When that was looked at, and the processor's time until then."""
+        """When such a call was last looked at, and the processor time that it had used by then."""
 
     def begin(self) -> None:
         in_thread(self._run, "pulse")
 
     def evaluates_first(self) -> None:
-        """An evaluation comes before the first step."""
+        """Note that an evaluation comes before the first step."""
         self._left.insert(self._left.index("step"), "evaluation")
 
     def reached(self, phase: str) -> None:
-        """This rank has finished the phase. Told at once: it may be stopped in the next one before it beats again."""
+        """Say at once that this rank has finished the phase: it may be stopped before it beats in the next one."""
         if phase in self._left:
             self._left.remove(phase)
             self._board.tell(self.now())
@@ -55,12 +55,13 @@ class Beats:
             time.sleep(self._seconds)
 
     def _trains(self) -> bool:
-        """Whether the second step has begun."""
+        """Return whether the second step has begun."""
         step = pulse().step
         self._first_step = self._first_step or step
         return step > self._first_step
 
     def now(self) -> Beat:
+        """Return how far this rank is."""
         found, now = pulse(), time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
@@ -78,8 +79,8 @@ class Beats:
         )
 
     def _look(self, now: float, computing: bool) -> None:
-        """At what this process has read, and whether a call that cannot beat has used the processor since the last
-        look."""
+        """Look at what this process has read, and at whether a call that cannot beat has used the processor since the
+        last look."""
         read, before, self._busy = _bytes_read(), self._busy, None
         self._read = read - self._read_by_looks
         if not computing:
@@ -94,7 +95,7 @@ class Beats:
 
 
 def _processor_seconds() -> float:
-    """Of this process and those that it has started: compilers have helpers."""
+    """Return the processor time of this process and of those that it has started: compilers have helpers."""
     own, total = psutil.Process(), 0.0
     helpers: list[psutil.Process] = []
     with suppress(psutil.Error):
@@ -106,7 +107,7 @@ def _processor_seconds() -> float:
 
 
 def _bytes_read() -> int:
-    """By this process, from files as well as from connections, and by mapped files as far as the system counts them."""
+    """Return what this process has read, from files, connections, and mapped files as far as the system counts them."""
     with suppress(psutil.Error, OSError, AttributeError):  # not every system says it
         found = psutil.Process().io_counters()
         return int(found.read_chars + found.read_bytes)

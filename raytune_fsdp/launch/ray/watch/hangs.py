@@ -1,4 +1,4 @@
-"""Ranks that do not get on, after their second step: from what rank 0 reports of itself. And who is waited for."""
+"""Find ranks that do not get on after their second step, from what rank 0 reports of itself, and the one to blame."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from raytune_fsdp.launch.ray.board import Beat
 from raytune_fsdp.launch.ray.watch.listening import Listening
 
 _LEAST_SECONDS, _STEPS = 300.0, 20.0
-"""Without `cluster.hang_minutes`: how long no block of a step is done, at least, and in times of a median step."""
+"""The limit without `cluster.hang_minutes`: no micro-batch is done for at least this many seconds, and for as long as
+this many median steps."""
 _KEPT = 50  # steps of which the median is taken
 _COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py|cuda/streams\.py")
-"""Where a rank waits for others: on a GPU also for the device, which does."""
+"""The files in which a rank waits for others; on a GPU it also waits for the device, which waits for others."""
 _STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
 IN_KERNEL = "a thread waits in the kernel, as for storage that does not answer"
-"""What is added to the stacks of a rank of which that is true."""
+"""The line that is added to the stacks of a rank that has such a thread."""
 
 
 class Hang:
-    """Of one attempt. All ranks wait for one that hangs, so that it is enough to watch rank 0."""
+    """Watches an attempt from its second step on. All ranks wait for one that hangs, so rank 0 is enough to watch."""
 
     def __init__(self, minutes: float | None, clock: Listening) -> None:
         self._minutes = minutes
         self._clock = clock
         self._last: Beat | None = None
         self.got_on = 0.0
-        """When it did the last time, by the clock."""
+        """When rank 0 got on the last time, by the clock."""
         self._step_at = 0.0
-        """When its last step began, by its own clock: a driver that was away hears of many steps at once."""
+        """When rank 0 began its last step, by its own clock: a driver that was away hears of many steps at once."""
         self._seconds: deque[float] = deque(maxlen=_KEPT)
-        """Of steps."""
+        """The seconds that steps have taken."""
 
     def heard(self, beat: Beat) -> None:
         last, self._last = self._last, beat
@@ -46,11 +47,11 @@ class Hang:
 
     @property
     def in_force(self) -> bool:
-        """From the second step of an attempt on: before it nobody knows how long a step takes."""
+        """Whether the second step has begun: before it nobody knows how long a step takes."""
         return bool(self._seconds)
 
     def overdue(self) -> float | None:
-        """The seconds without progress, if they are too many."""
+        """Return the seconds without progress, if they are too many."""
         if self._last is None or not self.in_force:
             return None
         limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds))
@@ -61,7 +62,7 @@ class Hang:
 
 
 def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
-    """The rank for which the others wait, and what it is doing, if the stacks tell."""
+    """Return the rank for which the others wait, and what it is doing, if the stacks show it."""
     for rank, text in sorted(stacks.items()):
         state = _STATE.search(text)
         if state is not None:
@@ -74,13 +75,13 @@ def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
 
 
 def waits_for_storage(text: str) -> bool:
-    """Whether a rank with these stacks does: then its run has not caused the hang."""
+    """Return whether a rank with these stacks waits for storage: its run has not caused the hang then."""
     state = _STATE.search(text)
     return IN_KERNEL in text or (state is not None and state[1].startswith("D"))
 
 
 def what_all_do(stacks: Mapping[int, str]) -> str:
-    """What the ranks are doing where none stands out."""
+    """Say what the ranks are doing where none stands out."""
     busy = _busy(stacks)
     if not any(map(_training, stacks.values())):
         return "no stack of a rank could be had"
@@ -91,13 +92,13 @@ def what_all_do(stacks: Mapping[int, str]) -> str:
 
 
 def _busy(stacks: Mapping[int, str]) -> dict[int, list[str]]:
-    """The ranks that wait for no other one, and the frames of each."""
+    """Return the ranks that wait for no other one, and the frames of each."""
     found = {rank: _training(text) for rank, text in stacks.items()}
     return {rank: frames for rank, frames in found.items() if frames and not any(map(_COLLECTIVE.search, frames))}
 
 
 def _training(text: str) -> list[str]:
-    """The frames of the thread that trains, innermost first."""
+    """Return the frames of the thread that trains, innermost first."""
     for thread in re.split(r"\n(?=(?:Current thread|Thread) )", text):
         frames = [line for line in thread.splitlines() if line.lstrip().startswith("File ")]
         if any(" in train_rank" in frame for frame in frames):

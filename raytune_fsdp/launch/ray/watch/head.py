@@ -1,8 +1,8 @@
-"""The head of a cluster that is not this run's own: whether it answers.
+"""Watch the head of a cluster that was joined: whether it answers, and is still the same.
 
 Without it Ray ends this process after a minute (`private.seconds_without_head`), and at once where another cluster's
 head has taken its place: with a line of its own, from C++, so that nothing would be recorded or closed. So the run ends
-before that; a head that is back by then ends nothing.
+before that, unless the head is back by then.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _LOOK_SECONDS = 1.0
 _STRIDE_SECONDS = 5.0
 """The most that counts between two looks. After a longer pause this process was away: so may the head have been."""
 _CLOSING_SECONDS = 10.0
-"""What saying, recording and closing takes at most; half of that is left for Ray's own farewell."""
+"""How long it takes at most to say, record and close everything; half of that is left for Ray's own farewell."""
 
 
 class Head:
-    """Watched from a thread, as a call of Ray's may wait for it in this one."""
+    """A head, watched from a thread of its own: the main thread may be waiting for it in a call of Ray's."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._cluster = private.own_cluster()
+        self._cluster = _Cluster(address)
         self._limit = max(1.0, private.seconds_without_head() - _CLOSING_SECONDS)
         self._places: list[tuple[str, int]] = []
         with suppress(OSError):
@@ -38,36 +38,38 @@ class Head:
         self._lock = Lock()
         self._looked = time.monotonic()
         self._sure = True
-        """Whether it is known to be there, as it was when the cluster was joined."""
-        self._other = False
-        """Whether another cluster's answers in its place."""
+        """Whether the head is known to be there, and to be the one whose cluster was joined."""
         self._away = 0.0
-        """The seconds from the first look of many in a row at which it was not there, as far as they were looks."""
+        """For how many seconds every look has failed, without the time in which nobody looked."""
         self._naming: Future[None] | None = None
-        self._asking: Future[str] | None = None
         self._closed = Event()
         in_thread(self._watch, "head")
 
     def answers(self) -> bool:
-        """Whether it takes a connection now. What asks it for something would wait for it, as long as Ray does."""
+        """Return whether the head takes a connection now. If not, any question to it would wait as long as Ray does."""
         with self._lock:
             was_sure = self._sure
             there = self._knock()
             now = time.monotonic()
             passed, self._looked = now - self._looked, now
-            self._sure = there and ((was_sure and passed < _STRIDE_SECONDS) or self._is_the_same())
+            self._sure = there and ((was_sure and passed < _STRIDE_SECONDS) or self._cluster.is_ours())
             self._away = 0.0 if self._sure or was_sure else self._away + min(passed, _STRIDE_SECONDS)
             return self._sure
 
     def lost(self) -> str | None:
-        """That it is gone for good, in words."""
-        if self._other:
+        """Say that the head is gone for good, if it is."""
+        if self.is_another:
             return (
                 f"the head of the Ray cluster at {self.address} has come back without its state, as another cluster's"
             )
         if self._away < self._limit:
             return None
         return f"the head of the Ray cluster at {self.address} has not answered for {self._away:.0f} s"
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the head of another cluster answers in its place."""
+        return self._cluster.is_another
 
     def close(self) -> None:
         self._closed.set()
@@ -90,20 +92,8 @@ class Head:
         # Its name may mean another machine by now, as that of a service does; or names are what does not answer.
         if self._naming is None or self._naming.done():
             self._naming = in_thread(self._rename, "name of the head")
-        self._asking = None  # what answered then may be gone
+        self._cluster.forget()
         return False
-
-    def _is_the_same(self) -> bool:
-        if self._asking is None:
-            self._asking = in_thread(lambda: private.cluster_at(self.address), "cluster of the head")
-        wait([self._asking], timeout=_KNOCK_SECONDS / 2)
-        if not self._asking.done():
-            return False
-        asked, self._asking = self._asking, None
-        if asked.exception() is not None:
-            return False
-        self._other = self._other or asked.result() != self._cluster
-        return not self._other
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
@@ -111,3 +101,28 @@ class Head:
                 # This process waits in a call of Ray's, which ends it now.
                 print(f"error: {self.lost()}; the same command continues", file=sys.stderr, flush=True)
                 return
+
+
+class _Cluster:
+    """The cluster whose head answers at an address: the one that this process has joined, or another."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._ours = private.own_cluster()
+        self._asking: Future[str] | None = None
+        """A question that is not answered yet."""
+        self.is_another = False
+        """Whether another cluster's head has taken the place of ours. It never comes back."""
+
+    def forget(self) -> None:
+        """Forget a question that is not answered: nothing answers there now, so what was asked may be gone."""
+        self._asking = None
+
+    def is_ours(self) -> bool:
+        """Ask whose head answers; False as long as that does not say so."""
+        asking = self._asking or in_thread(lambda: private.cluster_at(self._address), "cluster of the head")
+        self._asking = None if wait([asking], timeout=_KNOCK_SECONDS / 2).done else asking
+        if self._asking is not None or asking.exception() is not None:
+            return False
+        self.is_another = self.is_another or asking.result() != self._ours
+        return not self.is_another

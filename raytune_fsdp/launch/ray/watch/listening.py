@@ -1,7 +1,7 @@
-"""Time, as far as the driver has listened: what it cannot have heard counts against nobody.
+"""Count the time in which the driver has listened: what it cannot have heard counts against nobody.
 
-A driver may be away: stopped, its output blocked, its machine asleep or starved. What the ranks told meanwhile is on
-the board, and is heard when it is back.
+A driver may be away: stopped, its output blocked, its machine asleep or starved. What the ranks said meanwhile is on
+the board, and the driver hears it when it is back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _STRIDE_SECONDS = 2.0
 _AWAY_SECONDS = 5.0
 """Longer than this between two looks, and the driver was away."""
 _DRAIN_SECONDS = 3.0
-"""How long one that is back listens before it judges: the board may have been away with it, and hears first, too."""
+"""How long a driver that is back listens before it judges: the board may have been away, too, and must hear first."""
 
 
 class Listening:
@@ -23,12 +23,12 @@ class Listening:
         self.now = 0.0
         self._looked = time.monotonic()
         self._back: float | None = None
-        """When it came back the last time, by this clock."""
+        """When the driver came back the last time, by this clock."""
         self.away = 0.0
-        """The seconds for which it was away then."""
+        """For how many seconds the driver was away then."""
 
     def look(self) -> float:
-        """The driver hears what is on the board. Returns the seconds for which it was away, 0 if it was not."""
+        """Advance, as the driver looks at the board. Return for how many seconds it was away, 0 if it was not."""
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         self.now += min(passed, _STRIDE_SECONDS)
@@ -38,9 +38,9 @@ class Listening:
         return passed
 
     def drains(self) -> bool:
-        """Whether it is back so recently that not all may be heard."""
+        """Return whether the driver came back so recently that it may not have heard everything."""
         return self._back is not None and self.now - self._back < _DRAIN_SECONDS
 
     def was_away_at(self, moment: float) -> bool:
-        """Whether what began at this time, by this clock, may have begun before the driver was back."""
+        """Return whether what began at this time, by this clock, may have begun before the driver was back."""
         return self._back is not None and moment < self._back + _DRAIN_SECONDS

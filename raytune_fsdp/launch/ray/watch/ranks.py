@@ -1,4 +1,4 @@
-"""Whether the ranks of an attempt get on, as the driver hears it."""
+"""Watch whether the ranks of an attempt get on, from what the driver hears."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raytune_fsdp.launch.ray.watch.starting import Starting
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """No rank gets on."""
+    """The finding that no rank gets on."""
 
     words: str
-    """Since when, and before the second step who is waited for."""
+    """For how long, and before the second step who is waited for."""
     suspect: int | None
     """A rank that says nothing, while others do."""
     certain: bool
@@ -24,6 +24,8 @@ class Stuck:
 
 
 class Watch:
+    """Watches the ranks of one attempt."""
+
     def __init__(self, cluster: ClusterConfig, clock: Listening) -> None:
         self._clock = clock
         self._starting = Starting(cluster.start_hang_minutes, clock)
@@ -41,11 +43,11 @@ class Watch:
             self._starting.heard(beat)
 
     def word(self, workers: int) -> str | None:
-        """What to say now of ranks that have not come to their second step: once a minute."""
+        """Return a line about ranks that have not come to their second step, once a minute."""
         return None if self._hang.in_force else self._starting.word(workers)
 
     def stuck(self, workers: int) -> Stuck | None:
-        """What is wrong, if the ranks have not got on for too long."""
+        """Say what is wrong, if the ranks have not got on for too long."""
         if self._clock.drains():
             return None
         part = self._hang if self._hang.in_force else self._starting

@@ -1,4 +1,4 @@
-"""Ranks between joining and their second step: limited by how long none of them gets on, not by how long they take.
+"""Watch ranks between joining and their second step: none may get on for too long, but all may take their time.
 
 The first step compiles and connects, and a model may be downloaded before it: nobody knows how long that takes. A rank
 that gets on beats, reaches a phase, or reads; one that does is enough, as the others may be waiting for it.
@@ -13,9 +13,9 @@ from raytune_fsdp.launch.ray.board import Beat, Joined, beat_seconds
 from raytune_fsdp.launch.ray.watch.listening import Listening
 
 _READ_BYTES = 64 << 10
-"""Between two beats: a process that waits reads less than that, if anything."""
+"""A process that waits reads less than this between two beats, if anything."""
 _SILENT_BEATS = 3.0
-"""A rank of which so many beats are missing is silent."""
+"""A rank is silent once it has missed this many beats."""
 _WORD_SECONDS = 60.0
 _PHASES = {"step": "first step", "training": "after its first step"}
 
@@ -24,12 +24,12 @@ _PHASES = {"step": "first step", "training": "after its first step"}
 class _Known:
     joined: Joined
     heard: float
-    """When it said something the last time."""
+    """When the rank said something the last time."""
     last: Beat | None = None
 
 
 class Starting:
-    """Of one attempt."""
+    """Watches the ranks of one attempt until their second step."""
 
     def __init__(self, minutes: float, clock: Listening) -> None:
         self._seconds = 60 * minutes
@@ -46,7 +46,7 @@ class Starting:
         self.got_on = now
 
     def has(self, rank: int) -> bool:
-        """Whether it has joined."""
+        """Return whether the rank has joined."""
         return rank in self._known
 
     def heard(self, beat: Beat) -> None:
@@ -57,7 +57,7 @@ class Starting:
             self.got_on = known.heard
 
     def overdue(self) -> float | None:
-        """The seconds in which no rank got on, if they are too many."""
+        """Return the seconds in which no rank got on, if they are too many."""
         if not self._known:
             return None  # Ray Train waits for its workers, and the driver with it
         patience = max((known.last.patience_seconds for known in self._known.values() if known.last), default=0.0)
@@ -65,7 +65,7 @@ class Starting:
         return silent if silent > self._seconds + patience else None
 
     def word(self, workers: int) -> str | None:
-        """Once a minute: who is waited for."""
+        """Return a line about who is waited for, once a minute."""
         now = self._clock.now
         if not self._known or now < self._next_word:
             return None
@@ -77,7 +77,7 @@ class Starting:
         )
 
     def waited_for(self, workers: int) -> str:
-        """The ranks that are not there, else those that are silent, else those that are furthest behind, in words."""
+        """Name the ranks that are not there, else those that are silent, else those that are furthest behind."""
         if missing := self._missing(workers):
             return f"{_ranks(missing)}, not there yet"
         if silent := self._silent():
@@ -88,7 +88,7 @@ class Starting:
         return f"{self._who(behind)} ({_phases([self._known[rank] for rank in behind])})"
 
     def suspect(self, workers: int) -> int | None:
-        """The one rank that is not there or says nothing, while others do."""
+        """Return the one rank that is not there or says nothing, while others do."""
         silent = self._missing(workers) or self._silent()
         return silent[0] if len(silent) == 1 < workers else None
 
@@ -127,7 +127,7 @@ def _phases(ranks: Sequence[_Known]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`ranks 0-6, 9`."""
+    """Name ranks in short: `ranks 0-6, 9`."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:

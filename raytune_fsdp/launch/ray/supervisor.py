@@ -1,4 +1,4 @@
-"""Following a run from the driver: what the ranks report, a requested stop, resources that do not come."""
+"""Lead a run from the driver, one attempt after another: hear the ranks, stop, make way, wait for room, give up."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from raytune_fsdp.base.batch import StopReason
-from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt, Waiting
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import (
     Beat,
@@ -34,7 +34,8 @@ from raytune_fsdp.launch.ray.failures import in_words
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
 from raytune_fsdp.launch.ray.placement_groups import Groups
-from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for, way_out
+from raytune_fsdp.launch.ray.resources import Request, answering, draining, nodes, shortage, waiting_for
+from raytune_fsdp.launch.ray.session import Session
 from raytune_fsdp.launch.ray.tasks.after_commit import AfterCommit
 from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL, culprit, waits_for_storage, what_all_do
 from raytune_fsdp.launch.ray.watch.listening import Listening
@@ -44,10 +45,6 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 
 _READ_SECONDS = 0.5  # how late a signal is seen at most
-_FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
-"""When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
-6 to 14 s (docs/results.md)."""
-
 
 _ASK_SECONDS = 10.0
 """After the end of an attempt, what its ranks had comes back within seconds: an autoscaler need not hear of that."""
@@ -76,7 +73,7 @@ hear that; one that can takes 0.3 s."""
 
 
 class AttemptSupervisor:
-    """A run under Ray Train, one attempt after another."""
+    """Leads all attempts of a command: waits for room, follows an attempt to its end, and then begins another one."""
 
     def __init__(
         self,
@@ -86,51 +83,50 @@ class AttemptSupervisor:
         sizes: Sizes,
         after_commits: Sequence[AfterCommit],
         *,
-        demand: Demand | None,
+        demand: Demand,
         board: Board,
-        lost: Callable[[], str | None],
-        answers: Callable[[], bool],
+        session: Session,
         signals: Signals,
         phases: Phases,
         say: Callable[[str], None],
         dry: bool = False,
     ) -> None:
-        self._config = config
-        self._dry = dry
-        """A dry run, which has nothing to save when it is stopped."""
-        self._place = place
+        """`phases`: those of the first attempt, which begin with the command. `dry`: a stop saves nothing."""
+        self._cluster = config.cluster
+        self._checkpoints = place.checkpoints
         self._attempts = attempts
         self._sizes = sizes
-        self._demand = demand
-        """None: the number of workers is fixed, or no node can come."""
-        self._board = board
-        self._lost = lost
-        self._answers = answers
-        """Whether Ray's head does. Nothing is asked of the cluster while it does not: the call would not come back."""
-        self._signals = signals
-        self._phases = phases
-        self._say = say
-        self._making_way = False
-        """Whether the current attempt was asked to end for another one."""
-        self._clock = Listening()
-        self._watch = Watch(config.cluster, self._clock)
-        self._ending_since: float | None = None
-        """When the first rank has said that it failed, or the ranks were ended."""
-        self._lease = lease_of(place.lock)
-        self._watches = NodeWatches(config.cluster.spot_notice, board)
-        self._next_look = 0.0
-        self._fit: Future[Any] | None = None
-        self._controlling: list[Any] = []
-        self.groups = Groups()
         self._after_commits = after_commits
-        self._waiting_since = self._clock.now
-        self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
+        self._demand = demand
+        self._board = board
+        self._session = session
+        """Nothing is asked of the cluster while its head does not answer: the call would not come back."""
+        self._signals = signals
+        self._say = say
+        self._dry = dry
+        self._clock = Listening()
+        self._lease = lease_of(place.lock)
+        self.groups = Groups()
         self._stopping_since: float | None = None
+        attempts.current = self._attempt_with(phases)
+
+    @property
+    def _attempt(self) -> RayAttempt:
+        return self._attempts.current
+
+    def _attempt_with(self, phases: Phases, waiting: Waiting | None = None) -> RayAttempt:
+        return RayAttempt(
+            watch=Watch(self._cluster, self._clock),
+            nodes=NodeWatches(self._cluster.spot_notice, self._board),
+            phases=phases,
+            waiting=waiting or Waiting(self._cluster.wait_minutes, self._clock, self._say),
+        )
 
     def next(self) -> Request:
-        """What the next attempt asks for, once there is room for it. Raises if there is no point in waiting longer."""
+        """Return what the next attempt asks for, once there is room for it. Raise if it is no use to wait longer."""
+        session = self._session
         self._signals.hold()
-        while not self._answers():  # what the last attempt has left cannot be removed yet
+        while not session.answers():  # what the last attempt has left cannot be removed yet
             self._clock.look()
             self._check_ray()
             self._check_between()
@@ -138,25 +134,24 @@ class AttemptSupervisor:
             time.sleep(_READ_SECONDS)
         self._begin()
         began = time.monotonic()
-        while not (answers := self._answers()) or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
+        while not (answers := session.answers()) or (asked := self._sizes.next(lambda: answering(nodes()))) is None:
             self._clock.look()
             self._check_ray()
             self._check_stop()
             if answers:
                 if time.monotonic() - began > _ASK_SECONDS:
-                    self._ask_for_more(0)
-                self._check_waiting(lambda: shortage(self._sizes.fewest, nodes()))
+                    self._demand.look(0)
+                self._attempt.waiting.look(lambda: shortage(self._sizes.fewest, nodes()))
             time.sleep(_READ_SECONDS)
-        if self._demand is not None:
-            self._demand.clear()  # what is there now is for this attempt
+        self._demand.clear()  # what is there now is for this attempt
         if self._lease is not None:
             self._lease.check()  # the caller writes to the run's directory now, and the wait may have been long
         self._sizes.began(asked.workers)
         return asked
 
     def until(self, fit: Future[Any], asked: Request) -> None:
-        """Follow an attempt to its end. Raises if there is no point in waiting longer; then `end` it."""
-        self._fit = fit
+        """Follow an attempt to its end. Raise if it is no use to wait longer; then `end` it."""
+        self._attempt.fit = fit
         self._clock.look()
         unanswered: float | None = None
         while not wait([fit], timeout=0).done:
@@ -184,10 +179,10 @@ class AttemptSupervisor:
                 self._hear(notice)
             self._check_lease()
             self._check_stop()
-            if not self._answers():
+            if not self._session.answers():
                 continue
-            if len(self._attempts.ranks) < asked.workers:
-                self._check_waiting(lambda: waiting_for(asked, nodes(), self.groups.state()))
+            if len(self._attempt.ranks) < asked.workers:
+                self._attempt.waiting.look(lambda: waiting_for(asked, nodes(), self.groups.state()))
             self._check_cluster()
             self._check_hang(asked.workers)
             for each in self._after_commits:
@@ -199,7 +194,7 @@ class AttemptSupervisor:
             self._hear(notice)
 
     def _listen(self) -> list[Notice]:
-        """What is on the board. All of it: an answer that came while this process was away is of before."""
+        """Read the board, and once more after an absence: what came while this process was away is old."""
         notices = self._board.read(_READ_SECONDS)
         away = self._clock.look()
         if not away:
@@ -214,10 +209,10 @@ class AttemptSupervisor:
         return notices
 
     def _give_board_up(self, error: RayError) -> None:
-        """Without the board no rank can be asked to stop: the next attempt has another one."""
+        """End the attempt: without its board no rank can be asked to stop. The next attempt has another one."""
         silent = "the message board between the driver and the ranks does not answer"
-        self._attempts.killed(silent if isinstance(error, ActorUnavailableError) else in_words(error), None)
-        self._end_controller()
+        self._attempt.killed = Killed(silent if isinstance(error, ActorUnavailableError) else in_words(error), None)
+        self._attempt.end_controller()
 
     def _check_between(self) -> None:
         if self._signals.count and self._attempts.number:
@@ -226,16 +221,13 @@ class AttemptSupervisor:
     def _begin(self) -> None:
         self._check_between()
         self._check_lease()
-        self._making_way = False
-        self._end_controller()
+        last = self._attempt
+        last.end_controller()
         self.groups.clear()
-        self._watches.end()
-        self._watch, self._ending_since = Watch(self._config.cluster, self._clock), None
-        if self._attempts.ranks:  # else it is the first one, or the last one has waited in vain, as this one does
-            self._phases.restart()
-            self._waiting_since = self._clock.now
-            self._next_word = self._waiting_since + _FIRST_WORD_SECONDS
-        self._attempts.begin()
+        last.nodes.end()
+        # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
+        new = self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
+        self._attempts.current = new
         for each in self._after_commits:
             each.make_room()
 
@@ -244,77 +236,71 @@ class AttemptSupervisor:
 
         The ranks end with the controller, which owns them, and what they have started ends with them.
         """
-        if self._lost():
+        if self._session.lost():
             return  # nothing answers; the session ends what is left
         for notice in self._board.close(_READ_SECONDS):
             if isinstance(notice, Controlled):
                 self._hear_controller(notice)
-        self._watches.end()
-        if self._controlling and self._fit is not None:
-            if not self._fit.done():
-                self._controlling[0].abort.remote()
-                wait([self._fit], timeout=_ABORT_SECONDS)
-            self._end_controller()
-        if not self._answers():
+        attempt = self._attempt
+        attempt.nodes.end()
+        if attempt.controller and attempt.fit is not None and not attempt.fit.done():
+            attempt.controller[0].abort.remote()
+            wait([attempt.fit], timeout=_ABORT_SECONDS)
+        attempt.end_controller()
+        if not self._session.answers():
             return  # these calls would wait for the head; what is left ends with this process
         self._sizes.growing.let_go()
         with suppress(RayError):
-            if self._demand is not None:
-                self._demand.clear()
+            self._demand.clear()
             self.groups.clear()
 
-    def _end_controller(self) -> None:
-        """With what it leaves where it is killed."""
-        for actor in self._controlling:
-            with suppress(RayError):
-                ray.kill(actor)
-        self._controlling = []
-
     def _hear(self, notice: Notice) -> None:
+        attempt = self._attempt
         match notice:
             case Controlled():
                 self._hear_controller(notice)
             case Line(text):
                 self._say(text)
             case Joined(rank=rank):
-                self._attempts.ranks[rank] = notice
-                self._watch.joined(notice)
-            case Started(attempt, logs):
-                self._attempts.started(attempt, logs)
-                self._watches.start(self._attempts.ranks)  # before the model is loaded, which takes much memory
+                attempt.ranks[rank] = notice
+                attempt.watch.joined(notice)
+            case Started(number, logs):
+                self._attempts.started(number, logs)
+                attempt.nodes.start(attempt.ranks)  # before the model is loaded, which takes much memory
             case PhaseFinished(phase):
                 self._reached(phase)
             case Beat(step, rank=rank):
-                self._watch.heard(notice)
-                if step and not rank and self._attempts.ranks:  # else it is a late word of the attempt before
+                attempt.watch.heard(notice)
+                if step and not rank and attempt.ranks:  # else it is a late word of the attempt before
                     self._attempts.reached(step)
             case Failed(rank=rank):
-                self._attempts.reports[rank] = notice
-                if self._ending_since is None and rank in self._attempts.ranks:  # else it is a late word
-                    self._ending_since = self._clock.now
+                attempt.reports[rank] = notice
+                if attempt.ending_since is None and rank in attempt.ranks:  # else it is a late word
+                    attempt.ending_since = self._clock.now
             case Committed(step, lasting):
                 self._attempts.committed(step)
-                number, root = self._attempts.number, self._place.checkpoints
+                found = CommittedCheckpoint(step, self._attempts.number, self._checkpoints, lasting=lasting)
                 for each in self._after_commits:
-                    each.committed(CommittedCheckpoint(step, number, root, lasting=lasting))
+                    each.committed(found)
 
     def _hear_controller(self, notice: Controlled) -> None:
-        self._controlling = notice.actors
+        self._attempt.controller = notice.actors
         self.groups.made_by(notice.controller)
 
     def _reached(self, phase: str) -> None:
-        if phase == "workers" and "workers" in self._phases.seconds:
+        phases = self._attempt.phases
+        if phase == "workers" and "workers" in phases.seconds:
             return
-        self._phases.finished(phase)
+        phases.finished(phase)
         if phase == "step":
-            self._say(f"first step after {self._phases.total:.1f} s: {self._phases.in_words()}")
+            self._say(f"first step after {phases.total:.1f} s: {phases.in_words()}")
             for each in self._after_commits:
                 each.make_up()
-            self._attempts.event(names.FIRST_STEP, seconds=round(self._phases.total, 2), phases=self._phases.seconds)
+            self._attempts.event(names.FIRST_STEP, seconds=round(phases.total, 2), phases=phases.seconds)
 
     def _check_ray(self) -> None:
         """Raise if the Ray of this run is no more: calls of it would wait for long, or end this process."""
-        if (gone := self._lost()) is not None:
+        if (gone := self._session.lost()) is not None:
             self._attempts.failed(gone, again=False)
 
     def _check_lease(self) -> None:
@@ -329,7 +315,7 @@ class AttemptSupervisor:
         if not self._signals.count:
             return
         now = time.monotonic()
-        training = "step" in self._phases.seconds and bool(self._attempts.ranks)
+        training = self._attempt.trains
         if self._stopping_since is None:
             self._stopping_since = now
             self._board.stop(StopReason.SIGNAL)
@@ -339,18 +325,15 @@ class AttemptSupervisor:
         if self._signals.count > 1 or (not training and now - self._stopping_since > _GONE_SECONDS):
             raise Interrupted("stopped without another checkpoint; the same command continues from the last one")
 
-    def _ask_for_more(self, have: int) -> None:
-        if self._demand is not None:
-            self._demand.look(have)
-
     def _check_cluster(self) -> None:
         """Let the attempt make way for another one if a node will be taken away, or if there is room for more ranks."""
-        now, ranks = time.monotonic(), self._attempts.ranks
+        now, attempt = time.monotonic(), self._attempt
+        ranks = attempt.ranks
         self._sizes.growing.look()
-        if self._making_way or self._stopping_since is not None or not ranks or now < self._next_look:
+        if attempt.making_way_for or self._stopping_since is not None or not ranks or now < attempt.next_look:
             return
-        self._next_look = now + _LOOK_SECONDS
-        self._ask_for_more(len(ranks))
+        attempt.next_look = now + _LOOK_SECONDS
+        self._demand.look(len(ranks))
         leaving = draining()
         for rank in ranks.values():
             if rank.node_id in leaving:
@@ -359,72 +342,50 @@ class AttemptSupervisor:
                 soon = "soon" if left is None else f"in {left:.0f} s"
                 self._make_way(StopReason.DRAIN, f"the node {rank.node} will be taken away {soon}")
                 return
-        if "step" in self._phases.seconds and (size := self._sizes.growth(nodes, ranks)) is not None:
+        if attempt.trains and (size := self._sizes.growth(nodes, ranks)) is not None:
             self._make_way(StopReason.RESIZE, f"there is room for {size} workers")
 
-    def out_of_memory(self, rank: int) -> str | None:
-        """What the kernel has ended a rank for, if it was its memory, in words."""
-        joined = self._attempts.ranks.get(rank)
-        return None if joined is None else self._watches.out_of_memory(joined)
+    def _make_way(self, reason: StopReason, cause: str) -> None:
+        self._attempt.making_way_for = cause
+        self._board.stop(reason)
+        self._say(f"{cause}: a checkpoint is committed after the current step, and the run goes on from there")
 
     def _check_hang(self, workers: int) -> None:
-        """Where no rank gets on: keep the stacks of all, and end them, so that another attempt follows."""
-        if self._ending_since is not None:  # Ray Train brings the error of a rank, which says more than a hang
-            self._check_end(self._clock.now - self._ending_since)
+        """End all ranks where none gets on, and keep their stacks, so that another attempt follows."""
+        attempt = self._attempt
+        if attempt.ending_since is not None:  # Ray Train brings the error of a rank, which says more than a hang
+            self._check_end(attempt, self._clock.now - attempt.ending_since)
             return
-        ranks, logs = self._attempts.ranks, self._attempts.logs
-        if len(ranks) == workers and (word := self._watch.word(workers)) is not None:
+        if len(attempt.ranks) == workers and (word := attempt.watch.word(workers)) is not None:
             self._say(word)
-        stuck = self._watch.stuck(workers)
+        stuck = attempt.watch.stuck(workers)
         if stuck is None:
             return
-        there = {node.id for node in answering(nodes())}
-        lost = next((number for number, joined in sorted(ranks.items()) if joined.node_id not in there), None)
+        lost = attempt.rank_without({node.id for node in answering(nodes())})
         if lost is not None:  # Ray may take minutes to say so, and the others wait for this one
-            self._attempts.killed("its node was lost", lost)
-            self._end_ranks()
+            self._end_ranks(Killed("its node was lost", lost))
             return
-        stacks = self._watches.stacks(ranks, logs)
+        stacks = attempt.nodes.stacks(attempt.ranks, attempt.logs)
         rank, why = culprit(stacks) or (stuck.suspect, what_all_do(stacks))
         away = any(map(waits_for_storage, [stacks[rank]] if rank in stacks else stacks.values()))
-        why += f"; {IN_KERNEL}" * away + ("" if logs is None else f"; the stacks are in {logs}/stacks")
+        why += f"; {IN_KERNEL}" * away + ("" if attempt.logs is None else f"; the stacks are in {attempt.logs}/stacks")
         # Neither storage that is away, nor a hang that may have begun while this command was, says much of the run.
-        self._attempts.killed(f"{stuck.words}: {why}", rank, hang=stuck.certain and not away)
-        self._end_ranks()
+        self._end_ranks(Killed(f"{stuck.words}: {why}", rank, hang=stuck.certain and not away))
 
-    def _end_ranks(self) -> None:
-        self._watches.kill(self._attempts.ranks)
-        self._ending_since = self._clock.now
+    def _end_ranks(self, why: Killed) -> None:
+        attempt = self._attempt
+        attempt.killed = why
+        attempt.nodes.kill(attempt.ranks)
+        attempt.ending_since = self._clock.now
 
-    def _check_end(self, seconds: float) -> None:
+    def _check_end(self, attempt: RayAttempt, seconds: float) -> None:
         """End Ray Train's controller, and the ranks with it, where the attempt should have ended this long ago."""
-        if seconds <= _ENDS_SECONDS or not self._controlling:
+        if seconds <= _ENDS_SECONDS or not attempt.controller:
             return
         limit = f"{_ENDS_SECONDS:.0f} s"
         self._say(f"the attempt has not ended {limit} after its ranks were to end: Ray Train's controller is ended")
-        if not self._attempts.was_killed:
-            rank, report = next(iter(self._attempts.reports.items()))
-            self._attempts.killed(f"it raised an error at {report.place}, and the attempt did not end in {limit}", rank)
-        self._end_controller()
-
-    def _make_way(self, reason: StopReason, cause: str) -> None:
-        self._making_way = True
-        self._board.stop(reason)
-        self._attempts.handing_over(cause)
-        self._say(f"{cause}: a checkpoint is committed after the current step, and the run goes on from there")
-
-    def _check_waiting(self, missing_now: Callable[[], str]) -> None:
-        """Say what is missing, and give up after `cluster.wait_minutes`."""
-        now = self._clock.now
-        if now < self._next_word:
-            return
-        minutes = self._config.cluster.wait_minutes
-        waited = now - self._waiting_since
-        missing = missing_now()
-        if waited > 60 * minutes:
-            raise TrainingError(
-                f"cluster.wait_minutes={minutes:g}: the workers did not start in that time; {missing}. "
-                f"{way_out(missing)}; the same command continues"
-            )
-        self._say(f"{missing} ({waited:.0f} s, at most {minutes:g} min)")
-        self._next_word = min(now + _NEXT_WORD_SECONDS, self._waiting_since + 60 * minutes + 1)
+        if attempt.killed is None:
+            rank, report = next(iter(attempt.reports.items()))
+            cause = f"it raised an error at {report.place}, and the attempt did not end in {limit}"
+            attempt.killed = Killed(cause, rank)
+        attempt.end_controller()

@@ -16,12 +16,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from raytune_fsdp.base import lease
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray import follow
+from raytune_fsdp.launch.ray import attempt, supervisor
+from raytune_fsdp.launch.ray.attempt import Killed
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, BoardStream, Joined, Line, Notice, PhaseFinished
-from raytune_fsdp.launch.ray.follow import AttemptSupervisor
-from raytune_fsdp.launch.ray.nodes.sizes import Sizes
+from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
 from raytune_fsdp.launch.ray.resources import Request
+from raytune_fsdp.launch.ray.supervisor import AttemptSupervisor
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.console import ConsoleTracker
@@ -75,7 +76,7 @@ GONE = "Ray's raylet process on this machine died (killed, out of memory, or cra
 def begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[AttemptSupervisor, RunDir, Silent, list[str]]:
-    monkeypatch.setattr(follow, "Groups", Silent)
+    monkeypatch.setattr(supervisor, "Groups", Silent)
     sections = options.pop("sections", {})
     cluster = {"launch": "ray", "max_failures": 5} | options.pop("cluster", {})
     config = make_config(tmp_path, cluster=cluster, **sections)
@@ -85,10 +86,10 @@ def begin(
         monkeypatch.setitem(lease._held, place.lock, lease.Lease(place.lock, "ours"))
     board, said = Silent(), list[str]()
     attempts = Attempts(place, limit=5, step=0, say=said.append)
+    session = SimpleNamespace(lost=options.pop("lost", lambda: None), answers=options.pop("answers", lambda: True))
     known = AttemptSupervisor(
-        config, place, attempts, Sizes(ASKED, [1]), [], demand=None,
-        board=board, lost=options.pop("lost", lambda: None),  # type: ignore[arg-type]
-        answers=options.pop("answers", lambda: True),
+        config, place, attempts, Sizes(ASKED, [1]), [], demand=Demand(ASKED, []),
+        board=board, session=session,  # type: ignore[arg-type]
         signals=options.pop("signals", Signals()), phases=Phases(), say=said.append,
     )  # fmt: skip
     return known, place, board, said
@@ -120,7 +121,7 @@ def test_while_the_head_is_away_nothing_is_asked_of_it(tmp_path: Path, monkeypat
         fit.set_result(None)
         return {}
 
-    monkeypatch.setattr(follow, "draining", look)
+    monkeypatch.setattr(supervisor, "draining", look)
     known, _, board, said = begin(tmp_path, monkeypatch, answers=lambda: next(answers, True))
     board.notices = [Joined(0, "a", "a", 7), Line("heard")]
     known.until(fit, ASKED)
@@ -155,12 +156,12 @@ def test_a_stop_while_the_head_is_away_waits_for_nothing(
     monkeypatch.setattr(known._sizes.growing, "let_go", ask("growth"))
     monkeypatch.setattr(known.groups, "clear", ask("groups"))
     known._demand = SimpleNamespace(clear=ask("demand"))  # type: ignore[assignment]
-    known._fit = Future()
+    known._attempt.fit = Future()
     aborted: list[str] = []
-    monkeypatch.setattr(follow, "_ABORT_SECONDS", 0.01)
-    monkeypatch.setattr(follow.ray, "kill", lambda actor: aborted.append("killed"))
+    monkeypatch.setattr(supervisor, "_ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(attempt.ray, "kill", lambda actor: aborted.append("killed"))
     abort = SimpleNamespace(remote=lambda: aborted.append("asked"))
-    known._controlling = [SimpleNamespace(abort=abort)]
+    known._attempt.controller = [SimpleNamespace(abort=abort)]
     head.there = there
     known.end()
     assert asked == (["growth", "demand", "groups"] if there else [])
@@ -180,7 +181,7 @@ def test_a_head_that_is_away_between_two_attempts_is_waited_for(
         return head.there
 
     known, *_ = begin(tmp_path, monkeypatch, answers=answers, signals=signals)
-    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(known.groups, "clear", head.asked)
     monkeypatch.setattr(known._sizes, "next", lambda _: ASKED)
     known._attempts.number = 1
@@ -229,7 +230,7 @@ def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, mo
     known, _, _, said = begin(tmp_path, monkeypatch, signals=signals)
     signals.count = 1
     clock = iter(range(100))
-    monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Interrupted, match="the same command continues"):
         known.until(Future(), ASKED)
     assert next(clock) < 15, "the clock is read more than once a second"
@@ -239,14 +240,31 @@ def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, mo
 def test_workers_that_start_slowly_need_no_more_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their placement group is there: what they need is reserved."""
     known, _, _, _ = begin(tmp_path, monkeypatch, cluster={"wait_minutes": 0.001})
-    monkeypatch.setattr(follow, "nodes", list)
-    known._next_word = 0.0
-    known._waiting_since -= 60
+    monkeypatch.setattr(supervisor, "nodes", list)
+    known._attempt.waiting._next_word = 0.0
+    known._attempt.waiting._since -= 60
     with pytest.raises(TrainingError) as ended:
         known.until(Future(), ASKED)
     said = str(ended.value)
     assert said.startswith("cluster.wait_minutes=0.001: the workers did not start in that time; starting 1 worker")
     assert "processes start slowly" in said and "add nodes" not in said and said.endswith("the same command continues")
+
+
+def test_a_wait_goes_on_in_the_next_attempt_if_no_worker_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything else of an attempt begins again with the next one."""
+    known, *_ = begin(tmp_path, monkeypatch)
+    first = known._attempt
+    first.making_way_for, first.killed = "room", Killed("silent", None)
+    known._begin()
+    second = known._attempt
+    assert second.waiting is first.waiting and second.phases is first.phases
+    assert not second.making_way_for and second.killed is None and second.watch is not first.watch
+    known._hear(Joined(0, "a", "a", 7))
+    known._begin()
+    assert known._attempt.waiting is not second.waiting and known._attempt.phases is not second.phases
+    assert not known._attempt.ranks
 
 
 @pytest.mark.parametrize("answers_after", [3, None])
@@ -255,8 +273,8 @@ def test_a_board_out_of_reach_is_waited_for(
 ) -> None:
     """Its node may only be busy. Where it does not come back, the attempt has failed, and not the run."""
     known, _, board, _ = begin(tmp_path, monkeypatch)
-    monkeypatch.setattr(follow, "_BOARD_SECONDS", 0.5)
-    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supervisor, "_BOARD_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     fit: Future[Any] = Future()
     calls = iter(range(10**9))
 
@@ -269,7 +287,7 @@ def test_a_board_out_of_reach_is_waited_for(
 
     board.read = read  # type: ignore[method-assign]
     known.until(fit, ASKED)
-    killed = known._attempts._killed
+    killed = known._attempt.killed
     assert (killed is None) == (answers_after is not None)
     assert killed is None or killed[0] == "the message board between the driver and the ranks does not answer"
 
@@ -278,7 +296,7 @@ def test_a_late_word_of_the_last_attempt_is_no_resize(tmp_path: Path, monkeypatc
     known, place, _, _ = begin(tmp_path, monkeypatch)
     known._hear(Joined(0, "here", "node", 7))
     known._hear(Beat(step=5, beats=9, patience_seconds=0.0))
-    known._attempts.begin()
+    known._begin()
     known._hear(Beat(step=6, beats=12, patience_seconds=0.0))
     known._hear(Joined(0, "here", "node", 8))
     known._hear(Beat(step=5, beats=3, patience_seconds=0.0))
@@ -307,7 +325,7 @@ def test_phases_before_the_first_step_are_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RAYTUNE_FSDP_LIVE", "plain")
     known, *_ = begin(tmp_path, monkeypatch)
     for phase in ("start", "checks", "Ray"):
-        known._phases.finished(phase)
+        known._attempt.phases.finished(phase)
     for notice in (PhaseFinished("workers"), PhaseFinished("step")):
         known._hear(notice)
     told = [read_message(line) or {} for line in capsys.readouterr().out.rstrip().split("\n")]

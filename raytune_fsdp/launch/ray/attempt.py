@@ -1,0 +1,114 @@
+"""One attempt to train the run: everything that begins with the wait for its workers and ends with its last rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray.board import Failed, Joined
+from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
+from raytune_fsdp.launch.ray.resources import way_out
+from raytune_fsdp.launch.ray.watch.listening import Listening
+from raytune_fsdp.launch.ray.watch.ranks import Watch
+
+_FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
+"""When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
+6 to 14 s (docs/results.md)."""
+
+
+class Killed(NamedTuple):
+    """The reason why the driver has ended the ranks of an attempt, which has failed by that."""
+
+    cause: str
+    rank: int | None
+    """The rank that is to blame."""
+    hang: bool = False
+    """Whether the ranks had hung, and the run may be the cause."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RayAttempt:
+    """One fit() of Ray Train, as the driver knows it."""
+
+    watch: Watch
+    nodes: NodeWatches
+    phases: Phases
+    waiting: Waiting
+    fit: Future[Any] | None = None
+    """The call of fit(); None while there is no room for its workers."""
+    controller: list[Any] = field(default_factory=list)
+    """Handles of Ray Train's controller, and of the actor that would outlive it; none once they are ended."""
+    ranks: dict[int, Joined] = field(default_factory=dict)
+    """The ranks that have started."""
+    logs: str | None = None
+    """The directory of the ranks' logs; None before they have agreed where to begin."""
+    step: int = 0
+    """The step that rank 0 trains, as far as is known; 0 before its first one."""
+    reports: dict[int, Failed] = field(default_factory=dict)
+    """What ranks have said of their own failure."""
+    killed: Killed | None = None
+    making_way_for: str = ""
+    """The reason for which it was asked to end for another attempt, if it was."""
+    ending_since: float | None = None
+    """When the first rank has said that it failed, or the ranks were ended, by the driver's clock."""
+    next_look: float = 0.0
+    """When the driver looks at the cluster's nodes again."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has come to its first step."""
+        return "step" in self.phases.seconds and bool(self.ranks)
+
+    @property
+    def reached(self) -> int:
+        """The step that it has reached, as far as the driver or a rank that has failed knows."""
+        return max([self.step, *(report.step for report in self.reports.values())])
+
+    def rank_without(self, nodes: Collection[str]) -> int | None:
+        """Return the first rank whose node is not among these, by their ids."""
+        return min((rank for rank, joined in self.ranks.items() if joined.node_id not in nodes), default=None)
+
+    def out_of_memory(self, rank: int) -> str | None:
+        """Say what the rank had in memory, if the kernel has ended it for that."""
+        return self.nodes.out_of_memory(self.ranks[rank]) if rank in self.ranks else None
+
+    def end_controller(self) -> None:
+        """Kill the controller, and the actor that it leaves behind where it is killed."""
+        for actor in self.controller:
+            with suppress(RayError):
+                ray.kill(actor)
+        self.controller = []
+
+
+class Waiting:
+    """The wait for workers. It goes on in the next attempt if none of them has come in this one."""
+
+    def __init__(self, minutes: float, clock: Listening, say: Callable[[str], None]) -> None:
+        """`minutes`: `cluster.wait_minutes`."""
+        self._minutes = minutes
+        self._clock = clock
+        self._say = say
+        self._since = clock.now
+        self._next_word = self._since + _FIRST_WORD_SECONDS
+
+    def look(self, missing_now: Callable[[], str]) -> None:
+        """Say now and then what is missing. Raise once it has been missing for too long."""
+        now = self._clock.now
+        if now < self._next_word:
+            return
+        waited, missing = now - self._since, missing_now()
+        if waited > 60 * self._minutes:
+            raise TrainingError(
+                f"cluster.wait_minutes={self._minutes:g}: the workers did not start in that time; {missing}. "
+                f"{way_out(missing)}; the same command continues"
+            )
+        self._say(f"{missing} ({waited:.0f} s, at most {self._minutes:g} min)")
+        self._next_word = min(now + _NEXT_WORD_SECONDS, self._since + 60 * self._minutes + 1)
