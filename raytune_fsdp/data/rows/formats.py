@@ -24,7 +24,7 @@ from raytune_fsdp.config.sections.formats import (
 from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
-from raytune_fsdp.data.rows.sandbox import Span
+from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import chat_template
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
