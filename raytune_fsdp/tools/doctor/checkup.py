@@ -31,6 +31,8 @@ from raytune_fsdp.tools.doctor.own_process import Question, Send
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
 
+logger = logging.getLogger(__name__)
+
 _TOKEN_SECONDS, _ALONE_SECONDS = 3.0, 2.0
 """How long storage is written to before anything else begins, as imports would read from it meanwhile: first for its
 token, then for its speed."""
@@ -267,8 +269,6 @@ def _limits(facts: machines.Facts) -> str:
 
 
 # The cheap checks, made while every run starts: they only warn of what is wrong with this machine.
-
-logger = logging.getLogger(__name__)
 
 
 def look_around() -> None:
