@@ -61,7 +61,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class RowText:
     """A row that has become text, before it is tokenized."""
 
     text: str
@@ -144,14 +144,14 @@ class Formatter:
         """
         read = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
         # All texts in one call: the tokenizer spreads a batch over its threads.
-        texts = [item for item in read if isinstance(item, _Text)]
+        texts = [item for item in read if isinstance(item, RowText)]
         encoded: Iterator[Tokens] = iter(())
         if texts:
             spans, literals = [each.spans for each in texts], [each.literals for each in texts]
             encoded = iter(self._encoder.encode([each.text for each in texts], spans, literals))
         documents: list[Document | RowError] = []
         for item, where in zip(read, wheres, strict=True):
-            document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
+            document = self._assemble(item, next(encoded), where) if isinstance(item, RowText) else item
             if isinstance(document, Document):
                 document = self._check(document, where) or document
             documents.append(document)
@@ -181,7 +181,7 @@ class Formatter:
 
     def _read_or_error(
         self, row: dict[str, Any] | RowError, where: str, made: bool = False
-    ) -> _Text | Document | RowError:
+    ) -> RowText | Document | RowError:
         if isinstance(row, RowError):
             return row
         try:
@@ -189,7 +189,7 @@ class Formatter:
         except RowError as error:
             return error
 
-    def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
+    def _read(self, row: dict[str, Any], where: str) -> RowText | Document:
         format = self.format
         if isinstance(format, ChatFormat):
             conversation = read_conversation(row, format, where, columnar=self._columnar, order=self._order)
@@ -213,7 +213,7 @@ class Formatter:
         text = prompt + instruction.completion
         return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
         template = self._templates[conversation.tools is not None]
         where = conversation.where
         guarded = replace(
@@ -230,11 +230,11 @@ class Formatter:
             )
         return text
 
-    def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> _Text:
+    def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> RowText:
         text, spans, literals = self._in_text.without_breaks(text, spans)
-        return _Text(text, spans, plain, literals)
+        return RowText(text, spans, plain, literals)
 
-    def _assemble(self, text: _Text, tokens: Tokens, where: str) -> Document | RowError:
+    def _assemble(self, text: RowText, tokens: Tokens, where: str) -> Document | RowError:
         if tokens.missed is not None:
             missed = text.text[slice(*tokens.missed)]
             return RowError(

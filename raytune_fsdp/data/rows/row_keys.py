@@ -24,7 +24,7 @@ from tokenizers.models import WordLevel, WordPiece
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import Format
 from raytune_fsdp.data.rows.conversation import Conversation
-from raytune_fsdp.data.rows.formats import Document, Formatter, _Text
+from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ Keys = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Said(_Text):
+class _Said(RowText):
     """A conversation, not rendered, and what is said in it."""
 
     said: str
@@ -74,7 +74,7 @@ class RowKeys(Formatter):
         """Return the keys of each row; zeros for a row that becomes no document."""
         return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
 
-    def _key(self, item: _Text | Document | RowError) -> Keys:
+    def _key(self, item: RowText | Document | RowError) -> Keys:
         if isinstance(item, RowError):
             return _NO_KEY
         if isinstance(item, Document):
@@ -97,7 +97,7 @@ class RowKeys(Formatter):
             said = said.casefold()
         return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
         said = []
         for message in conversation.messages:
             # A template may add a system message of its own where there is none, and rewrite a tool's result.
