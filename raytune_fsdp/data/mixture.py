@@ -156,7 +156,7 @@ class Interleaving:
 
     def _merged(self, taken: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the datasets and entries that follow, in order; `taken`: how many entries of each come before."""
-        heads = self._heads(taken)
+        heads = [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
         heapq.heapify(heads)
         while heads:
             _, dataset, entry = heads[0]
@@ -168,9 +168,6 @@ class Interleaving:
 
     def _key(self, dataset: int, entry: int) -> int:
         return (2 * entry + 1) * self._scales[dataset]
-
-    def _heads(self, taken: Sequence[int]) -> list[tuple[int, int, int]]:
-        return [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
 
     def _before(self, place: int) -> list[int]:
         """Return how many entries of each dataset come before a place."""

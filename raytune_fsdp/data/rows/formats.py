@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -100,7 +101,10 @@ class Formatter:
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
-        self._given = (format, tokenizer, vocab_size, template, columnar, special_tokens, order)
+        self._given: dict[str, Any] = {
+            "format": format, "tokenizer": tokenizer, "vocab_size": vocab_size, "template": template,
+            "columnar": columnar, "special_tokens": special_tokens, "order": order,
+        }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
@@ -128,12 +132,14 @@ class Formatter:
 
     def read_by(self, order: int) -> None:
         """Read rows by the rules of another version."""
-        self._given, self._order = (*self._given[:-1], order), order
+        self._given["order"] = self._order = order
 
     def __reduce__(self) -> Any:
         # Without the encoder, which each process makes once from the tokenizer (see encoding._backends).
-        function = self.function
-        return _formatter, (*self._given, *((None, None) if function is None else (function.code, function.modules)))
+        known: dict[str, Any] = (
+            {} if self.function is None else {"code": self.function.code, "modules": self.function.modules}
+        )
+        return partial(Formatter, **self._given, **known, copied=True), ()
 
     def documents(
         self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str], *, made: bool = False
@@ -270,23 +276,6 @@ class Formatter:
                 "no_targets",
             )
         return None
-
-
-def _formatter(
-    format: Format,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    template: str | None,
-    columnar: bool,
-    special_tokens: Policy,
-    order: int,
-    code: str | None,
-    modules: Mapping[str, str] | None,
-) -> Formatter:
-    return Formatter(
-        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code,
-        modules=modules, special_tokens=special_tokens, order=order, copied=True,
-    )  # fmt: skip
 
 
 def _content(document: Document | RowError) -> Any:

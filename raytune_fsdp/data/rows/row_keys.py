@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -55,7 +56,8 @@ class RowKeys(Formatter):
         self._unknown = _unknown(tokenizer) if tokenizer.is_fast else ""
 
     def __reduce__(self) -> Any:
-        return _row_keys, self._made_of
+        format, tokenizer, options = self._made_of
+        return partial(RowKeys, format, tokenizer=tokenizer, **options), ()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -124,7 +126,3 @@ def token_key(document: Document) -> bytes:
     return xxhash.xxh3_128_digest(
         np.ascontiguousarray(document.input_ids).tobytes() + np.ascontiguousarray(document.labels).tobytes()
     )
-
-
-def _row_keys(format: Format, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> RowKeys:
-    return RowKeys(format, tokenizer=tokenizer, **options)

@@ -255,9 +255,8 @@ def _late_token(putting: Future[Token], place: RunDir, asked: Asked) -> list[Fin
 
 def _first(config: FinetuneConfig) -> list[Finding]:
     """Check what every start refuses at once, by the same function."""
-    workers = config.cluster.fewest
     try:
-        place = check_first(config, workers if workers is not None else None)
+        place = check_first(config, config.cluster.fewest)
     except RaytuneError as error:
         return [refused("config", error)]
     return [ok("config", f"nothing in it is refused; the run is {place.path}")]
