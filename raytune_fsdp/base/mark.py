@@ -33,7 +33,9 @@ def made_with(named: Iterable[str]) -> dict[str, Any] | None:
     """Return this user's mark on a list; None if there is no key and none can be made."""
     key = next(_keys(), None) or _new_key()
     places = sorted(named)
-    return None if key is None else {"by": _name_of(key), "places": places, "mac": _mac(key, places)}
+    if key is None:
+        return None
+    return {"by": hashlib.sha256(b"name:" + key).hexdigest()[:16], "places": places, "mac": _mac(key, places)}
 
 
 def with_mark(content: bytes, mark: Mapping[str, Any]) -> str:
@@ -72,10 +74,6 @@ def _marks(content: bytes) -> list[dict[str, Any]]:
 
 def _mac(key: bytes, places: list[str]) -> str:
     return hmac.new(key, json.dumps(["places", 1, sorted(places)]).encode(), hashlib.sha256).hexdigest()
-
-
-def _name_of(key: bytes) -> str:
-    return hashlib.sha256(b"name:" + key).hexdigest()[:16]
 
 
 def _homes() -> Iterator[Path]:

@@ -26,6 +26,8 @@ from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import METADATA_FILE, NotFiniteError, PieceLayout, Sum, write_pieces, write_small
 
+logger = logging.getLogger(__name__)
+
 # How the ranks' writers report to each other while training goes on, without a collective.
 #
 # A collective would hang with the rank whose storage hangs, and could not be given up; here every wait has a deadline.
@@ -63,8 +65,6 @@ def open_messages() -> Messages:
     dist.broadcast_object_list(name, src=0)
     return Messages(PrefixStore(name[0], _get_default_store()))
 
-
-logger = logging.getLogger(__name__)
 
 Ending = Literal["committed", "failed", "not_finite", "no_room"]
 """How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end the same way. `no_room`:

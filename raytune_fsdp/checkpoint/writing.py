@@ -33,6 +33,8 @@ from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.model.weights.source import all_finite
 from raytune_fsdp.step.optim.update import Optimizer
 
+logger = logging.getLogger(__name__)
+
 # Which rank writes which piece of which tensor, and the index that says where each piece is. index.py reads that.
 #
 # Both follow from how the tensors are sharded, which does not change during an attempt, so they are worked out once,
@@ -138,7 +140,6 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
 
 # A copy of this rank's part of the state in host memory, so that training goes on while it is written.
 
-logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: a multiple of the size of every dtype, and a cache line
 
@@ -156,11 +157,6 @@ class Staging:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are taken."""
-        return self._block.nbytes
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor], mine: Sequence[str]) -> None:

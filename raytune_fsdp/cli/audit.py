@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, config_of_run, exit_code
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, config_of_run, run
 from raytune_fsdp.cli.progress import shown
 
 DIFFERS = 4
@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
     )
     parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
     add_trust_places(parser)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _audit(parser, arguments))
+    return run(parser, argv, _audit)
 
 
 def _audit(parser: ConfigParser, arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, exit_code, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, run, say
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; it is copied, not run")
     add_trust_places(parser)
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _average(parser, arguments))
+    return run(parser, argv, _average)
 
 
 def _average(parser: Parser, arguments: Sequence[str]) -> int:

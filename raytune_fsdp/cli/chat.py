@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.base.untrusted import printable, without_controls
-from raytune_fsdp.cli.common import ModelParser, exit_code
+from raytune_fsdp.cli.common import ModelParser, run
 
 if TYPE_CHECKING:
     from raytune_fsdp.run.evaluation.answers import Talk
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> 
         max_new_tokens=512,
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _chat(parser, arguments))
+    return run(parser, argv, _chat)
 
 
 def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, add_trust_places, exit_code, say
+from raytune_fsdp.cli.common import Parser, add_trust_places, run, say
 from raytune_fsdp.cli.runs import check_run
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
         "--wait", type=float, default=600.0, metavar="SECONDS", help="how long `now` waits (default: 600)"
     )
     add_trust_places(parser)
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _run(parser, arguments))
+    return run(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, UserError
 from raytune_fsdp.base.hushed import hush
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from raytune_fsdp.config import FinetuneConfig
 
+P = TypeVar("P", bound=argparse.ArgumentParser)
 
 BASE = "where the base of a run's adapters is now; default: where the run found it"
 TRUST = "the model may bring Python code of its own; only for models whose code you have read"
@@ -88,6 +89,11 @@ def _code_of(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return Interrupted.exit_code
+
+
+def run(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
+    """Run a command with its parser and its arguments: these, or those of the process."""
+    return exit_code(lambda: command(parser, list(sys.argv[1:] if argv is None else argv)))
 
 
 def _lines_of(error: RaytuneError) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, run
 
 PART = 1
 """The exit code for runs that part; `diff` has the same for files that differ."""
@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> 
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("other", type=Path, help="the other run's directory")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _diff(parser, arguments))
+    return run(parser, argv, _diff)
 
 
 def _diff(parser: Parser, arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import ConfigParser, exit_code
+from raytune_fsdp.cli.common import ConfigParser, run
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -> int:
@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -
         "--bandwidth", metavar="SPEED", help="the nominal speed of the network, such as 400Gbps, to compare with"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _doctor(parser, arguments))
+    return run(parser, argv, _doctor)
 
 
 def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:

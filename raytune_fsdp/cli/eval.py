@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust_places, exit_code
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust_places, run
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.record.console import event_in_words
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; and {RUNS_CODE}")
     add_trust_places(parser)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _eval(parser, arguments))
+    return run(parser, argv, _eval)
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:

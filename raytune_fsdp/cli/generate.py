@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from raytune_fsdp.base.untrusted import without_controls
-from raytune_fsdp.cli.common import ModelParser, exit_code
+from raytune_fsdp.cli.common import ModelParser, run
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
@@ -15,8 +15,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate")
         prog, "Ask a trained model. Without prompts, each line of standard input is one.", max_new_tokens=128
     )
     parser.add_argument("prompts", nargs="*", metavar="prompt", help="what to ask")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _generate(parser, arguments))
+    return run(parser, argv, _generate)
 
 
 def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular, reason
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, run
 from raytune_fsdp.cli.region import clean
 from raytune_fsdp.cli.runs import check_run
 
@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp logs") -> 
     parser.add_argument("--attempt", type=int, metavar="N", help="this attempt (default: the newest)")
     parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of each rank")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _logs(parser, arguments))
+    return run(parser, argv, _logs)
 
 
 def _logs(parser: Parser, arguments: Sequence[str]) -> int:
@@ -67,10 +66,6 @@ def attempts_of(place: RunDir) -> list[int]:
     return sorted(_numbers(place.path / "logs", "attempt-", ""))
 
 
-def _ranks_of(place: RunDir, attempt: int) -> list[int]:
-    return sorted(_numbers(place.logs(attempt), "rank-", ".log"))
-
-
 def _numbers(directory: Path, before: str, after: str) -> Iterator[int]:
     for each in directory.iterdir() if directory.is_dir() else ():
         number = each.name.removeprefix(before).removesuffix(after)
@@ -88,7 +83,7 @@ def _files(place: RunDir, attempt: int | None, rank: int | None, *, alive: bool)
     chosen = attempts[-1] if attempt is None else attempt
     if chosen not in attempts:
         raise ResumeError(f"--attempt {chosen}: {place.path.name} has logs of {_listed('attempt', attempts)}")
-    ranks = _ranks_of(place, chosen)
+    ranks = sorted(_numbers(place.logs(chosen), "rank-", ".log"))
     if rank is not None and rank not in ranks:
         there = _listed("rank", ranks) if ranks else "no rank yet"
         raise ResumeError(f"--rank {rank}: attempt {chosen} of {place.path.name} has logs of {there}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
-from raytune_fsdp.cli.common import ConfigParser, exit_code, say_lines
+from raytune_fsdp.cli.common import ConfigParser, run, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
 from raytune_fsdp.plan.cadence import in_words
 
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
     plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _plan(parser, arguments))
+    return run(parser, argv, _plan)
 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
@@ -64,7 +63,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     plan_as_page.check(parser, found)
     plan = resolve(config, world, census)
     if found.serve:
-        return plan_as_page.serve_plan(parser, found, config, census, world)
+        return plan_as_page.serve_plan(found, config, census, world)
     place = RunDir.of(config)
     units = _units(found, config, plan) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)

@@ -22,11 +22,9 @@ def add_flags(parser: ConfigParser) -> None:
     parser.add_argument("--no-browser", action="store_true", help="with --serve: print its address, and open nothing")
 
 
-def serve_plan(
-    parser: ConfigParser, found: Namespace, config: FinetuneConfig, census: Census | None, world: int
-) -> int:
+def serve_plan(found: Namespace, config: FinetuneConfig, census: Census | None, world: int) -> int:
     """Serve the page until somebody stops it."""
-    with server_of(parser, found, config, census, world) as server:
+    with server_of(found, config, census, world) as server:
         print(f"the plan is at {server.url}\nCtrl-C ends it", flush=True)
         if not found.no_browser:
             _open(server.url)
@@ -37,9 +35,7 @@ def serve_plan(
     return 0
 
 
-def server_of(
-    parser: ConfigParser, found: Namespace, config: FinetuneConfig, census: Census | None, world: int
-) -> PlanServer:
+def server_of(found: Namespace, config: FinetuneConfig, census: Census | None, world: int) -> PlanServer:
     """Return the server, which listens already."""
     from raytune_fsdp.predict.devices import find_device, link_speed
 

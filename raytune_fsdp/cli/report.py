@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, exit_code, say
+from raytune_fsdp.cli.common import Parser, run, say
 
 COMPARISON = "comparison.html"
 
@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -
         f"runs report/{COMPARISON} of the first)",
     )
     parser.add_argument("--png", action="store_true", help="also draw the loss as a picture, next to the page")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _report(parser, arguments))
+    return run(parser, argv, _report)
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.cli.common import Parser, exit_code, nearest, say
+from raytune_fsdp.cli.common import Parser, nearest, run, say
 
 if TYPE_CHECKING:
     from raytune_fsdp.plan.run_dir import RunDir
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> 
     )
     parser.add_argument("storage", type=Path, nargs="?", default=Path("runs"), help="run.storage (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every run")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _runs(parser, arguments))
+    return run(parser, argv, _runs)
 
 
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:

@@ -6,14 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 
-from raytune_fsdp.cli.common import Parser, exit_code
+from raytune_fsdp.cli.common import Parser, run
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
     """Print the schema; return the exit code."""
     parser = Parser(prog, "Print the JSON schema of a run's config, for editors.")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _schema(parser, arguments))
+    return run(parser, argv, _schema)
 
 
 def _schema(parser: Parser, arguments: Sequence[str]) -> int:

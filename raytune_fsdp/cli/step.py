@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import printable, printable_json
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust_places, config_of_run, exit_code
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust_places, config_of_run, run
 from raytune_fsdp.cli.progress import shown
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
     parser.add_argument("--base", metavar="PATH", help=BASE)
     parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
     add_trust_places(parser)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _step(parser, arguments))
+    return run(parser, argv, _step)
 
 
 def _step(parser: ConfigParser, arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, exit_code, say
+from raytune_fsdp.cli.common import Parser, run, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.record import names
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") ->
         prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
     )
     parser.add_argument("run", type=Path, help="run directory")
-    arguments = sys.argv[1:] if argv is None else argv
-    return exit_code(lambda: _watch(parser, arguments))
+    return run(parser, argv, _watch)
 
 
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:

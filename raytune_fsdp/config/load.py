@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.problems import explain
+from raytune_fsdp.config.problems import below, explain
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, find, tags
 from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, listed, parse, problem_line, scalar, spelled
@@ -42,11 +42,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Finet
     if problems:
         raise ConfigError(*problems)
     return config
-
-
-def dump_config(config: FinetuneConfig) -> str:
-    """Return the whole config as YAML, defaults included, so that it keeps its meaning when a default changes."""
-    return dump(config.model_dump())  # not its JSON mode, which turns infinities in free-form maps into null
 
 
 def recorded_text(config: FinetuneConfig) -> str:
@@ -301,17 +296,17 @@ def _put(tree: dict[str, Any], override: Override, root: Place) -> None:
     for depth, part in enumerate(parents):
         key = _key(node, part, override, depth)
         place = place.child(part) if place is not None else ANYTHING
-        below = _get(node, key)
-        if below is None or (isinstance(below, Plain) and below.value is None):
-            below = _start(place, override.path[depth + 1])
-            _set(node, key, below)
-        elif not isinstance(below, (dict, list)) and place is not None and place.sections:
-            below = {}  # the field may also be a single value, which this replaces
-            _set(node, key, below)
-        if not isinstance(below, (dict, list)):
+        found = below(node, key)
+        if found is None or (isinstance(found, Plain) and found.value is None):
+            found = _start(place, override.path[depth + 1])
+            _set(node, key, found)
+        elif not isinstance(found, (dict, list)) and place is not None and place.sections:
+            found = {}  # the field may also be a single value, which this replaces
+            _set(node, key, found)
+        if not isinstance(found, (dict, list)):
             where = ".".join(override.path[: depth + 1])
-            raise Problem(f"{override.flag}: {where} is {spelled(below)!r}, which has no fields")
-        node = below
+            raise Problem(f"{override.flag}: {where} is {spelled(found)!r}, which has no fields")
+        node = found
     _set(node, _key(node, last, override, len(parents)), override.value)
 
 
@@ -335,12 +330,6 @@ def _key(node: dict[str, Any] | list[Any], part: str, override: Override, depth:
         items = "1 item" if len(node) == 1 else f"{len(node)} items"
         raise Problem(f"{override.flag}: {where} has {items}; --{where}.{len(node)} appends the next one")
     return int(part)
-
-
-def _get(node: Any, key: Any) -> Any:
-    if isinstance(node, dict):
-        return node.get(key)
-    return node[key] if key < len(node) else None
 
 
 def _set(node: Any, key: Any, value: Any) -> None:

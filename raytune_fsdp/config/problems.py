@@ -54,7 +54,7 @@ def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Pl
             label_next = False
             continue
         path.append(str(part))
-        tree = _below(tree, part)
+        tree = below(tree, part)
         holder = place
         place = place.child(str(part)) if place is not None else None
         if place is not None and len(place.options) > 1:
@@ -64,7 +64,8 @@ def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Pl
     return tuple(path), place, holder
 
 
-def _below(tree: Any, part: int | str) -> Any:
+def below(tree: Any, part: int | str) -> Any:
+    """Return what a tree has under a key or an index; None if it has nothing there."""
     if isinstance(tree, dict):
         return tree.get(part)
     return tree[part] if isinstance(tree, list) and isinstance(part, int) and part < len(tree) else None

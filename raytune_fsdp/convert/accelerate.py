@@ -139,13 +139,6 @@ def _clipping(c: Translation, key: str) -> None:
     c.carry(key, "optim.max_grad_norm", c.get(key, number, 1.0) or None)
 
 
-def _accumulation(c: Translation, key: str) -> None:
-    if c.get(key, text, "1") in ("1", "auto"):
-        c.say(key, "same", "one, or as the training script says")
-    else:
-        c.say(key, "refused", "a part of train.global_batch: set that to the samples of a GPU x this x GPUs")
-
-
 def _megatron(c: Translation) -> bool:
     return str(spelled(c.given.get("distributed_type"))).upper() == "MEGATRON_LM"
 
@@ -181,11 +174,13 @@ def _options() -> tuple[TheirOption, ...]:
         settled(deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
         settled(deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
         ask(deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
-        ask(
+        refuse(
             deep("gradient_accumulation_steps"),
-            "refused, unless it is 1 or auto: a part of `train.global_batch`",
-            _accumulation,
-        ),
+            "a part of train.global_batch: set that to the samples of a GPU x this x GPUs",
+            off=(1, "auto"),
+            alike="one, or as the training script says",
+            here="refused, unless it is 1 or auto: a part of `train.global_batch`",
+        ),  # fmt: skip
         ask("dynamo_config.dynamo_backend dynamo_backend", "`parallel.compile`", _compiler),
         leave(
             "dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph",

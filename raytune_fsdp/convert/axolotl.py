@@ -26,13 +26,14 @@ from raytune_fsdp.convert.rules import (
     switch,
     table,
     text,
+    unless_zero,
     whole,
     words,
 )
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory, times_per_epoch
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
-from raytune_fsdp.convert.training import early_stopping, noise, optim_options, say_precision, shared_options
+from raytune_fsdp.convert.training import early_stopping, optim_options, say_precision, shared_options
 
 _ATTENTION_SWITCHES = {
     "flash_attention": "flash_attention_2",
@@ -287,7 +288,7 @@ def _refused_options() -> tuple[TheirOption, ...]:
         ),
         refuse("embedding_lr embedding_lr_scale lr_groups", "set rates by pattern in `optim.groups`"),
         refuse("adam_beta3 adam_epsilon2 torchdistx_path", "for optimizers that are not here"),
-        ask("noisy_embedding_alpha", "`train.neftune_noise_alpha`", noise),
+        unless_zero("noisy_embedding_alpha", "train.neftune_noise_alpha"),
         refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
         refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),
         refuse("fix_untrained_tokens", "rows of tokens that were never trained stay as the model has them"),

@@ -23,12 +23,12 @@ from raytune_fsdp.convert.rules import (
     switch,
     table,
     text,
+    unless_zero,
     whole,
     words,
 )
 from raytune_fsdp.convert.sharding import FP8
 from raytune_fsdp.convert.training import (
-    balance,
     early_stopping,
     finish_training,
     prepare_training,
@@ -203,20 +203,6 @@ def _new_tokens(c: Translation, key: str) -> None:
     c.carry(key, "model.add_tokens", added, "their rows start as the mean of all")
 
 
-def _split_tokens(c: Translation, key: str) -> None:
-    if c.get(key, flag, False):
-        c.carry(key, "data.special_tokens_in_text", "escape")
-    else:
-        c.say(key, "same", "data.special_tokens_in_text=keep")
-
-
-def _mixing(c: Translation, key: str) -> None:
-    if c.get(key, text, "concat") == "concat":
-        c.say(key, "same", "every row is seen once in an epoch")
-    else:
-        c.say(key, "refused", "set data.train.*.share, which is exact instead of drawn")
-
-
 def _model_options() -> tuple[TheirOption, ...]:
     return (
         carry("model_name_or_path", "model.path", text),
@@ -224,7 +210,7 @@ def _model_options() -> tuple[TheirOption, ...]:
         ask("flash_attn", "`model.attention`", _attention),
         carry("resize_vocab", "model.resize_embeddings", flag),
         ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
-        ask("split_special_tokens", "`data.special_tokens_in_text: escape`", _split_tokens),
+        switch("split_special_tokens", "data.special_tokens_in_text", "escape", "data.special_tokens_in_text=keep"),
         switch("train_from_scratch", "model.init", "random", "from the model's weights"),
         settled("pure_bf16", "`parallel.precision: bf16_pure`"),
         settled("disable_gradient_checkpointing", "`parallel.activation_checkpointing` (on by default there)"),
@@ -240,7 +226,7 @@ def _model_options() -> tuple[TheirOption, ...]:
         refuse("new_special_tokens_config", "list the tokens in `model.add_tokens`, with `like`"),
         leave("init_special_tokens", "see `model.add_tokens.N.like`"),
         refuse("rope_scaling", "set what you need in `model.overrides`", off=()),
-        ask("moe_aux_loss_coef", "`train.router_aux_loss_coef`", balance),
+        unless_zero("moe_aux_loss_coef", "train.router_aux_loss_coef"),
         refuse("shift_attn mixture_of_depths", "the network stays as it is"),
         settled("quantization_bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
         settled("quantization_method", "as bnb does it; others refused"),
@@ -329,7 +315,13 @@ def _data_options() -> tuple[TheirOption, ...]:
         ask(
             "max_samples", "`data.train.N.rows.first`", lambda c, key: c.say(key, "carried", "data.train.*.rows.first")
         ),
-        ask("mix_strategy", "same for concat, else refused", _mixing),
+        refuse(
+            "mix_strategy",
+            "set data.train.*.share, which is exact instead of drawn",
+            off=("concat",),
+            alike="every row is seen once in an epoch",
+            here="same for concat, else refused",
+        ),  # fmt: skip
         switch("disable_shuffling", "data.shuffle", "none", "the order is random"),
         carry("ray_num_workers", "cluster.workers", whole),
         refuse("interleave_probs", "set data.train.*.share", off=()),

@@ -189,16 +189,28 @@ def carry(names: str, field: str, read: Callable[[Any], Any], note: str = "") ->
     return TheirOption(tuple(names.split()), f"`{field}`{note and f': {note}'}", rule)
 
 
-def switch(names: str, field: str, value: Any, off: str) -> TheirOption:
+def switch(names: str, field: str, value: Any, off: str, note: str = "") -> TheirOption:
     """Make switches that give a field of ours this value if they are on; `off` says what both projects do otherwise."""
 
     def rule(c: Translation, key: str) -> None:
         if c.get(key, flag, False):
-            c.carry(key, field, value)
+            c.carry(key, field, value, note)
         else:
             c.say(key, "same", off)
 
     return TheirOption(tuple(names.split()), f"`{field}: {shown(value, field)}`", rule)
+
+
+def unless_zero(names: str, field: str, when: str = "") -> TheirOption:
+    """Make options whose value becomes that of a field of ours, and which are off with 0."""
+
+    def rule(c: Translation, key: str) -> None:
+        if value := c.get(key, number, 0):
+            c.carry(key, field, value)
+        else:
+            c.say(key, "same", "off, as here")
+
+    return TheirOption(tuple(names.split()), f"`{field}`{when and f', {when}'}", rule)
 
 
 def same(names: str, why: str) -> TheirOption:
@@ -209,8 +221,13 @@ def leave(names: str, why: str) -> TheirOption:
     return TheirOption(tuple(names.split()), f"left: {why}", None, Said("left", why))
 
 
-def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str = "off, as here") -> TheirOption:
-    """Make options that cannot be carried. With a value in `off`, or an empty one, they mean what happens here, too."""
+def refuse(
+    names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str = "off, as here", here: str = ""
+) -> TheirOption:
+    """Make options that cannot be carried. With a value in `off`, or an empty one, they mean what happens here, too.
+
+    `here`: what the documentation says instead of `why`.
+    """
 
     def rule(c: Translation, key: str) -> None:
         value = spelled(c.given[key])
@@ -219,7 +236,7 @@ def refuse(names: str, why: str, off: tuple[Any, ...] = (False, 0), alike: str =
         else:
             c.say(key, "refused", why)
 
-    return TheirOption(tuple(names.split()), f"refused: {why}", rule)
+    return TheirOption(tuple(names.split()), here or f"refused: {why}", rule)
 
 
 def _alike(value: Any, other: Any) -> bool:

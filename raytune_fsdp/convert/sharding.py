@@ -17,6 +17,7 @@ from raytune_fsdp.convert.rules import (
     plain,
     same,
     settled,
+    switch,
     text,
     words,
 )
@@ -109,7 +110,12 @@ def fsdp_options() -> tuple[TheirOption, ...]:
             names("sharding_strategy reshard_after_forward"), "`parallel.strategy` (hybrid: `shard_size`, too)", shards
         ),
         carry(names("offload_params"), "parallel.cpu_offload", flag),
-        ask(names("cpu_ram_efficient_loading"), "`model.fill: rank0`, if true", _fill),
+        switch(
+            names("cpu_ram_efficient_loading"),
+            "model.fill",
+            "rank0",
+            "no rank needs memory for the whole model (model.fill=auto)",
+        ),  # fmt: skip
         settled(names("activation_checkpointing"), "`parallel.activation_checkpointing: full`"),
         carry(names("activation_checkpointing_offload"), "parallel.activation_offload", flag),
         same(names("version") + " fsdp_version", "always FSDP 2"),
@@ -130,10 +136,3 @@ def fsdp_options() -> tuple[TheirOption, ...]:
 
 def _both(word: str) -> tuple[str, str]:
     return f"fsdp_config.fsdp_{word}", f"fsdp_config.{word}"
-
-
-def _fill(c: Translation, key: str) -> None:
-    if c.get(key, flag, False):
-        c.carry(key, "model.fill", "rank0")
-    else:
-        c.say(key, "same", "no rank needs memory for the whole model (model.fill=auto)")

@@ -20,6 +20,7 @@ from raytune_fsdp.convert.rules import (
     settled,
     switch,
     text,
+    unless_zero,
     whole,
     words,
 )
@@ -89,13 +90,6 @@ def _keep(c: Translation, key: str) -> None:
         c.say(key, "left", "all are kept there, the last two here; see checkpoint.keep_last")
 
 
-def _best(c: Translation, key: str) -> None:
-    if c.get(key, flag, False):
-        c.carry(key, "checkpoint.keep_best", 1, "the run exports its end; the best one with `raytune-fsdp export`")
-    else:
-        c.say(key, "same", "the run exports its end")
-
-
 def _metric(c: Translation, key: str) -> None:
     if c.get(key, text, "loss") in ("loss", "eval_loss"):
         c.say(key, "same", "the mean loss over all evaluations")
@@ -126,13 +120,6 @@ def _sampling(c: Translation, key: str) -> None:
 
 def _timeout(c: Translation, key: str) -> None:
     c.carry(key, "cluster.collective_minutes", c.get(key, number, 1800) / 60)
-
-
-def _resume(c: Translation, key: str) -> None:
-    if spelled(c.given[key]) in (True, False, "true", "false", ""):
-        c.say(key, "same", "the same name continues the same run (run.resume)")
-    else:
-        c.say(key, "refused", "a run of another trainer cannot be continued; name its weights as the model")
 
 
 def _log(c: Translation, key: str) -> None:
@@ -176,28 +163,6 @@ def _clip(c: Translation, key: str) -> None:
     c.carry(key, "optim.max_grad_norm", norm or None)
 
 
-def noise(c: Translation, key: str) -> None:
-    """Carry NEFTune's noise."""
-    _unless_zero(c, key, "train.neftune_noise_alpha")
-
-
-def balance(c: Translation, key: str) -> None:
-    """Carry the load-balancing loss of a mixture of experts."""
-    _unless_zero(c, key, "train.router_aux_loss_coef")
-
-
-def _smoothing(c: Translation, key: str) -> None:
-    _unless_zero(c, key, "train.label_smoothing")
-
-
-def _unless_zero(c: Translation, key: str, field: str) -> None:
-    value = c.get(key, number, 0)
-    if value:
-        c.carry(key, field, value)
-    else:
-        c.say(key, "same", "off, as here")
-
-
 def optim_options() -> tuple[TheirOption, ...]:
     """Return the options of the optimizer, which have the same names in axolotl."""
     return (
@@ -219,7 +184,7 @@ def optim_options() -> tuple[TheirOption, ...]:
             "optim_target_modules",
             "no optimizer here projects gradients of some modules; for rates by pattern see `optim.groups`",
         ),
-        ask("neftune_noise_alpha", "`train.neftune_noise_alpha`", noise),
+        unless_zero("neftune_noise_alpha", "train.neftune_noise_alpha"),
         refuse(
             "auto_find_batch_size",
             "a batch is what `train` says; a smaller micro_batch does not change what is learned",
@@ -239,11 +204,23 @@ def shared_options() -> tuple[TheirOption, ...]:
         settled("bf16 fp16", "`parallel.precision`"),
         ask("save_total_limit", "`checkpoint.keep_last`, at least 2", _keep),
         ask("logging_steps", "`train.log_every`", _log),
-        ask("load_best_model_at_end", "`checkpoint.keep_best: 1`", _best),
+        switch(
+            "load_best_model_at_end",
+            "checkpoint.keep_best",
+            1,
+            "the run exports its end",
+            "the run exports its end; the best one with `raytune-fsdp export`",
+        ),  # fmt: skip
         ask("metric_for_best_model", "same for the loss, else refused with load_best_model_at_end", _metric),
         ask("greater_is_better", "`checkpoint.best_is`, if the metric is the loss", _direction),
         ask("ddp_timeout", "`cluster.collective_minutes`", _timeout),
-        ask("resume_from_checkpoint", "same (`run.resume`); a path is refused", _resume),
+        refuse(
+            "resume_from_checkpoint",
+            "a run of another trainer cannot be continued; name its weights as the model",
+            off=(True, False, 1, 0),
+            alike="the same name continues the same run (run.resume)",
+            here="same (`run.resume`); a path is refused",
+        ),  # fmt: skip
         ask("attn_implementation", "`model.attention`", attention),
         ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
         *deepspeed_options(),
@@ -283,7 +260,7 @@ def training_options() -> tuple[TheirOption, ...]:
         ask("optim", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer),
         *optim_options(),
         *shared_options(),
-        ask("label_smoothing_factor", "`train.label_smoothing`, in training only", _smoothing),
+        unless_zero("label_smoothing_factor", "train.label_smoothing", "in training only"),
         settled("activation_checkpointing", "`parallel.activation_checkpointing: full`"),
         carry("tf32", "parallel.tf32", flag),
         carry("full_determinism", "run.deterministic", flag),

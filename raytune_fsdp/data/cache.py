@@ -34,12 +34,23 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.packing import PackedSamples
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
 
-# One built window: its packed samples, the counts of its rows, and the bytes in which both are stored.
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the bytes: an Arrow stream with one record batch, then its xxh3_128 (16 bytes)."""
 
 _DIGEST_BYTES = 16
+FILES = "files"
+_ABOUT = "about.json"
+_TEMPORARY = ".tmp"
+_LOCKS = 1024
+_LOCK_SECONDS = 300.0
+"""A process that has waited this long for another to build a window builds it itself."""
+_OURS = re.compile(r"[0-9a-f]{32}")
+# A temporary file older than this was left by a process that was killed: writing one takes seconds.
+_ABANDONED_SECONDS = 3600
+_BYTES_BETWEEN_LOOKS = 1 << 30
+"""A process measures the size of the whole cache again after adding this much to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,21 +168,6 @@ def _bits(flags: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> pa.Array:
     packed = np.packbits(flags, axis=1)
     width = _row_bytes(flags.shape[1])
     return pa.Array.from_buffers(pa.binary(width), len(flags), [None, pa.py_buffer(packed.tobytes())])
-
-
-logger = logging.getLogger(__name__)
-
-FILES = "files"
-_ABOUT = "about.json"
-_TEMPORARY = ".tmp"
-_LOCKS = 1024
-_LOCK_SECONDS = 300.0
-"""A process that has waited this long for another to build a window builds it itself."""
-_OURS = re.compile(r"[0-9a-f]{32}")
-# A temporary file older than this was left by a process that was killed: writing one takes seconds.
-_ABANDONED_SECONDS = 3600
-_BYTES_BETWEEN_LOOKS = 1 << 30
-"""A process measures the size of the whole cache again after adding this much to it."""
 
 
 @dataclass(slots=True)

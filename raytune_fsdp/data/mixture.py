@@ -150,20 +150,13 @@ class Interleaving:
         common = math.lcm(*(count for count in counts if count))
         self._scales = tuple(common // count if count else 0 for count in counts)
 
-    def at(self, place: int) -> tuple[int, int]:
-        """Return dataset and entry at one place."""
-        if not 0 <= place < self.total:
-            raise IndexError(f"{place} is not in range({self.total})")
-        _, dataset, entry = min(self._heads(self._before(place)))
-        return dataset, entry
-
     def walk(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield datasets and entries of the places first <= place < last."""
         return islice(self._merged(self._before(first)), max(0, min(last, self.total) - first))
 
     def _merged(self, taken: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the datasets and entries that follow, in order; `taken`: how many entries of each come before."""
-        heads = self._heads(taken)
+        heads = [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
         heapq.heapify(heads)
         while heads:
             _, dataset, entry = heads[0]
@@ -175,9 +168,6 @@ class Interleaving:
 
     def _key(self, dataset: int, entry: int) -> int:
         return (2 * entry + 1) * self._scales[dataset]
-
-    def _heads(self, taken: Sequence[int]) -> list[tuple[int, int, int]]:
-        return [(self._key(d, n), d, n) for d, n in enumerate(taken) if n < self.counts[d]]
 
     def _before(self, place: int) -> list[int]:
         """Return how many entries of each dataset come before a place."""
@@ -270,12 +260,6 @@ class Mixture:
         starts, order = self._of_epoch(epoch)
         for dataset, entry in order.walk(first, last):
             yield dataset, self._row(dataset, starts[dataset] + entry)
-
-    def row(self, epoch: int, place: int) -> tuple[int, int]:
-        """Return dataset and row at one place of an epoch."""
-        starts, order = self._of_epoch(epoch)
-        dataset, entry = order.at(place)
-        return dataset, self._row(dataset, starts[dataset] + entry)
 
     def _starts(self, epoch: int) -> list[int]:
         """Return the first entry of each dataset in an epoch: epoch times its rows per epoch, rounded up."""

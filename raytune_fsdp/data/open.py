@@ -49,49 +49,6 @@ def open_data(
     that run was begun, by which evaluations are read that it has gained since. Where it is not known (None), they are
     read like the rest.
     """
-    train, evals, warn = _open_data(config, tokenizer, vocab_size, progress, order_version, newest_order)
-    opened = [train, *evals.values()]
-    if order_version is None:
-        # A run has one version, and its evaluations must have the same rows when it continues. So must the questions of
-        # tasks, which are opened separately.
-        tasks = [find_files(task).order_version for task in config.eval.tasks if task.path]
-        version = max([*(each.order_version for each in opened), *tasks])
-        for windows in opened:
-            windows.raise_order(version)
-    warn()
-    warn_of_unread([column for windows in opened for column in windows.unread])
-    return train, evals
-
-
-def open_evals(
-    config: FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    progress: Progress | None = None,
-    *,
-    order_version: int | None = None,
-    newest_order: int | None = None,
-) -> dict[str, Windows]:
-    """Open only the evaluation datasets, as a run with these versions (see `open_data`) reads them.
-
-    The training data may be missing, unless the evaluation is on rows held out of it.
-    """
-    if isinstance(config.data.eval, HeldOutConfig):
-        return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
-    evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
-    warn_of_unread([column for windows in evals.values() for column in windows.unread])
-    return evals
-
-
-def _open_data(
-    config: FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    progress: Progress | None,
-    order_version: int | None,
-    newest_order: int | None = None,
-) -> tuple[Windows, dict[str, Windows], Callable[[], None]]:
-    """Return the training data, the evaluations, and a function that logs the warnings about them."""
     windows = _opener(config, tokenizer, vocab_size, progress, order_version)
     data, datasets, order = config.data, config.data.train, order_of(order_version)
     names, trained = dataset_names(datasets), [i for i, dataset in enumerate(datasets) if _is_trained(dataset)]
@@ -113,13 +70,39 @@ def _open_data(
         measured = {HELD_OUT: np.concatenate([own[i][pairs[i][1].numbers] for i in some])}
         own = {i: np.delete(each, pairs[i][1].numbers) for i, each in own.items()}
     train = windows(datasets, without_equal(names, sources, own, measured.values(), data))
+    opened = [train, *evals.values()]
+    if order_version is None:
+        # A run has one version, and its evaluations must have the same rows when it continues. So must the questions of
+        # tasks, which are opened separately.
+        tasks = [find_files(task).order_version for task in config.eval.tasks if task.path]
+        version = max([*(each.order_version for each in opened), *tasks])
+        for each in opened:
+            each.raise_order(version)
+    if not data.drop_eval_duplicates:
+        known = _warn_of_overlap(train, evals)
+        warn_of_measured({names[i]: each for i, each in own.items()}, measured, known=known)
+    warn_of_unread([column for each in opened for column in each.unread])
+    return train, evals
 
-    def warn() -> None:
-        if not data.drop_eval_duplicates:
-            known = _warn_of_overlap(train, evals)
-            warn_of_measured({names[i]: each for i, each in own.items()}, measured, known=known)
 
-    return train, evals, warn
+def open_evals(
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    progress: Progress | None = None,
+    *,
+    order_version: int | None = None,
+    newest_order: int | None = None,
+) -> dict[str, Windows]:
+    """Open only the evaluation datasets, as a run with these versions (see `open_data`) reads them.
+
+    The training data may be missing, unless the evaluation is on rows held out of it.
+    """
+    if isinstance(config.data.eval, HeldOutConfig):
+        return open_data(config, tokenizer, vocab_size, progress, order_version=order_version)[1]
+    evals = _named(config.data.eval, _opener(config, tokenizer, vocab_size, progress, order_version, newest_order))
+    warn_of_unread([column for windows in evals.values() for column in windows.unread])
+    return evals
 
 
 def _is_trained(dataset: DatasetConfig) -> bool:

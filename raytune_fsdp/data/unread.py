@@ -12,7 +12,6 @@ from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import FUNCTIONS, PythonFormat, TokensFormat
 from raytune_fsdp.data.mixture import ORDER_VERSION
-from raytune_fsdp.data.rows.work import size_of
 from raytune_fsdp.data.sources.opening import columns_of
 from raytune_fsdp.data.sources.source import Columns, Row, Source, dataset_names
 
@@ -118,9 +117,24 @@ def _first_rows(source: Source) -> list[Row]:
         while first < last and size < _CHARACTERS:
             some = source.rows(range(first, min(first + many, last)))
             rows += (row for row in some if not isinstance(row, RowError))
-            size += sum(size_of(row) for row in some if not isinstance(row, RowError))
+            size += sum(_size_of(row) for row in some if not isinstance(row, RowError))
             first, many = first + many, 2 * many
     return rows
+
+
+def _size_of(row: Row) -> int:
+    """Return the size of a row's content: its characters, and 64 for each value."""
+    total, stack = 0, [row]
+    while stack:
+        item: Any = stack.pop()
+        total += 64
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, dict):
+            stack += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            stack += item
+    return total
 
 
 def _is_filled(value: Any) -> bool:

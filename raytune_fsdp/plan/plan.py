@@ -319,14 +319,9 @@ def _shard_size(config: FinetuneConfig, world: int) -> int:
     return mesh.shard * mesh.together if mesh.shard is not None else world // (mesh.replicate or 1)
 
 
-def _micro_batches(config: FinetuneConfig) -> int:
-    """Return the micro-batches of a step: no more data ranks than these have something to do."""
-    return config.train.global_batch // config.train.micro_batch
-
-
 def _check_micro_batches(config: FinetuneConfig, world: int) -> None:
-    train, micro_batches, together = config.train, _micro_batches(config), config.parallel.mesh.together
-    data_ranks = world // together
+    train, together = config.train, config.parallel.mesh.together
+    micro_batches, data_ranks = train.global_batch // train.micro_batch, world // together
     if micro_batches < data_ranks:
         shared = f" in groups of {together}" if together > 1 else ""
         raise ConfigError(

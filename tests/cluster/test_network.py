@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.record.jsonl import read_trajectory
 from tests.cluster.network import Network, wait, why_not
+from tests.config_text import dump_config
 from tests.ray.jobs import ROOT, TRAIN, config_of, events
 from tests.runs import trajectory
 

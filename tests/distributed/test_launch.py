@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.config.load import dump_config, load_config
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.record.names import with_perplexity
 from tests.checkpoints import checkpoints
+from tests.config_text import dump_config
 from tests.mlflow_server import whole
 from tests.runs import GPT2, make_config, trajectory
 

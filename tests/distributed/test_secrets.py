@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.names import SETTINGS_CHANGED
+from tests.config_text import dump_config
 from tests.planted import FILL, SHAPES
 from tests.runs import make_config
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
+from tests.config_text import dump_config
 from tests.mlflow_server import whole
 from tests.runs import GPT2, make_config
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
+from tests.config_text import dump_config
 from tests.ray.jobs import FAULTS, ROOT, Nodes
 from tests.runs import make_config
 

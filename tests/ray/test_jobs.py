@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.record.jsonl import read_trajectory
 from tests.checkpoints import checkpoints
+from tests.config_text import dump_config
 from tests.ray.jobs import ROOT, TRAIN, config_of, events, mlflow_runs
 from tests.runs import trajectory
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.config.load import dump_config
+from tests.config_text import dump_config
 from tests.ray.jobs import ROOT, TEMPORARY
 from tests.runs import make_config
 from tests.terminal import Session, on_terminal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.config.load import dump_config
+from tests.config_text import dump_config
 from tests.models import save_checkpoint
 from tests.runs import make_config
 

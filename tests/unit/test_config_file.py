@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config, load_config
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.config.text import dump, parse, spelled
+from tests.config_text import dump_config
 
 YAML = """
 run: {name: 2024}

@@ -12,8 +12,9 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.redaction import REDACTED
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config, load_config, recorded_text
+from raytune_fsdp.config.load import load_config, recorded_text
 from raytune_fsdp.config.recorded import recorded, shown_uri
+from tests.config_text import dump_config
 from tests.planted import FILL, SHAPES
 
 NEEDED = ["--run.name=x", "--model.path=m", "--data.train.0.path=a", "--train.global_batch=4", "--train.max_steps=1"]

@@ -11,8 +11,8 @@ import pytest
 
 from raytune_fsdp.base.errors import pip_install
 from raytune_fsdp.cli import main
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.demo import TOKENIZER
+from tests.config_text import dump_config
 from tests.runs import make_config
 
 CHAT = [

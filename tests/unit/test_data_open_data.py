@@ -157,7 +157,8 @@ def test_weights_are_not_for_evaluation(tmp_path: Path) -> None:
     ],
 )
 def test_credentials_are_kept_out_of_the_config_and_of_the_error(tmp_path: Path, url: str, refused: bool) -> None:
-    from raytune_fsdp.config.load import dump_config, load_config
+    from raytune_fsdp.config.load import load_config
+    from tests.config_text import dump_config
 
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(make_config(tmp_path)))

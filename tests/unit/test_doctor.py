@@ -23,7 +23,6 @@ import pytest
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.launch.shared_storage import put_token
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.plan.run_dir import RunDir
@@ -32,6 +31,7 @@ from raytune_fsdp.tools.doctor import checkup, cluster, deadline, machines, netw
 from raytune_fsdp.tools.doctor import checkup as at_start
 from raytune_fsdp.tools.doctor import machines as kernels
 from raytune_fsdp.tools.doctor.finding import Finding, page, refused
+from tests.config_text import dump_config
 from tests.runs import LLAMA, make_config
 
 ROOT = Path(__file__).parents[2]

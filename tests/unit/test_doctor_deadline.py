@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 from raytune_fsdp.base.threads import in_thread
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.launch.shared_storage import put_token
 from raytune_fsdp.tools.doctor import checkup, cluster, deadline, machines, node, own_process, storage, writing
 from raytune_fsdp.tools.doctor.deadline import Asked, Deadline
 from raytune_fsdp.tools.doctor.finding import Finding, exit_code, ok
+from tests.config_text import dump_config
 from tests.runs import make_config
 
 ROOT = Path(__file__).parents[2]

@@ -23,11 +23,12 @@ from raytune_fsdp.plan.counts import Census, DatasetCount, SkippedRow
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.lines import to_bytes
-from raytune_fsdp.record.report.facts import best, settings
+from raytune_fsdp.record.report.facts import best, evaluations, settings
 from raytune_fsdp.record.report.history import census_of, read_history
 from raytune_fsdp.record.report.history import data_of as data_of_census
 from raytune_fsdp.record.report.page import make_report, page
 from raytune_fsdp.record.report.spikes import spikes
+from raytune_fsdp.record.report.summary import summary
 from raytune_fsdp.record.report.thin import buckets, thinned
 from tests.records import HOSTILE, make_config, write_run
 
@@ -393,6 +394,20 @@ def test_the_best_evaluation_is_the_one_that_the_run_has_kept(
             record.write(to_bytes(line))
     found = best(read_history(run))
     assert found is not None and found.step == step
+
+
+def test_page_and_terminal_agree_which_value_of_a_metric_is_the_best(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    values = {"eval/x/loss": 2.0, "eval/x/accuracy": 0.5, "tasks/y/exact_match": 0.25, "eval/x/toxicity": 0.5}
+    with (run / "metrics.jsonl").open("wb") as record:
+        for step, factor in ((10, 1.0), (20, 0.5), (30, 2.0), (40, 1.0)):
+            found = {name: value * factor for name, value in values.items()}
+            record.write(to_bytes({"kind": "eval", "step": step, "values": found, "attempt": 1}))
+    said = summary(run, checkpoint="", export=None, curve=None)
+    for metric, _, top, _ in evaluations(read_history(run)):
+        step = {"eval/x/accuracy": 30, "tasks/y/exact_match": 30}.get(metric, 20)
+        assert top.endswith(f"(step {step})"), metric
+        assert re.search(rf"^{metric} .*, best .* at step {step}$", said, re.M), metric
 
 
 def test_a_run_that_its_evaluations_have_ended_is_not_called_unfinished(tmp_path: Path) -> None:

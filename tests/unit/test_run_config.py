@@ -17,12 +17,13 @@ from raytune_fsdp.base.redaction import REDACTED
 from raytune_fsdp.checkpoint import state
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config, recorded_text
+from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run import resume
 from raytune_fsdp.run.open_record import clean_config
 from raytune_fsdp.run.resume import changed_settings
+from tests.config_text import dump_config
 from tests.runs import make_config
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(60))

@@ -8,8 +8,8 @@ conversation.py    reads a row's conversation, whatever names the file uses
 user_functions.py  a function of the user's turns rows into other rows
 elsewhere.py       calls that function in a process of its own, and lists the modules that it needs
 templates.py       chat templates: which one applies, and the text it renders
-sandbox.py         where templates run; compiler.py, filters.py: Jinja's code and filters, charging for their work
-work.py            how much work a template may do for a row
+sandbox.py         the process in which templates run, with limits, one for each process that reads rows
+template_program.py  what runs there: Jinja's sandbox, with what transformers gives to templates
 turns.py           which characters of that text are trained on, found by invisible marks around each message
 encoding.py        text becomes token ids, and characters that are trained on become tokens that are
 """

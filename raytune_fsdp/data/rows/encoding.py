@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.data.rows.sandbox import Span
+from raytune_fsdp.data.rows.template_program import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

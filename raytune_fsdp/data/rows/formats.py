@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from raytune_fsdp.config.sections.formats import (
 from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
-from raytune_fsdp.data.rows.sandbox import Span
+from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import chat_template
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
@@ -61,7 +62,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class RowText:
     """A row that has become text, before it is tokenized."""
 
     text: str
@@ -100,7 +101,10 @@ class Formatter:
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
-        self._given = (format, tokenizer, vocab_size, template, columnar, special_tokens, order)
+        self._given: dict[str, Any] = {
+            "format": format, "tokenizer": tokenizer, "vocab_size": vocab_size, "template": template,
+            "columnar": columnar, "special_tokens": special_tokens, "order": order,
+        }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
@@ -128,12 +132,14 @@ class Formatter:
 
     def read_by(self, order: int) -> None:
         """Read rows by the rules of another version."""
-        self._given, self._order = (*self._given[:-1], order), order
+        self._given["order"] = self._order = order
 
     def __reduce__(self) -> Any:
         # Without the encoder, which each process makes once from the tokenizer (see encoding._backends).
-        function = self.function
-        return _formatter, (*self._given, *((None, None) if function is None else (function.code, function.modules)))
+        known: dict[str, Any] = (
+            {} if self.function is None else {"code": self.function.code, "modules": self.function.modules}
+        )
+        return partial(Formatter, **self._given, **known, copied=True), ()
 
     def documents(
         self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str], *, made: bool = False
@@ -144,14 +150,14 @@ class Formatter:
         """
         read = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
         # All texts in one call: the tokenizer spreads a batch over its threads.
-        texts = [item for item in read if isinstance(item, _Text)]
+        texts = [item for item in read if isinstance(item, RowText)]
         encoded: Iterator[Tokens] = iter(())
         if texts:
             spans, literals = [each.spans for each in texts], [each.literals for each in texts]
             encoded = iter(self._encoder.encode([each.text for each in texts], spans, literals))
         documents: list[Document | RowError] = []
         for item, where in zip(read, wheres, strict=True):
-            document = self._assemble(item, next(encoded), where) if isinstance(item, _Text) else item
+            document = self._assemble(item, next(encoded), where) if isinstance(item, RowText) else item
             if isinstance(document, Document):
                 document = self._check(document, where) or document
             documents.append(document)
@@ -181,7 +187,7 @@ class Formatter:
 
     def _read_or_error(
         self, row: dict[str, Any] | RowError, where: str, made: bool = False
-    ) -> _Text | Document | RowError:
+    ) -> RowText | Document | RowError:
         if isinstance(row, RowError):
             return row
         try:
@@ -189,7 +195,7 @@ class Formatter:
         except RowError as error:
             return error
 
-    def _read(self, row: dict[str, Any], where: str) -> _Text | Document:
+    def _read(self, row: dict[str, Any], where: str) -> RowText | Document:
         format = self.format
         if isinstance(format, ChatFormat):
             conversation = read_conversation(row, format, where, columnar=self._columnar, order=self._order)
@@ -213,7 +219,7 @@ class Formatter:
         text = prompt + instruction.completion
         return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
         template = self._templates[conversation.tools is not None]
         where = conversation.where
         guarded = replace(
@@ -230,11 +236,11 @@ class Formatter:
             )
         return text
 
-    def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> _Text:
+    def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> RowText:
         text, spans, literals = self._in_text.without_breaks(text, spans)
-        return _Text(text, spans, plain, literals)
+        return RowText(text, spans, plain, literals)
 
-    def _assemble(self, text: _Text, tokens: Tokens, where: str) -> Document | RowError:
+    def _assemble(self, text: RowText, tokens: Tokens, where: str) -> Document | RowError:
         if tokens.missed is not None:
             missed = text.text[slice(*tokens.missed)]
             return RowError(
@@ -270,23 +276,6 @@ class Formatter:
                 "no_targets",
             )
         return None
-
-
-def _formatter(
-    format: Format,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    template: str | None,
-    columnar: bool,
-    special_tokens: Policy,
-    order: int,
-    code: str | None,
-    modules: Mapping[str, str] | None,
-) -> Formatter:
-    return Formatter(
-        format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=columnar, code=code,
-        modules=modules, special_tokens=special_tokens, order=order, copied=True,
-    )  # fmt: skip
 
 
 def _content(document: Document | RowError) -> Any:

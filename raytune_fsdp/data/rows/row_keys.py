@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from tokenizers.models import WordLevel, WordPiece
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import Format
 from raytune_fsdp.data.rows.conversation import Conversation
-from raytune_fsdp.data.rows.formats import Document, Formatter, _Text
+from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ Keys = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Said(_Text):
+class _Said(RowText):
     """A conversation, not rendered, and what is said in it."""
 
     said: str
@@ -55,7 +56,8 @@ class RowKeys(Formatter):
         self._unknown = _unknown(tokenizer) if tokenizer.is_fast else ""
 
     def __reduce__(self) -> Any:
-        return _row_keys, self._made_of
+        format, tokenizer, options = self._made_of
+        return partial(RowKeys, format, tokenizer=tokenizer, **options), ()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class RowKeys(Formatter):
         """Return the keys of each row; zeros for a row that becomes no document."""
         return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
 
-    def _key(self, item: _Text | Document | RowError) -> Keys:
+    def _key(self, item: RowText | Document | RowError) -> Keys:
         if isinstance(item, RowError):
             return _NO_KEY
         if isinstance(item, Document):
@@ -97,7 +99,7 @@ class RowKeys(Formatter):
             said = said.casefold()
         return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> _Text:
+    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
         said = []
         for message in conversation.messages:
             # A template may add a system message of its own where there is none, and rewrite a tool's result.
@@ -124,7 +126,3 @@ def token_key(document: Document) -> bytes:
     return xxhash.xxh3_128_digest(
         np.ascontiguousarray(document.input_ids).tobytes() + np.ascontiguousarray(document.labels).tobytes()
     )
-
-
-def _row_keys(format: Format, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> RowKeys:
-    return RowKeys(format, tokenizer=tokenizer, **options)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
-from raytune_fsdp.base.errors import DataError, in_one_line
-from raytune_fsdp.data.rows.sandbox import Span, compiled
-from raytune_fsdp.data.rows.work import WorkExceeded
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.data.rows.sandbox import SANDBOX, LimitError
+from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.sources.source import shorten
 
 if TYPE_CHECKING:
@@ -26,11 +25,9 @@ _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templat
 # Some templates (Llama 3.2) print today's date unless they get one; the data must not depend on the day it is read.
 DATE = "26 Jul 2024"
 
-# What a template's code can raise when it was not written for a row like this one.
-_REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
 # The largest templates of models have 30,000 characters. Compiling one takes about 10 us for each of them.
 _MOST_CHARACTERS = 200_000
+_WAY_OUT = "correct it, or name another one in data.chat_template"
 
 
 def is_shipped(name_or_path: str) -> bool:
@@ -57,15 +54,33 @@ class Refused(Exception):
 
 
 class TooMuchWork(DataError):
-    """The template does more than any template may (see `work`). Never a RowError: such rows are not left out."""
+    """The template takes more than any template may (see `sandbox`). Never a RowError: such rows are not left out."""
 
 
 class ChatTemplate:
-    """A template with the tokenizer's special tokens. `tags`: whether `{% generation %}` marks generated text in it."""
+    """A template with the tokenizer's special tokens. `tags`: whether `{% generation %}` marks generated text in it.
+
+    `words`: every name and string literal in its code.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        self.tags, self.words = _analyze(source)
-        self._compiled = compiled(source)
+        if len(source) > _MOST_CHARACTERS:
+            raise DataError(
+                f"the chat template has {len(source)} characters, at most {_MOST_CHARACTERS} are read; {_WAY_OUT}"
+            )
+        self._source = source
+        kind, found = self._ask(None)
+        if kind == "invalid":
+            raise DataError(f"the chat template {found}; {_WAY_OUT}")
+        self.tags, inside, self.words = found
+        if inside is not None:
+            # transformers takes a span's place from the characters printed so far, and such a Jinja block is printed
+            # only at its end.
+            raise DataError(
+                f"the chat template has {{% generation %}} inside another block (line {inside}: a macro, call, "
+                "filter, set or generation), where its place in the text is not known; move it out of that block in a "
+                "copy of the template and name that file in data.chat_template"
+            )
         self._variables = plain({**variables, "date_string": DATE, "documents": None})
 
     def render(
@@ -76,18 +91,19 @@ class ChatTemplate:
         Messages and tools are plain data, with the messages' reasoning under all its names: see `as_templates_see`.
         `prompt`: append the header of the assistant's next turn.
         """
+        kind, found = self._ask(
+            {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        )
+        if kind == "refused":
+            raise Refused(shorten(found, limit=500))
+        text, spans = found
+        return text, spans
+
+    def _ask(self, variables: Mapping[str, Any] | None) -> tuple[str, Any]:
         try:
-            return self._compiled.render(
-                {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
-            )
-        except _REFUSALS as error:
-            raise Refused(shorten(" ".join(str(error).split()), limit=500) or type(error).__name__) from error
-        except (WorkExceeded, RecursionError) as error:
-            # How deep Python can go depends on where it starts, so this may not decide which rows exist either.
-            why = error if isinstance(error, WorkExceeded) else "it goes too deep"
-            raise TooMuchWork(
-                f"the chat template does too much work: {why}; correct it, or name another one in data.chat_template"
-            ) from None
+            return SANDBOX.ask(self._source, variables)
+        except LimitError as error:
+            raise TooMuchWork(f"the chat template does too much work: {error}; {_WAY_OUT}") from None
 
     def trains_an_end(self) -> bool:
         """Return whether anything after the assistant's words is trained on; if not, a model does not learn to stop."""
@@ -143,38 +159,3 @@ def plain(value: Any) -> Any:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     given = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     return message if given is None else {"thinking": given, **message, "reasoning_content": given}
-
-
-def _analyze(source: str) -> tuple[bool, frozenset[str]]:
-    """Return whether the template has generation tags, and every name and string literal in its code."""
-    way_out = "correct it, or name another one in data.chat_template"
-    if len(source) > _MOST_CHARACTERS:
-        raise DataError(
-            f"the chat template has {len(source)} characters, at most {_MOST_CHARACTERS} are read; {way_out}"
-        )
-    try:
-        # Parsing alone accepts filters and tests that do not exist.
-        tree = compiled(source).tree
-    except TemplateSyntaxError as error:
-        raise DataError(
-            f"the chat template is not valid Jinja: {error.message} (line {error.lineno}); {way_out}"
-        ) from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError, WorkExceeded) as error:
-        raise DataError(f"the chat template cannot be compiled: {in_one_line(error)}; {way_out}") from None
-    for outer in tree.find_all((nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)):
-        if any(_is_generation(inner) for inner in outer.find_all(nodes.CallBlock)):
-            # transformers takes a span's place from the characters printed so far, and such a Jinja block is printed
-            # only at its end.
-            raise DataError(
-                f"the chat template has {{% generation %}} inside another block (line {outer.lineno}: a macro, call, "
-                "filter, set or generation), where its place in the text is not known; move it out of that block in a "
-                "copy of the template and name that file in data.chat_template"
-            )
-    words = {node.name for node in tree.find_all(nodes.Name)}
-    words |= {node.attr for node in tree.find_all(nodes.Getattr)}
-    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return any(_is_generation(node) for node in tree.find_all(nodes.CallBlock)), frozenset(words)
-
-
-def _is_generation(node: nodes.CallBlock) -> bool:
-    return isinstance(node.call.node, nodes.ExtensionAttribute)

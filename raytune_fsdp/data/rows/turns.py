@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.conversation import Conversation, check_unicode
-from raytune_fsdp.data.rows.sandbox import Span
+from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import REASONING_KEYS, ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
 from raytune_fsdp.data.sources.source import shorten
 

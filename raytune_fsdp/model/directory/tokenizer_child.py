@@ -48,7 +48,7 @@ def serve() -> None:
             sys.path[:] = request["path"]
             from transformers import AutoTokenizer  # noqa: F401
 
-            from raytune_fsdp.data.rows.sandbox import compiled  # noqa: F401  # here, so that children have them
+            from raytune_fsdp.data.rows.template_program import compiled  # noqa: F401  # here, so that children have them
 
             ready = True
         answers.write(json.dumps(_in_child(request)) + "\n")
@@ -104,7 +104,7 @@ def _try(directory: str, seconds: int, memory: int) -> dict[str, Any]:
     """Load the tokenizer as a run does, and use it."""
     from transformers import AutoTokenizer
 
-    from raytune_fsdp.data.rows.sandbox import compiled
+    from raytune_fsdp.data.rows.template_program import compiled
 
     stage = "load"
     try:

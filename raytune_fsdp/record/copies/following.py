@@ -31,6 +31,8 @@ from raytune_fsdp.record.lines import is_number, read_line, step_of
 from raytune_fsdp.record.names import SAVED
 from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
 
+logger = logging.getLogger(__name__)
+
 # A cursor into `metrics.jsonl`: how far a tracker has sent it, and the lines that come next.
 
 
@@ -138,8 +140,6 @@ def _line_after(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]
         nuls += raw.count(0)
     return end, None
 
-
-logger = logging.getLogger(__name__)
 
 MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
 LAST_PAUSES_SECONDS, LAST_TRIES = 1.0, 5  # after the end of a run

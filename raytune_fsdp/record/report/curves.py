@@ -27,14 +27,14 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of `width` by `height` inches; needs no display."""
+def new_figure(height: float) -> Figure:
+    """Return a figure of 9 by `height` inches; needs no display."""
     if not can_draw():
         raise UserError(NOT_INSTALLED)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -48,16 +48,16 @@ SMOOTH_FROM_STEPS = 100
 """Shorter runs are drawn without smoothing."""
 
 
-def plot(run_dir: Path, png_path: Path, *, title: str = "") -> None:
-    """Draw the curves of a run, finished or not. Needs no display. The default title is the run's name."""
+def plot(run_dir: Path, png_path: Path) -> None:
+    """Draw the curves of a run, finished or not. Needs no display."""
     lines = [line for line in each_line_of(run_dir) if line is not None]
     steps = [line["trajectory"] for line in lines if line["kind"] == "step"]
     if not steps:
         raise UserError(f"{run_dir / METRICS_FILE} has no steps yet, so there is nothing to draw")
-    figure = new_figure(9, 7)
+    figure = new_figure(7)
     loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
     _draw_loss(loss, steps, [line for line in lines if line["kind"] == "eval"])
-    loss.set_title(title or run_dir.resolve().name)
+    loss.set_title(run_dir.resolve().name)
     _draw_line(grad_norm, steps, "grad_norm", "gradient norm")
     _draw_line(lr, steps, "lr", "learning rate")
     lr.set_xlabel("step")
@@ -72,7 +72,7 @@ def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
     runs = [(path.resolve().name, read_trajectory(path / METRICS_FILE)) for path in run_dirs]
     if not any(steps for _, steps in runs):
         raise UserError(f"{', '.join(map(str, run_dirs))}: no run has steps yet, so there is nothing to draw")
-    figure = new_figure(9, 5)
+    figure = new_figure(5)
     axes = figure.subplots()
     for index, (name, steps) in enumerate(runs):
         y = smoothed([step["loss"] for step in steps], len(steps) // SMOOTH_FROM_STEPS)

@@ -132,7 +132,7 @@ def _histogram(count: DatasetCount) -> Iterator[str]:
 
 def plot_lengths(censuses: Mapping[str, Census], png_path: Path) -> None:
     """Draw a histogram of document lengths, with a step line for every dataset. Needs no display."""
-    figure = new_figure(9, 4.5)
+    figure = new_figure(4.5)
     axes = figure.subplots()
     for what, census in censuses.items():
         for name, count in zip(census.names, census.datasets, strict=True):

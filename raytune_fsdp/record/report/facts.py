@@ -165,11 +165,11 @@ def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
 
 
 def evaluations(history: History) -> list[tuple[str, str, str, str]]:
-    """Return metric, first, best and last value. The best loss is the lowest; the best of any other is the highest."""
+    """Return metric, first, best and last value. Which is best follows from the metric's name, as on a terminal."""
     rows = []
     for metric, points in history.evaluations.items():
         finite = [point for point in points if math.isfinite(point[1])]
-        sign = 1 if metric.endswith(("/loss", "/perplexity")) else -1
+        sign = -1 if names.higher_is_better(metric) else 1
         top = min(finite, key=lambda point: (sign * point[1], -point[0]), default=points[0])
         first, best_one, last = (f"{value:.4f} (step {step:,})" for step, value, _ in (points[0], top, points[-1]))
         rows.append((metric, first, best_one, last))
@@ -288,11 +288,7 @@ def _rows(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tupl
         if not is_number(other) or not other:
             yield what, _shown(key, one), "not measured", ""
         else:
-            yield what, _shown(key, one), _shown(key, other), _off(one, other)
-
-
-def _off(predicted: Any, measured: Any) -> str:
-    return f"{predicted / measured - 1:+.2%}"
+            yield what, _shown(key, one), _shown(key, other), f"{one / other - 1:+.2%}"
 
 
 def _shown(key: str, value: Any) -> str:

@@ -31,6 +31,8 @@ from raytune_fsdp.tools.doctor.own_process import Question, Send
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
 
+logger = logging.getLogger(__name__)
+
 _TOKEN_SECONDS, _ALONE_SECONDS = 3.0, 2.0
 """How long storage is written to before anything else begins, as imports would read from it meanwhile: first for its
 token, then for its speed."""
@@ -253,9 +255,8 @@ def _late_token(putting: Future[Token], place: RunDir, asked: Asked) -> list[Fin
 
 def _first(config: FinetuneConfig) -> list[Finding]:
     """Check what every start refuses at once, by the same function."""
-    workers = config.cluster.fewest
     try:
-        place = check_first(config, workers if workers is not None else None)
+        place = check_first(config, config.cluster.fewest)
     except RaytuneError as error:
         return [refused("config", error)]
     return [ok("config", f"nothing in it is refused; the run is {place.path}")]
@@ -267,8 +268,6 @@ def _limits(facts: machines.Facts) -> str:
 
 
 # The cheap checks, made while every run starts: they only warn of what is wrong with this machine.
-
-logger = logging.getLogger(__name__)
 
 
 def look_around() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.tools.doctor import node
-from raytune_fsdp.tools.doctor.finding import Finding, ok, problem, warning
+from raytune_fsdp.tools.doctor.finding import Finding, many, ok, problem, warning
 
 Facts = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def check_same(nodes: Mapping[str, Facts], here: Facts) -> list[Finding]:
         said = f"node {name}: {', '.join(text for _, text in differing)}"
         fix = f"{'; '.join(_ways(facts, here))}; then restart Ray on that node (better: one image for all nodes)"
         found.append((problem if hard else warning)("same", said, fix))
-    return found or [ok("same", f"{_nodes(len(nodes))} with the same Python, packages and code as here")]
+    return found or [ok("same", f"{many(len(nodes), 'node')} with the same Python, packages and code as here")]
 
 
 def _differing(facts: Facts, here: Facts) -> Iterator[tuple[bool, str]]:
@@ -170,7 +170,7 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
             found.append(
                 make("clocks", said, "on that node: sudo chronyc makestep (or: sudo timedatectl set-ntp true)")
             )
-    return found or [ok("clocks", f"{_nodes(len(offsets))}, no clock more than {_CLOCK_WARNS:g} s off")]
+    return found or [ok("clocks", f"{many(len(offsets), 'node')}, no clock more than {_CLOCK_WARNS:g} s off")]
 
 
 def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]:
@@ -242,10 +242,6 @@ def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
 
 def _size(count: float) -> str:
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / (1 << 20):.0f} MiB"
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' * (count != 1)}"
 
 
 # Which attention the run will try, and whether its package is installed.

@@ -105,7 +105,7 @@ def check_model(config: FinetuneConfig) -> list[Finding]:
     path, needs_weights = config.model.path, config.model.init == "pretrained"
     if path is None:
         return [ok("model", "no files are needed: model.architecture, with random weights")]
-    if is_url(path) or _is_checkpoint(path):
+    if is_url(path) or (Path(path).expanduser() / "manifest.json").is_file():
         return [ok("model", f"model.path={path} is a checkpoint, which every start verifies")]
     lacking: RaytuneError | None = None
     directory = None
@@ -156,10 +156,6 @@ def _from_hub(config: FinetuneConfig, lacking: RaytuneError | None) -> Finding:
             "check the name and the revision; accept the terms of a gated model on its page, and set HF_TOKEN",
         )
     return ok("model", f"model.path={path} is {cache}; the hub gives it, and the machines of the ranks fetch it")
-
-
-def _is_checkpoint(path: str) -> bool:
-    return (Path(path).expanduser() / "manifest.json").is_file()
 
 
 def checkpoint_bytes(config: FinetuneConfig) -> int | None:

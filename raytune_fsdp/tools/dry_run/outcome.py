@@ -16,7 +16,7 @@ from raytune_fsdp.base.errors import ConfigError, TrainingError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.plan.counts import Census
-from raytune_fsdp.plan.plan import Plan, resolve
+from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import duration, gibibytes, short
@@ -92,7 +92,7 @@ def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs,
         second_step_seconds=two.step_seconds,
         tokens_per_second=two.tokens_per_second,
         mfu=two.mfu,
-        filled=two.tokens / _places(plan, config.data.seq_len),
+        filled=two.tokens / (plan.division.global_batch * config.data.seq_len),
         trained_on=two.target_tokens / max(1, two.tokens),
         steps=steps,
         steps_are_estimated=estimated,
@@ -120,10 +120,6 @@ def _two_steps(prepared: RunInputs) -> list[Mapping[str, Any]]:
     if len(found) != STEPS:
         raise TrainingError(f"{len(found)} of {STEPS} steps are on record: another command has removed what they wrote")
     return list(found)
-
-
-def _places(plan: Plan, seq_len: int) -> int:
-    return plan.division.global_batch * seq_len
 
 
 def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs) -> tuple[int, bool]:

@@ -1,13 +1,20 @@
-"""Chat templates are a stranger's programs: their work is limited, by counts that are equal on every machine."""
+"""Chat templates are a stranger's programs: they run in a process with limits, which end a run and never a row."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
 import pytest
 
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import ChatFormat
-from raytune_fsdp.data.rows import work
+from raytune_fsdp.data.rows import sandbox
 from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.sandbox import SANDBOX
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork
 from raytune_fsdp.run.evaluation.answers import encode_prompt
 from tests.unit.made_tokenizers import demo
@@ -44,7 +51,6 @@ ATTACKS = {
     "sort": TWICE + "{{ [ns.x, ns.y]|sort }}",
     "safe": TWICE + "{{ ns.x|safe }}",
     "deep": "{% set ns = namespace(x=1) %}{% for i in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
-    "in itself": "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}",
     "center": "{{ 'x'|center(1000000000) }}",
     "ljust": "{{ 'x'.ljust(1000000000) }}",
     "expandtabs": "{{ '\\t'.expandtabs(tabsize=1000000000) }}",
@@ -70,9 +76,7 @@ ATTACKS = {
     "split often": LONG + "{% for i in range(100000) %}{% set y = s.split() %}{% endfor %}",
     "sliced often": LONG + "{% for i in range(100000) %}{% set y = s[1:] %}{% endfor %}",
     "searched often": LONG + "{% for i in range(100000) %}{% set y = 'y' in s %}{% endfor %}",
-    "rfind": LONG + "{{ s.rfind('y' ~ s) }}",
     "to_bytes": "{{ (1).to_bytes(1000000000, 'big')|length }}",
-    "int of a base": "{{ ('f' * 1000000)|int(base=16) }}",
     "round": "{{ 1.5|round(1000000000, 'ceil') }}",
     "batch": "{{ [1]|batch(1000000000, 'x')|list }}",
     "slice": "{{ [1]|slice(1000000000)|list }}",
@@ -83,35 +87,39 @@ ATTACKS = {
     "recursive loop": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "much output": LONG + "{% for i in range(100000) %}{{ s }}{% endfor %}",
     "much in a block": LONG + "{% set t %}{% for i in range(100000) %}{{ s }}{% endfor %}{% endset %}",
-    "striptags": "{{ ('<!---->' * 1000000)|striptags }}",
+    "striptags": "{{ ('<!---->' * 100000000)|striptags }}",
     "wordwrap": LONG + "{{ s|wordwrap(1, wrapstring=s) }}",
     "escaped": "{{ ('&' * 30000000)|e }}",
     "markup": "{{ ('x'|safe) * 1000000000 }}",
+    "loops, 1": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "loops, 2": "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
+    "loops, 3": "{% for i in range(100000) %}{{ range(100000)|select('eq', -1)|list }}{% endfor %}",
+    "loops, 4": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+    "loops, 5": "{% for x in [1, 2] recursive %}{% if loop.depth < 50 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+    "loops, 6": "{% for i in range(100000) %}{% for j in range(1000) %}{{ j }}{% endfor %}{% endfor %}",
 }
 
 
+@pytest.fixture
+def limits() -> Iterator[Callable[[float, int], None]]:
+    """Change the limits of the process, whose next request starts another one."""
+    before = sandbox.SECONDS, sandbox.MEMORY
+
+    def change(seconds: float, memory: int) -> None:
+        SANDBOX.end()
+        sandbox.SECONDS, sandbox.MEMORY = seconds, memory
+
+    yield change
+    change(*before)
+
+
 @pytest.mark.parametrize("name", ATTACKS)
-def test_template_that_would_hang_or_take_all_memory_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "UNITS", 5_000_000)  # a twentieth: the tests take a twentieth of the time, too
-    with pytest.raises(TooMuchWork, match="chat template does too much work: .*data.chat_template"):
+def test_template_that_would_hang_or_take_all_memory_is_an_error(
+    name: str, limits: Callable[[float, int], None]
+) -> None:
+    limits(0.1, 64 << 20)
+    with pytest.raises(TooMuchWork, match="chat template does too much work: it .*data.chat_template"):
         ChatTemplate(ATTACKS[name], {}).render(MESSAGES, None)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
-        "{% for i in range(100000) %}{{ range(100000)|select('eq', -1)|list }}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
-        "{% for x in [1, 2] recursive %}{% if loop.depth < 50 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
-        "{% for i in range(100000) %}{% for j in range(1000) %}{{ j }}{% endfor %}{% endfor %}",
-    ],
-)
-def test_loops_in_loops_are_counted(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "UNITS", 5_000_000)
-    with pytest.raises(TooMuchWork):
-        ChatTemplate(source, {}).render(MESSAGES, None)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,7 @@ def test_loops_in_loops_are_counted(source: str, monkeypatch: pytest.MonkeyPatch
         ("{% for i in range(9) %}" * 30 + "{% endfor %}" * 30, "cannot be compiled: SyntaxError"),
         ("{{ " + "9" * 100_000 + " }}", "cannot be compiled: ValueError"),
         ("{{ 0x" + "f" * 150_000 + " // 3 }}", "cannot be compiled: ValueError"),
+        ("{{ ('f' * 1000000)|int(base=16) }}", "cannot be compiled: ValueError"),
         ("x" * 200_001, "has 200001 characters, at most 200000 are read"),
     ],
 )
@@ -148,14 +157,64 @@ def test_prompts_are_rendered_under_the_same_limit() -> None:
         encode_prompt(tokenizer, "Is it?", positions=100)
 
 
-def test_long_rows_may_take_more() -> None:
+def test_long_rows_may_take_more(limits: Callable[[float, int], None]) -> None:
     """A template that gathers the conversation in a variable copies all of it once a message."""
+    limits(10.0, 1 << 20)
     gather = "{% set ns = namespace(t='', l=[]) %}{% for m in messages %}{% set ns.t = ns.t ~ m.content %}" + (
         "{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.t }}"
     )
-    messages = [{"role": "user", "content": "x" * 100_000}] * 100
+    messages = [{"role": "user", "content": f"{n % 10}" * 100_000} for n in range(100)]
     text, _ = ChatTemplate(gather, {}).render(messages, None)
-    assert text == "x" * 10_000_000
+    assert text == "".join(message["content"] for message in messages)
+
+
+def test_template_sees_nothing_of_what_was_rendered_before() -> None:
+    template = ChatTemplate(
+        "{% if dict.update %}{{ dict.update(messages[0], {'x': 1}) }}{% endif %}{{ messages[0] }}", {}
+    )
+    first = template.render(MESSAGES, None)
+    assert template.render(MESSAGES, None) == first and "x" not in MESSAGES[0]
+
+
+def process() -> psutil.Process:
+    found = SANDBOX._process
+    assert found is not None
+    return psutil.Process(found.pid)
+
+
+def test_process_that_was_killed_is_started_again() -> None:
+    template = ChatTemplate("{{ messages[1].content }}", {})
+    was = process()
+    os.kill(was.pid, signal.SIGTERM)  # batch systems send it to all processes of a run, long before its end
+    assert template.render(MESSAGES, None) == ("Yes.", [])
+    assert process() == was
+    was.kill()
+    was.wait(10)
+    assert template.render(MESSAGES, None) == ("Yes.", [])
+    assert process() != was
+
+
+def test_process_ends_with_the_one_that_it_renders_for() -> None:
+    """A fork has a process of its own, too: two that asked the same one would get each other's texts."""
+    ours = ChatTemplate("{{ messages[1].content }}", {})
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if ours.render(MESSAGES, None) == ("Yes.", []):
+                os.write(writer, str(process().pid).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        pid = int(said.read())
+    os.waitpid(child, 0)
+    assert pid != process().pid
+    until = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert ours.render(MESSAGES, None) == ("Yes.", [])
 
 
 def test_what_templates_may_use_is_what_transformers_gives_them() -> None:
