@@ -12,7 +12,7 @@ import numpy as np
 from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.config import FinetuneConfig
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 48,
@@ -81,7 +81,8 @@ def trajectory(config: FinetuneConfig, world: int, stop_after: int | None = None
     """Train (or continue) on `world` ranks and read what the run directory says of every step."""
     from raytune_fsdp.record.jsonl import read_trajectory
 
-    run_ranks(train_rank, world, config.model_dump(), stop_after)
+    ranks = run_ranks if config.parallel.compile else resident_ranks  # what is compiled stays
+    ranks(train_rank, world, config.model_dump(), stop_after)
     return read_trajectory(Path(config.run.storage) / config.run.name / "metrics.jsonl")
 
 

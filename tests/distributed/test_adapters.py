@@ -29,13 +29,13 @@ from raytune_fsdp.tools.audit.segment import choose_segment
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.forgeries import put, with_hashes
 from tests.models import save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import largest_difference, make_config, train_rank, trajectory
 
 pytest.importorskip("peft")
 
 SLOW = pytest.mark.slow
-STEPS = 12
+STEPS = 8
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS}
 SAVES = {"every": 4, "asynchronous": False}
 
@@ -93,7 +93,7 @@ def test_worlds_agree(tmp_path: Path, model: str, kind: str, worlds: tuple[int, 
     bounds = BOUNDS[model if model in BOUNDS else "llama"]
     for world in worlds:
         config = config_of(tmp_path, model, METHODS[kind], name=f"w{world}", **sections)
-        trajectory(config, world, stop_after=7)
+        trajectory(config, world, stop_after=5)
         rows = trajectory(config, world - 1)
         for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
             assert largest_difference(alone, rows, key) < bound
@@ -220,7 +220,7 @@ def test_two_ranks_equal_a_plain_loop_over_peft(tmp_path: Path, model: str, meth
         return FinetuneConfig.model_validate(values)
 
     rows, beside = trajectory(of("ours"), 2), of("plain")
-    for row, (loss, norm) in zip(rows, run_ranks(plain_peft, 1, beside.model_dump(), STEPS)[0], strict=True):
+    for row, (loss, norm) in zip(rows, resident_ranks(plain_peft, 1, beside.model_dump(), STEPS)[0], strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-6)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -343,8 +343,8 @@ def test_nodes_with_copies_of_their_own(tmp_path: Path) -> None:
     for kind, method in (("full", {"type": "full"}), ("lora", LORA)):
         config = config_of(tmp_path, "llama", method, name=kind)
         begun = prepare(config, 2)
-        assert run_ranks(_assembled, 2, config, *begun, {"stored": equal}) == ["sharded"] * 2
-        for said in run_ranks(_assembled, 2, config, *begun, {"stored": other}):
+        assert resident_ranks(_assembled, 2, config, *begun, {"stored": equal}) == ["sharded"] * 2
+        for said in resident_ranks(_assembled, 2, config, *begun, {"stored": other}):
             assert "model.safetensors is not the same file for rank 1 as for rank 0" in said
 
 
@@ -355,11 +355,11 @@ def test_a_rank_that_does_not_see_what_there_is_gets_it_from_rank_0(tmp_path: Pa
     publish(find_checkpoint(run_dir(first)), tmp_path / "adapter", ExportConfig())
     nowhere = Path("/nowhere/to/be/seen")
     again = config_of(tmp_path, "llama", {**LORA, "adapter": str(tmp_path / "adapter")}, name="again")
-    assert run_ranks(_assembled, 2, again, *prepare(again, 2), {"adapter": nowhere}) == ["rank0"] * 2
+    assert resident_ranks(_assembled, 2, again, *prepare(again, 2), {"adapter": nowhere}) == ["rank0"] * 2
     values = config_of(tmp_path, "llama", {"type": "full"}, name="merged").model_dump()
     values["model"]["path"] = checkpoints(run_dir(first))[-1].path
     merged = FinetuneConfig.model_validate(values)
-    assert run_ranks(_assembled, 2, merged, *prepare(merged, 2), {"beside": nowhere}) == ["rank0"] * 2
+    assert resident_ranks(_assembled, 2, merged, *prepare(merged, 2), {"base_files": nowhere}) == ["rank0"] * 2
     values["method"] = config_of(tmp_path, "llama", LORA).method.model_dump()
     with pytest.raises(ModelError, match="is a checkpoint, which its run removes one day"):
         prepare(FinetuneConfig.model_validate(values), 2)
@@ -515,14 +515,14 @@ def test_the_mean_of_checkpoints_is_that_of_their_exports(
     config = config_of(tmp_path, "llama", method, parallel={"precision": "fp32"}, checkpoint=saves)
     trajectory(config, 1)
     for wrong, message in (
-        (["--steps", "4", "5"], "has no checkpoint of step 5 (it has 4, 8, 12)"),
+        (["--steps", "4", "5"], "has no checkpoint of step 5 (it has 4, 8)"),
         (["--steps", "4"], "has only the checkpoint of step 4: the mean of one is an export of it"),
         (["--last", "1"], "--last 1 must be at least 2"),
     ):
         assert main(["average", str(run_dir(config)), str(tmp_path / "mean"), *wrong]) == 2
         assert message in capsys.readouterr().err
-    assert main(["average", str(run_dir(config)), str(tmp_path / "mean"), "--steps", "12", "4", "--dtype", "fp32"]) == 0
-    assert "exported the mean of steps 4, 12 to" in capsys.readouterr().out
+    assert main(["average", str(run_dir(config)), str(tmp_path / "mean"), "--steps", "8", "4", "--dtype", "fp32"]) == 0
+    assert "exported the mean of steps 4, 8 to" in capsys.readouterr().out
     each = []
     for checkpoint in (checkpoints(run_dir(config))[0], checkpoints(run_dir(config))[-1]):
         publish(checkpoint, tmp_path / str(checkpoint.step), ExportConfig(merge=True, dtype="fp32"))

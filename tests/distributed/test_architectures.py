@@ -11,7 +11,7 @@ import pytest
 
 from raytune_fsdp.record.jsonl import read_trajectory
 from tests.models import UNUSUAL, architecture
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import largest_difference, make_config, train_rank, write_tokenizer
 
 STEPS, LENGTH = 8, 16
@@ -59,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Trajectori
     found = {}
     for world in (1, 2):
         configs = [_config(directory, name, world) for name in UNUSUAL]
-        run_ranks(_train_all, world, [config.model_dump() for config in configs])
+        resident_ranks(_train_all, world, [config.model_dump() for config in configs])
         found[world] = {
             name: read_trajectory(directory / "runs" / config.run.name / "metrics.jsonl")
             for name, config in zip(UNUSUAL, configs, strict=True)

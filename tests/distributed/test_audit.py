@@ -18,7 +18,7 @@ from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from tests.checkpoints import checkpoints
 from tests.forgeries import with_hashes
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import LLAMA, make_config, train_rank
 
 FIRST, LAST = 8, 16
@@ -40,7 +40,7 @@ def _config(directory: Path, **sections: Any) -> FinetuneConfig:
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one rank, with two threads."""
     directory = tmp_path_factory.mktemp("audit")
-    run_ranks(train_rank, 1, _config(directory).model_dump())
+    resident_ranks(train_rank, 1, _config(directory).model_dump())
     return directory
 
 
@@ -69,7 +69,7 @@ def test_the_same_world_is_the_same_to_the_bit(
 
 def test_steps_after_the_end_of_the_schedule(audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """Their learning rate is 0, and the run was planned so: the repetition does not count as one that adds them."""
-    run_ranks(train_rank, 1, _config(tmp_path, optim={"schedule_steps": FIRST}).model_dump())
+    resident_ranks(train_rank, 1, _config(tmp_path, optim={"schedule_steps": FIRST}).model_dump())
     code, said = audit(tmp_path)
     assert code == 0 and "the same to the bit" in said, said
 

@@ -18,7 +18,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.loading import CPU, gathered
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import LLAMA, make_config, train_rank, trajectory
 
 
@@ -34,7 +34,7 @@ def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
 def parent(tmp_path: Path) -> CommittedCheckpoint:
     """The checkpoint of a run of three steps on two ranks."""
     config = make_config(tmp_path, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
-    run_ranks(train_rank, 2, config.model_dump())
+    resident_ranks(train_rank, 2, config.model_dump())
     return checkpoints(tmp_path / "runs" / "run")[-1]
 
 
@@ -54,7 +54,7 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(parent: CommittedCheckpoi
     expected = {n.removeprefix("model."): t for n, t in tensors_in(parent).items() if n.startswith("model.")}
     for world, fill in ((3, "sharded"), (2, "rank0")):
         config = _config(parent, f"branch-{fill}", fill=fill)
-        for mode, found, step in run_ranks(begin, world, config.model_dump()):
+        for mode, found, step in resident_ranks(begin, world, config.model_dump()):
             assert (mode, step) == (fill, 1)
             assert found.keys() == expected.keys()
             assert all(torch.equal(torch.from_numpy(found[name]), expected[name]) for name in expected)

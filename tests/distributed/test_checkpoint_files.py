@@ -18,7 +18,7 @@ import xxhash
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, newest
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, make_config, trajectory
 
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 2}
@@ -165,11 +165,11 @@ def test_any_world_size_and_strategy_reads_any_other(tmp_path: Path) -> None:
     full = {"strategy": "full_shard", "precision": "fp32"}
     hybrid = {"strategy": "hybrid_shard", "shard_size": 2, "precision": "fp32"}
     replicate = {"strategy": "replicate", "precision": "fp32"}
-    (expected, *_) = run_ranks(states, 4, full, root, 1)
+    (expected, *_) = resident_ranks(states, 4, full, root, 1)
     for step, (world, parallel) in enumerate(
         [(1, full), (2, full), (3, full), (8, full), (4, hybrid), (2, replicate), (3, replicate)], start=2
     ):
-        for found in run_ranks(states, world, parallel, root, step):
+        for found in resident_ranks(states, world, parallel, root, step):
             assert found.keys() == expected.keys()
             assert all((found[name] == values).all() for name, values in expected.items()), (world, parallel)
         # What was saved by these ranks is the same again.

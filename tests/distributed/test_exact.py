@@ -1,7 +1,7 @@
 """What is learned does not depend on how many ranks learn it, how they share the model, or how they accumulate.
 
 DESIGN's bounds hold over 50 steps. At every change GPT-2 alone is held to them for that long, against a plain loop and
-at another world size; accumulation, strategies, Llama and experts only for their first 20 steps. All 50 of
+at another world size; accumulation, strategies, Llama and experts only for their first 8 steps. All 50 of
 accumulation, Llama and experts are run with `-m slow` alone.
 """
 
@@ -20,11 +20,11 @@ from raytune_fsdp.data.batches import stream_batch
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.run.prepare import prepare
 from tests.models import architecture
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
 
 STEPS = 50
-FIRST = 20
+FIRST = 8
 SLOW = pytest.mark.slow  # of several that would fail together, one is enough at every change
 # DESIGN's bounds: relative, over all 50 steps, for (loss, gradient norm).
 BOUNDS = {"gpt2 fp64": (1e-10, 1e-10), "llama fp64": (1e-8, 1e-6), "llama fp32": (1e-5, 1e-4)}
@@ -89,7 +89,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[flo
     """A directory with data, the plain loop on it, and our run at one rank: five micro-batches a step."""
     directory = tmp_path_factory.mktemp("gpt2")
     config = make_config(directory, GPT2)
-    plain = run_ranks(plain_loop, 1, config.model_dump())[0]
+    plain = resident_ranks(plain_loop, 1, config.model_dump())[0]
     return directory, plain, trajectory(config, 1)
 
 
@@ -161,7 +161,7 @@ def test_llama_within_its_bounds(tmp_path: Path, precision: str, worlds: tuple[i
     bounds = BOUNDS[f"llama {precision}"]
     alone = trajectory(config, 1, steps)
     beside = make_config(tmp_path, LLAMA, run={"name": "plain"}, parallel={"precision": precision})
-    check_against_plain(alone, run_ranks(plain_loop, 1, beside.model_dump(), steps)[0], bounds)
+    check_against_plain(alone, resident_ranks(plain_loop, 1, beside.model_dump(), steps)[0], bounds)
     for world in worlds:
         config = make_config(tmp_path, LLAMA, run={"name": f"w{world}"}, parallel={"precision": precision})
         rows = trajectory(config, world, steps)
@@ -183,7 +183,7 @@ def test_experts_in_fp64_within_the_bounds_of_llama(
     names = {world: {"name": f"w{world}"} for world in (1, *worlds)}
     runs = {w: trajectory(make_config(tmp_path, network, run=name, data=data), w, steps) for w, name in names.items()}
     beside = make_config(tmp_path, network, run={"name": "plain"}, data=data)
-    check_against_plain(runs[1], run_ranks(plain_loop, 1, beside.model_dump(), steps)[0], BOUNDS["llama fp64"])
+    check_against_plain(runs[1], resident_ranks(plain_loop, 1, beside.model_dump(), steps)[0], BOUNDS["llama fp64"])
     assert runs[1][-1]["loss"] < 0.99 * runs[1][0]["loss"], "the comparison means nothing if nothing is learned"
     for world in worlds:
         for key, bound in zip(("loss", "grad_norm"), BOUNDS["llama fp64"], strict=True):

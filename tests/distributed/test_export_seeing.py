@@ -22,7 +22,7 @@ from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_infere
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.run.publish import average, checkpoints_to_average, publish
 from tests.models import SEEING_CLASSES, build_seeing, save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, train_rank
 
 SLOW = pytest.mark.slow
@@ -61,7 +61,7 @@ def run(home: Path, model: str, kind: str) -> tuple[Path, Path]:
         checkpoint={"every": 1, "asynchronous": False},
         train={"global_batch": 4, "micro_batch": 2, "max_steps": 2},
     )
-    run_ranks(train_rank, 1, config.model_dump())
+    resident_ranks(train_rank, 1, config.model_dump())
     return home / "runs" / kind, base
 
 

@@ -13,12 +13,12 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.record.jsonl import read_evaluations
 from tests.checkpoints import checkpoints, tensors_in
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import LLAMA, largest_difference, make_config, train_rank, trajectory
 
 pytest.importorskip("torchao")
 
-STEPS = 12
+STEPS = 8
 
 
 def config_of(directory: Path, name: str, steps: int = STEPS, **parallel: Any) -> FinetuneConfig:
@@ -61,7 +61,7 @@ def test_worlds_are_as_far_apart_as_in_bf16(tmp_path: Path, scaling: str) -> Non
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     straight = trajectory(config_of(tmp_path, "straight", reduce_dtype="bf16", cpu_offload=True), 2)
     config = config_of(tmp_path, "stopped", reduce_dtype="bf16", cpu_offload=True)
-    assert run_ranks(train_rank, 2, config.model_dump(), 5) == [True, True]
+    assert resident_ranks(train_rank, 2, config.model_dump(), 5) == [True, True]
     assert trajectory(config, 2) == straight
     other = config_of(tmp_path, "stopped", steps=STEPS + 1, fp8_scaling="rowwise")
     with pytest.raises(AssertionError, match=r"parallel\.fp8_scaling"):
@@ -78,13 +78,13 @@ def prepare_on_rank0_again(values: dict[str, Any]) -> None:
 def test_checkpoints_are_those_of_bf16(tmp_path: Path, first: str, then: str) -> None:
     """The same tensors of the same types, with which a run in the other precision begins."""
     base = config_of(tmp_path, "first", precision=first)
-    run_ranks(train_rank, 2, base.model_dump())
+    resident_ranks(train_rank, 2, base.model_dump())
     parent = checkpoints(tmp_path / "runs" / "first")[-1]
     model = {"init": "pretrained", "architecture": None, "path": parent.path}
     values = config_of(tmp_path, "then", steps=1, precision=then).model_dump()
     values["model"] |= model
     values["optim"] |= {"lr": 1e-12, "weight_decay": 0.0}
-    run_ranks(train_rank, 3, values)
+    resident_ranks(train_rank, 3, values)
     before, after = tensors_in(parent), tensors_in(checkpoints(tmp_path / "runs" / "then")[-1])
     assert {name: (t.shape, t.dtype) for name, t in before.items()} == {
         name: (t.shape, t.dtype) for name, t in after.items()

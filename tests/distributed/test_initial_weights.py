@@ -20,7 +20,7 @@ from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
 from tests.loading import FULL, assert_same, draw, gathered, load
 from tests.models import TIED, VOCABULARY, architecture, save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, train_rank, write_tokenizer
 
 WIDE = {
@@ -46,18 +46,18 @@ def _digests(names: list[str], seed: int, layouts: list[Mapping[str, Any]]) -> l
 
 def test_random_weights_do_not_depend_on_the_ranks() -> None:
     names = ["llama", "gpt2", "gemma3_text", "phi", "gpt_neox", "mixtral", "gpt_oss"]
-    ((expected,),) = run_ranks(_digests, 1, names, 7, [FULL])
+    ((expected,),) = resident_ranks(_digests, 1, names, 7, [FULL])
     for world in (2, 3):
-        for (found,) in run_ranks(_digests, world, names, 7, [FULL]):
+        for (found,) in resident_ranks(_digests, world, names, 7, [FULL]):
             assert found == expected
     layouts = [{"strategy": "hybrid_shard", "shard_size": 2}, {"strategy": "replicate"}]
-    for hybrid, replicated in run_ranks(_digests, 4, ["llama", "gpt2"], 7, layouts):
+    for hybrid, replicated in resident_ranks(_digests, 4, ["llama", "gpt2"], 7, layouts):
         assert hybrid == replicated and hybrid.items() <= expected.items()
 
 
 def test_another_seed_draws_other_weights() -> None:
-    ((first,),) = run_ranks(_digests, 1, ["llama", "gpt2"], 7, [FULL])
-    ((second,),) = run_ranks(_digests, 1, ["llama", "gpt2"], 8, [FULL])
+    ((first,),) = resident_ranks(_digests, 1, ["llama", "gpt2"], 7, [FULL])
+    ((second,),) = resident_ranks(_digests, 1, ["llama", "gpt2"], 8, [FULL])
     constant = ("norm", "ln_", "bias")
     same = [key for key in first if first[key] == second[key]]
     assert same and all(any(part in key for part in constant) for key in same), same
@@ -88,7 +88,7 @@ def _statistics(name: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("name", WIDE)
 def test_random_weights_are_drawn_as_transformers_draws_them(name: str) -> None:
     """Constants (norms, biases) are the same; of the rest, deviation and rows of zeros (the padding token's) are."""
-    (found,) = run_ranks(_statistics, 1, name)
+    (found,) = resident_ranks(_statistics, 1, name)
     spread = WIDE[name]["initializer_range"]
     residual = spread / (2 * WIDE[name]["n_layer"]) ** 0.5 if name == "gpt2" else None
     assert len(found) > 10
@@ -119,7 +119,7 @@ def test_weights_that_are_not_finite_are_named_on_every_rank(tmp_path: Path) -> 
         tensors = load_file(files[name])
         tensors[key][-1, -1] = value
         save_file(tensors, files[name], {"format": "pt"})
-    for found in run_ranks(_refusals, 2, tmp_path, list(broken)):
+    for found in resident_ranks(_refusals, 2, tmp_path, list(broken)):
         assert len(found) == 4
         for name, message in found:
             assert message.startswith(f"{broken[name]} in {files[name]} has values that are not finite"), message
@@ -156,7 +156,7 @@ def test_grown_embeddings_keep_old_rows_and_start_new_ones_at_the_mean(tmp_path:
     names = ["llama", "gemma3_text", "phi"]  # phi's head has a bias of the vocabulary's length too
     for name in names:
         save_checkpoint(tmp_path / name, name)
-    run_ranks(_check_all_grown, world, tmp_path, names)
+    resident_ranks(_check_all_grown, world, tmp_path, names)
 
 
 def test_a_tokenizer_with_more_tokens_is_refused_unless_asked_for(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_added_tokens_start_the_same_at_any_world_size_and_are_exported(tmp_path
             train={"global_batch": 10, "micro_batch": 2, "max_steps": 1},
         ).model_dump()
         config["model"]["add_tokens"] = tokens
-        run_ranks(train_rank, world, config)
+        resident_ranks(train_rank, world, config)
         (checkpoint,) = checkpoints(tmp_path / "runs" / f"world-{world}")
         found.append({key.removeprefix("model."): t for key, t in tensors_in(checkpoint).items()})
     for key in ("model.embed_tokens.weight", *(["lm_head.weight"] if name == "llama" else [])):

@@ -22,7 +22,7 @@ from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode
 from tests.loading import CPU, assert_same, gathered, load
 from tests.models import ARCHITECTURES, EXPERTS, TIED, UNUSUAL, VOCABULARY, build, save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 
 MODES = ("sharded", "rank0")
 
@@ -58,7 +58,7 @@ def _check(model: Any, expected: Any, what: str, *, tied: bool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_architecture_and_mode_loads_exactly(checkpoints: Path, world: int) -> None:
-    run_ranks(_check_all, world, checkpoints, [*ARCHITECTURES, *EXPERTS, *(UNUSUAL if world == 3 else ())])
+    resident_ranks(_check_all, world, checkpoints, [*ARCHITECTURES, *EXPERTS, *(UNUSUAL if world == 3 else ())])
 
 
 def _check_strategies(root: Path, name: str, strategies: list[Mapping[str, Any]]) -> None:
@@ -71,7 +71,7 @@ def _check_strategies(root: Path, name: str, strategies: list[Mapping[str, Any]]
 
 def test_hybrid_and_replicated_layouts_load_exactly(checkpoints: Path) -> None:
     hybrid = {"strategy": "hybrid_shard", "shard_size": 2}
-    run_ranks(_check_strategies, 4, checkpoints, "gemma3_text", [hybrid, {"strategy": "replicate"}])
+    resident_ranks(_check_strategies, 4, checkpoints, "gemma3_text", [hybrid, {"strategy": "replicate"}])
 
 
 def _check_types(directory: Path, precisions: dict[str, torch.dtype]) -> None:
@@ -95,22 +95,22 @@ def test_weights_whose_rows_are_rearranged_load_exactly(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / name, name)
         stored = load_file(tmp_path / name / "model.safetensors")
         assert all(any(key in each for each in stored) for key in keys), sorted(stored)
-    run_ranks(_check_weights, 3, tmp_path, ["hrm_text", "olmo_hybrid"])
+    resident_ranks(_check_weights, 3, tmp_path, ["hrm_text", "olmo_hybrid"])
 
 
 def test_weights_stored_in_bf16_become_masters_of_the_precision(tmp_path: Path) -> None:
     build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
     masters = {"bf16": torch.float32, "fp64": torch.float64, "bf16_pure": torch.bfloat16}
-    run_ranks(_check_types, 2, tmp_path, masters)
+    resident_ranks(_check_types, 2, tmp_path, masters)
 
 
 def test_what_architectures_keep_in_fp32(tmp_path: Path) -> None:
     """A router's bias of DeepSeek V3 is a buffer; where it is a weight, FSDP could not shard it with the others."""
     save_checkpoint(tmp_path / "deepseek_v3", "deepseek_v3")
-    run_ranks(_check_types, 2, tmp_path / "deepseek_v3", {"bf16_pure": torch.bfloat16})
+    resident_ranks(_check_types, 2, tmp_path / "deepseek_v3", {"bf16_pure": torch.bfloat16})
     save_checkpoint(tmp_path / "ernie4_5_moe", "ernie4_5_moe")
-    for message in run_ranks(_load_fails, 1, tmp_path / "ernie4_5_moe", "bf16_pure"):
+    for message in resident_ranks(_load_fails, 1, tmp_path / "ernie4_5_moe", "bf16_pure"):
         assert "precision=bf16_pure: Ernie4_5_MoeForCausalLM keeps model.layers.1.mlp.gate." in message
         assert "use parallel.precision=bf16," in message
 
@@ -122,7 +122,7 @@ def test_experts_that_are_stored_in_different_types(tmp_path: Path) -> None:
     tensors = load_file(file)
     mixed = {key: t.bfloat16() if "gate_proj" in key or "experts.0." in key else t for key, t in tensors.items()}
     save_file(mixed, file, metadata={"format": "pt"})
-    run_ranks(_check_weights, 2, tmp_path, ["qwen3_moe"])
+    resident_ranks(_check_weights, 2, tmp_path, ["qwen3_moe"])
 
 
 def test_a_checkpoint_of_the_bare_decoder_loads(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_the_bare_decoder_loads(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path / name)
         stored = load_file(tmp_path / name / "model.safetensors")
         assert not any(key.startswith(("model.", "transformer.", "lm_head")) for key in stored), sorted(stored)
-    run_ranks(_check_all, 2, tmp_path, ["gemma3_text", "gpt2"])
+    resident_ranks(_check_all, 2, tmp_path, ["gemma3_text", "gpt2"])
 
 
 def test_a_tied_weight_may_be_stored_under_its_other_name(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_tied_weight_may_be_stored_under_its_other_name(tmp_path: Path) -> Non
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, file, metadata={"format": "pt"})
-    run_ranks(_check_all, 2, tmp_path, ["qwen3"])
+    resident_ranks(_check_all, 2, tmp_path, ["qwen3"])
 
 
 def _load_fails(directory: Path, precision: str = "fp32") -> str:
@@ -151,7 +151,7 @@ def _load_fails(directory: Path, precision: str = "fp32") -> str:
 
 def test_an_untied_head_that_is_missing_is_an_error(tmp_path: Path) -> None:
     build("llama").base_model.save_pretrained(tmp_path)
-    (message,) = run_ranks(_load_fails, 1, tmp_path)
+    (message,) = resident_ranks(_load_fails, 1, tmp_path)
     assert "1 missing (lm_head.weight)" in message and str(tmp_path) in message
 
 
@@ -193,7 +193,7 @@ def _check_assembled(config: FinetuneConfig, prepared: RunInputs, standing: Resu
 def test_rank0_is_enough_to_see_the_files(tmp_path: Path, fill: str, sighted: bool, chosen: str) -> None:
     save_checkpoint(tmp_path / "model", "gpt2", tokenizer=True, vocab_size=1024, max_shard_size="50KB")
     config = _config(tmp_path / "model", tmp_path, fill)
-    assert run_ranks(_check_assembled, 3, config, *prepare(config, 3), sighted) == [chosen] * 3
+    assert resident_ranks(_check_assembled, 3, config, *prepare(config, 3), sighted) == [chosen] * 3
 
 
 def _refused(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str:

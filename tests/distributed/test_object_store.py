@@ -24,7 +24,7 @@ from raytune_fsdp.checkpoint.catalogue import committed, newest
 from raytune_fsdp.checkpoint.location import storage_at
 from tests.checkpoints import tensors_in
 from tests.distributed.test_branching import begin
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import GPT2, make_config, trajectory
 
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
@@ -109,7 +109,7 @@ def test_save_kill_resume_and_prune(busy: Throttling, tmp_path: Path) -> None:
     model = {"init": "pretrained", "architecture": None, "tokenizer": None, "path": committed(root)[-1].path}
     branch = make_config(tmp_path, run={"name": "branch"}, model=model, train={**TRAIN, "max_steps": 1})
     wanted = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
-    for _, weights, step in run_ranks(begin, 2, branch.model_dump()):
+    for _, weights, step in resident_ranks(begin, 2, branch.model_dump()):
         assert step == 1 and all((weights[name] == tensor.numpy()).all() for name, tensor in wanted.items())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raytune_fsdp.base.errors import ConfigError
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, make_config, train_rank
 
 OPT = {
@@ -44,22 +44,22 @@ def test_packed_equals_alone(tmp_path: Any, architecture: dict[str, Any], attent
     config = make_config(tmp_path, architecture).model_dump()
     config["model"]["attention"] = attention
     config["parallel"]["precision"] = "fp32"
-    assert max(run_ranks(packed_and_alone, 2, config)) < 1e-5
+    assert max(resident_ranks(packed_and_alone, 2, config)) < 1e-5
 
 
 def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any) -> None:
     """OPT takes position_ids, but its mask does not look at them. With a kernel that is told the borders it packs."""
     train = {"global_batch": 4, "micro_batch": 2, "max_steps": 2}
     config = make_config(tmp_path, OPT, run={"name": "borders"}, train=train)
-    assert run_ranks(train_rank, 2, config.model_dump()) == [False, False]
+    assert resident_ranks(train_rank, 2, config.model_dump()) == [False, False]
     config = make_config(tmp_path, OPT, train=train, model={"attention": "sdpa"})
     # By the name that transformers gives the class, not FSDPOPTForCausalLM.
     with pytest.raises(AssertionError, match="in OPTForCausalLM with .* packed documents see each other"):
-        run_ranks(train_rank, 2, config.model_dump())
+        resident_ranks(train_rank, 2, config.model_dump())
     assert not (tmp_path / "runs" / "run").exists()
     data = {**config.model_dump()["data"], "packing": "none"}
     padded = make_config(tmp_path, OPT, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2}, data=data)
-    assert run_ranks(train_rank, 2, padded.model_dump()) == [False, False]
+    assert resident_ranks(train_rank, 2, padded.model_dump()) == [False, False]
 
 
 def test_prompts_are_checked_before_anything_starts(tmp_path: Any) -> None:

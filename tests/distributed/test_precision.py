@@ -20,7 +20,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events, read_metrics, read_trajectory
 from raytune_fsdp.step.train_step import SCALE_GROWTH_STEPS, LossScale
 from tests.checkpoints import checkpoints, tensors_in, types_in
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import LLAMA, make_config, trajectory
 
 CPU = torch.device("cpu")
@@ -121,22 +121,22 @@ def train_with_scale(values: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fp16_recovers_from_an_overflow(tmp_path: Path, world: int) -> None:
-    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 40})
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 24})
     first = 2.0**26
-    results = run_ranks(train_with_scale, world, config.model_dump(), first)
+    results = resident_ranks(train_with_scale, world, config.model_dump(), first)
     bad = skipped_steps(config)
     assert bad[:2] == [1, 2], "the scale is far too large for the first steps"
     assert bad[-1] <= 20, "and has found its size soon"
     for result in results:
         assert result["error"] is None
         assert result["kept"] == bad
-        assert result["scales"] == [first / 2 ** sum(b < step for b in bad) for step in range(1, 41)]
+        assert result["scales"] == [first / 2 ** sum(b < step for b in bad) for step in range(1, 25)]
     losses = [row["loss"] for row in read_trajectory(run_dir(config) / "metrics.jsonl")]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
     state = read_state(checkpoints(run_dir(config))[-1])
     assert state.loss_scale == first / 2 ** len(bad)
-    assert state.good_steps == 40 - bad[-1]
+    assert state.good_steps == 24 - bad[-1]
 
 
 class Momentum:
@@ -173,7 +173,7 @@ def train_by_momentum(values: Mapping[str, Any], scale: float) -> dict[str, Any]
 
 def test_any_optimizer_skips_what_is_not_finite(tmp_path: Path) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 12})
-    results = run_ranks(train_by_momentum, 2, config.model_dump(), 2.0**26)
+    results = resident_ranks(train_by_momentum, 2, config.model_dump(), 2.0**26)
     bad = skipped_steps(config)
     assert bad[:2] == [1, 2] and len(bad) < 11
     assert all(result["error"] is None and result["kept"] == bad for result in results)
@@ -229,7 +229,7 @@ def dtypes(values: Mapping[str, Any]) -> dict[str, set[torch.dtype]]:
 )
 def test_types(tmp_path: Path, world: int, precision: str, compute: torch.dtype, master: torch.dtype) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": precision}, train={**SHORT, "max_steps": 2})
-    for found in run_ranks(dtypes, world, config.model_dump()):
+    for found in resident_ranks(dtypes, world, config.model_dump()):
         assert found["computed"] == {compute}
         assert found["weights"] == found["moments"] == found["gradients"] == {master}
     assert set(types_in(checkpoints(run_dir(config))[-1], "model.").values()) == {master}
@@ -255,7 +255,7 @@ def train_poisoned(values: Mapping[str, Any], bad: set[int]) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_one_ranks_nan_skips_the_update_on_all(tmp_path: Path, world: int) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT)
-    results = run_ranks(train_poisoned, world, config.model_dump(), {4, 7, 8})
+    results = resident_ranks(train_poisoned, world, config.model_dump(), {4, 7, 8})
     for result in results:
         assert result["error"] is None
         assert result["kept"] == [4, 7, 8]
@@ -275,7 +275,7 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
         optim={"max_skipped": 3},
         checkpoint={"every": 2, "keep_last": None, "asynchronous": False},
     )
-    results = run_ranks(train_poisoned, 2, config.model_dump(), {2, 3, *range(5, 13)})
+    results = resident_ranks(train_poisoned, 2, config.model_dump(), {2, 3, *range(5, 13)})
     for result in results:
         kind, exit_code, message = result["error"]
         assert (kind, exit_code) == ("TrainingError", 1)
@@ -289,7 +289,7 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
     for found in saved:
         assert_finite(found)
     # Started again from step 6 it counts on, and stops at the next one.
-    again = run_ranks(train_poisoned, 2, config.model_dump(), {1})
+    again = resident_ranks(train_poisoned, 2, config.model_dump(), {1})
     assert "step 7" in again[0]["error"][2]
 
 
@@ -299,7 +299,7 @@ def test_while_updates_are_skipped_nothing_is_pruned_and_what_is_advised_works(t
         tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT, optim={"max_skipped": 4},
         checkpoint={"every": 1, "keep_last": 2, "asynchronous": False},
     )  # fmt: skip
-    results = run_ranks(train_poisoned, 2, config.model_dump(), {2, 3, 6, 7, 8, 9})
+    results = resident_ranks(train_poisoned, 2, config.model_dump(), {2, 3, 6, 7, 8, 9})
     there = checkpoints(run_dir(config))
     # 1 to 3 were pruned after steps 4 and 5, whose updates were done.
     assert [found.step for found in there] == [4, 5, 6, 7, 8]
@@ -311,7 +311,7 @@ def test_while_updates_are_skipped_nothing_is_pruned_and_what_is_advised_works(t
         tmp_path, parallel={"precision": "fp32"}, train={**SHORT, "max_steps": 2}, optim={"lr": 1e-4},
         model={"init": "pretrained", "architecture": None, "path": there[1].path}, run={"name": "again"},
     )  # fmt: skip
-    assert run_ranks(train_poisoned, 2, started.model_dump(), set())[0]["error"] is None
+    assert resident_ranks(train_poisoned, 2, started.model_dump(), set())[0]["error"] is None
     assert [found.step for found in checkpoints(run_dir(started))] == [2]
 
 
@@ -330,7 +330,7 @@ def test_weights_that_are_not_finite_are_never_committed(tmp_path: Path) -> None
     # Not beside training: a save that a slow disk holds up would postpone the next one to a step that is not asked for.
     saves = {"every": 2, "keep_last": None, "asynchronous": False}
     config = make_config(tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT, checkpoint=saves)
-    results = run_ranks(train_with_broken_weight, 2, config.model_dump(), 5)
+    results = resident_ranks(train_with_broken_weight, 2, config.model_dump(), 5)
     for result in results:
         kind, exit_code, message = result["error"]
         assert (kind, exit_code) == ("TrainingError", 1)

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
 from tests.distributed.test_adapters import LORA, config_of, run_dir
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
@@ -109,7 +110,7 @@ def test_what_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     config = config_of(tmp_path, "llama", {**LORA, "init": "pissa"}, **FP32)
     for fill in ("sharded", "rank0"):
-        for said in run_ranks(_begun, 2, _filled_by(config, fill), *prepare(config, 2), 0):
+        for said in resident_ranks(_begun, 2, _filled_by(config, fill), *prepare(config, 2), 0):
             assert re.search("model.layers.1.mlp.up_proj.weight in .* not finite", str(said)), fill
 
 
@@ -119,9 +120,9 @@ def _filled_by(config: FinetuneConfig, fill: str) -> FinetuneConfig:
 
 def _begun(config: FinetuneConfig, prepared: Any, standing: Any, ahead: int) -> dict[str, str] | str:
     """The hash of every tensor as it begins, gathered. `ahead`: bytes of pairs that each rank has ready."""
-    principal._AHEAD = ahead
     try:
-        model = assemble(config, prepared, standing, torch.device("cpu")).model
+        with mock.patch.object(principal, "_AHEAD", ahead):
+            model = assemble(config, prepared, standing, torch.device("cpu")).model
     except ModelError as error:
         return str(error)
     whole = {
@@ -154,10 +155,10 @@ def test_who_takes_a_weight_apart_and_when_changes_no_bit(tmp_path: Path, model:
     """One weight at a time or many ahead, by one rank or by all."""
     method = {**LORA, "type": kind, "init": init}
     config = config_of(tmp_path, model, method, parallel={"precision": "bf16"})
-    (first,) = run_ranks(_begun, 1, _filled_by(config, "sharded"), *prepare(config, 1), 16 << 20)
+    (first,) = resident_ranks(_begun, 1, _filled_by(config, "sharded"), *prepare(config, 1), 16 << 20)
     assert any(name.startswith("initial.") for name in first)
     for world, fill, ahead in ((2, "sharded", 0), (2, "rank0", 0), (3, "sharded", 5_000), (4, "rank0", 16 << 20)):
-        for found in run_ranks(_begun, world, _filled_by(config, fill), *prepare(config, world), ahead):
+        for found in resident_ranks(_begun, world, _filled_by(config, fill), *prepare(config, world), ahead):
             assert found == first, (world, fill, ahead)
 
 

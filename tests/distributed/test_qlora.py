@@ -25,7 +25,7 @@ from tests.checkpoints import checkpoints, tensors_in
 from tests.distributed.test_adapters import config_of, run_dir
 from tests.distributed.test_loading_memory import MIB, SLACK, Peak
 from tests.models import build
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
@@ -79,17 +79,17 @@ def _bytes_of(config: FinetuneConfig, prepared: Any, standing: Any, fill: str) -
 
 def test_the_bytes_are_the_same_at_every_world_and_however_they_are_read(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", QLORA, **FP32)
-    (first,) = run_ranks(_bytes_of, 1, config, *prepare(config, 1), "sharded")
+    (first,) = resident_ranks(_bytes_of, 1, config, *prepare(config, 1), "sharded")
     assert len(first) == 14, "seven layers in each of two blocks; not the head"
     for world, fill in ((2, "sharded"), (2, "rank0"), (3, "sharded"), (4, "rank0")):
         begun = prepare(config, world)
-        assert all(found == first for found in run_ranks(_bytes_of, world, config, *begun, fill)), (world, fill)
+        assert all(found == first for found in resident_ranks(_bytes_of, world, config, *begun, fill)), (world, fill)
     file = tmp_path / "base-llama" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][40, 3] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
     for fill in ("sharded", "rank0"):
-        for said in run_ranks(_bytes_of, 2, config, *prepare(config, 2), fill):
+        for said in resident_ranks(_bytes_of, 2, config, *prepare(config, 2), fill):
             assert "model.layers.1.mlp.up_proj.weight" in said and "not finite" in said
 
 

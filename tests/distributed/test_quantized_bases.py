@@ -23,7 +23,7 @@ from tests.checkpoints import checkpoints, tensors_in
 from tests.loading import assert_same, gathered, load
 from tests.models import build, save_checkpoint
 from tests.quantized import by_transformers, save_fp8, save_mxfp4, spread
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, trajectory
 
 pytest.importorskip("accelerate", reason="transformers wants it for FP8")
@@ -52,7 +52,7 @@ def test_every_mode_loads_what_transformers_dequantizes(tmp_path: Path, world: i
     save_fp8(tmp_path / "tensor", "llama", None)
     save_fp8(tmp_path / "qwen3_moe", "qwen3_moe", (16, 16), **SIZES)
     save_fp8(tmp_path / "deepseek_v3", "deepseek_v3", (16, 16), **SIZES)
-    run_ranks(_check, world, tmp_path, ["mxfp4", "llama", "tensor", "qwen3_moe", "deepseek_v3"])
+    resident_ranks(_check, world, tmp_path, ["mxfp4", "llama", "tensor", "qwen3_moe", "deepseek_v3"])
 
 
 def _check_ragged(directory: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -83,7 +83,7 @@ def test_blocks_that_do_not_divide_a_matrix(tmp_path: Path) -> None:
         assert torch.allclose(plain[key].float(), tensor, rtol=0.07, atol=0.01), "as before it was quantized, about"
     save_file(plain, original / "model.safetensors", metadata={"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16).state_dict()
-    run_ranks(_check_ragged, 3, directory, expected)
+    resident_ranks(_check_ragged, 3, directory, expected)
 
 
 def _fails(directory: Path) -> list[str]:
@@ -101,7 +101,7 @@ def test_scales_that_are_no_numbers_are_refused_on_every_rank(tmp_path: Path) ->
     tensors = load_file(file)
     tensors[key][3, 5, 1] = 255  # of an expert that the second rank keeps
     save_file(tensors, file, metadata={"format": "pt"})
-    for message in sum(run_ranks(_fails, 2, directory), []):
+    for message in sum(resident_ranks(_fails, 2, directory), []):
         assert f"{key} in {file} has values that are not finite" in message
 
 

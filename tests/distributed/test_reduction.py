@@ -17,7 +17,7 @@ from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.traffic import Traffic
 from tests.models import build
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 
 CPU = torch.device("cpu")
 BOTH = {"strategy": "hybrid_shard", "shard_size": 4}
@@ -90,8 +90,8 @@ def gradients(parallel: dict[str, Any], per_node: int | None) -> tuple[dict[str,
 )
 def test_in_two_levels(world: int, per_node: int, parallel: dict[str, Any]) -> None:
     flat = {**parallel, "precision": "fp64"}
-    expected, straight, _ = run_ranks(gradients, world, flat, None)[0]
-    for found, moved, said in run_ranks(gradients, world, {**flat, "reduce": "hierarchical"}, per_node):
+    expected, straight, _ = resident_ranks(gradients, world, flat, None)[0]
+    for found, moved, said in resident_ranks(gradients, world, {**flat, "reduce": "hierarchical"}, per_node):
         for name, gradient in expected.items():
             assert abs(found[name] - gradient).max() <= 1e-13 * abs(gradient).max(), name
         assert moved.keys() == {"inside", "between"}
@@ -104,10 +104,10 @@ def test_in_two_levels(world: int, per_node: int, parallel: dict[str, Any]) -> N
 def test_bf16_between_nodes_alone_rounds_less() -> None:
     """Of eight ranks on two nodes: gradients are in bf16 already, so a sum is rounded seven times on its way through
     all ranks, and three times where only sums of nodes are."""
-    plain, _, _ = run_ranks(gradients, 8, {}, None)[0]
-    rounded, everywhere, said = run_ranks(gradients, 8, {"reduce_dtype": "bf16"}, None)[0]
+    plain, _, _ = resident_ranks(gradients, 8, {}, None)[0]
+    rounded, everywhere, said = resident_ranks(gradients, 8, {"reduce_dtype": "bf16"}, None)[0]
     assert sum(everywhere.values()) == pytest.approx(said.bytes_scattered, rel=1e-12)
-    between, moved, said = run_ranks(gradients, 8, {"reduce_dtype": "bf16", "reduce": "hierarchical"}, 4)[0]
+    between, moved, said = resident_ranks(gradients, 8, {"reduce_dtype": "bf16", "reduce": "hierarchical"}, 4)[0]
     assert moved["between"] == pytest.approx(said.crossing * 2, rel=1e-12)
     assert sum(moved.values()) == pytest.approx(said.bytes_scattered, rel=1e-12)
 

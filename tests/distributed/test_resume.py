@@ -15,7 +15,7 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_metric
 from raytune_fsdp.run.prepare import open_as_run, prepare
 from tests.checkpoints import checkpoints, pieces_of
 from tests.forgeries import with_hashes
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import (
     GPT2,
     LLAMA,
@@ -27,7 +27,7 @@ from tests.runs import (
     write_tokens,
 )
 
-TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 20}
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 12}
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
@@ -43,13 +43,13 @@ def run_dir(config: Any) -> Path:
     [(1, "fp32"), (2, "bf16"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "bf16"), (2, "fp32")))],
 )
 def test_bit_equal_at_the_same_world_size(tmp_path: Path, precision: str, world: int) -> None:
-    """Stopped behind step 11 of 20 and started again; five blocks a step, so at two ranks one is a filler."""
+    """Stopped behind step 7 of 12 and started again; five blocks a step, so at two ranks one is a filler."""
     parallel = {"precision": precision}
     whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), world)
     config = make_config(tmp_path, DROPOUT, run={"name": "stopped"}, train=TRAIN, parallel=parallel)
-    first = trajectory(config, world, stop_after=11)
-    assert [row["step"] for row in first] == list(range(1, 12))
-    assert checkpoints(run_dir(config))[-1].step == 11
+    first = trajectory(config, world, stop_after=7)
+    assert [row["step"] for row in first] == list(range(1, 8))
+    assert checkpoints(run_dir(config))[-1].step == 7
     assert trajectory(config, world) == whole
 
 
@@ -58,13 +58,13 @@ def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> No
     parallel = {"precision": "fp64"}
     whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), 2)
     config = make_config(tmp_path, DROPOUT, run={"name": "moved"}, train=TRAIN, parallel=parallel)
-    for world, stop_after in ((2, 5), (4, 9), (3, 16), (1, None)):
+    for world, stop_after in ((2, 3), (4, 5), (3, 9), (1, None)):
         rows = trajectory(config, world, stop_after=stop_after)
-    assert len(rows) == 20
+    assert len(rows) == 12
     for key in ("loss", "grad_norm"):
         assert largest_difference(whole, rows, key) < 1e-10
     steps = [line for line in read_metrics(run_dir(config) / "metrics.jsonl") if line["kind"] == "step"]
-    assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[10] == 3
+    assert {line["trajectory"]["step"]: line["world_size"] for line in steps}[6] == 3
     attempts = [e for e in read_events(run_dir(config) / "events.jsonl") if e["event"] == "attempt_started"]
     assert [event["attempt"] for event in attempts] == [1, 2, 3, 4]
 
@@ -296,8 +296,8 @@ def windows_built(config: Any) -> list[int]:
 def test_other_strategies_continue_the_same_run(tmp_path: Path) -> None:
     whole = trajectory(make_config(tmp_path, LLAMA, train=TRAIN), 2)
     segments = (
-        (2, {"strategy": "full_shard"}, 6),
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 13),
+        (2, {"strategy": "full_shard"}, 4),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 8),
         (3, {"strategy": "replicate"}, None),
     )
     for world, parallel, stop_after in segments:
@@ -322,12 +322,12 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path: Path) -> None
         checkpoint={"every": 4, "asynchronous": False},
     )
     with pytest.raises(AssertionError, match="rank 1 died"):
-        run_ranks(train_and_die, 2, config.model_dump(), 11)
+        run_ranks(train_and_die, 2, config.model_dump(), 7)
     torn = run_dir(config) / "metrics.jsonl"
-    assert read_trajectory(torn)[-1]["step"] >= 10, "the run must have been past its checkpoint of step 8"
-    (run_dir(config) / "checkpoints" / "step-00000012.a1.tmp").mkdir()
+    assert read_trajectory(torn)[-1]["step"] >= 6, "the run must have been past its checkpoint of step 4"
+    (run_dir(config) / "checkpoints" / "step-00000008.a1.tmp").mkdir()
     assert trajectory(config, 2) == whole
-    assert [found.step for found in checkpoints(run_dir(config))] == [16, 20]
+    assert [found.step for found in checkpoints(run_dir(config))] == [8, 12]
     assert not list((run_dir(config) / "checkpoints").glob("*.tmp"))
 
 
@@ -452,7 +452,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
 
 def test_interrupting_at_the_last_step_finishes(tmp_path: Path) -> None:
     config = make_config(tmp_path, GPT2, train={**TRAIN, "max_steps": 3})
-    assert run_ranks(train_rank, 2, config.model_dump(), 3) == [False, False]
+    assert resident_ranks(train_rank, 2, config.model_dump(), 3) == [False, False]
 
 
 def test_small_weights_leave_epochs_without_a_window(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.copies import following
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.names import SETTINGS_CHANGED
@@ -66,6 +67,7 @@ def test_planted_secrets_stay_out_of_everything_that_is_written_or_shown(
     written.write_text(dump_config(config))
     written.chmod(0o644)
     uri = f"http://alice:{PASSWORD}@127.0.0.1:9"
+    monkeypatch.setattr(following, "LAST_PAUSES_SECONDS", 0.05)
     shown = train("--train.max_steps=3", f"--tracking.mlflow.uri={uri}", "--no-export.at_end")
     assert "http://127.0.0.1:9" in shown or not mlflow_installed()
     events = read_events(runs / "run" / "events.jsonl")

@@ -22,7 +22,7 @@ from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.run.measure.documents import read_sums
 from raytune_fsdp.step.traffic import exchanged_by_attention
 from tests.models import save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory, write_tokens
 
 SLOW = pytest.mark.slow
@@ -33,7 +33,7 @@ MIXTRAL = {
     "num_experts_per_tok": 2, "sliding_window": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
-STEPS = 30
+STEPS = 8
 FP64, FP32 = (1e-10, 1e-10), (1e-5, 1e-4)
 LLAMA_FP64 = (1e-8, 1e-6)
 
@@ -97,12 +97,12 @@ def check_learns_the_same(
         config = make_config(
             directory, architecture, train=chosen, parallel={"precision": precision, **spread},
             data={"eval": [{"path": str(directory / "others.jsonl"), "format": {"type": "tokens"}}]},
-            eval={"every": 10}, run={"name": name}, tracking={"documents": True},
+            eval={"every": 4}, run={"name": name}, tracking={"documents": True},
         )  # fmt: skip
         run = Path(config.run.storage) / name
         found.append((trajectory(config, ranks), read_evaluations(run / "metrics.jsonl", STEPS), run / "documents"))
     (alone, measured, documents), (shared, measured_too, documents_too) = found
-    assert len(alone) == STEPS and [*measured] == [10, 20, 30]
+    assert len(alone) == STEPS and [*measured] == [4, 8]
     assert largest_difference(alone, shared, "loss") <= bounds[0]
     assert largest_difference(alone, shared, "grad_norm") <= bounds[1]
     for step in measured:
@@ -125,8 +125,8 @@ def test_adapters_with_dropout_and_another_mesh_after_a_stop(tmp_path: Path) -> 
         )  # fmt: skip
 
     alone = trajectory(config("alone", 1), 1)
-    trajectory(config("moved", 2), 4, stop_after=10)
-    trajectory(config("moved", 2), 2, stop_after=20)
+    trajectory(config("moved", 2), 4, stop_after=3)
+    trajectory(config("moved", 2), 2, stop_after=6)
     moved = trajectory(config("moved", 1), 1)
     assert len(moved) == STEPS
     assert largest_difference(alone, moved, "loss") <= LLAMA_FP64[0]
@@ -167,7 +167,7 @@ def test_what_is_exchanged_is_what_the_formula_says(tmp_path: Path, sequence: in
         parallel={"precision": "fp32", "mesh": {"sequence": sequence}, "activation_checkpointing": recompute},
     )  # fmt: skip
     layer = exchanged_by_attention(tokens=96, heads=4, key_heads=2, width=8, members=sequence)
-    for numbers, shapes in run_ranks(exchanged, sequence, config.model_dump()):
+    for numbers, shapes in resident_ranks(exchanged, sequence, config.model_dump()):
         assert numbers == layer * LLAMA["num_hidden_layers"] * times
         assert {shape[1] for shape in shapes if shape[-1] > 1} == {96 // sequence}
 

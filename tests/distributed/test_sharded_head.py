@@ -10,7 +10,7 @@ import pytest
 
 from raytune_fsdp.record.jsonl import read_metrics
 from tests.distributed.test_blocks import UNTIED, train_all
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import largest_difference, make_config, write_tokens
 
 SLOW = pytest.mark.slow
@@ -90,6 +90,6 @@ def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
 def test_the_head_stays_gathered_until_backward_alone(tmp_path: Path) -> None:
     """Backward begins with it. After an evaluation it must not stay: the next step has other weights."""
     config = make_config(tmp_path, UNTIED, parallel={"precision": "fp32"})
-    for forward, backward, evaluation in run_ranks(gathered_when, 2, config.model_dump()):
+    for forward, backward, evaluation in resident_ranks(gathered_when, 2, config.model_dump()):
         assert {name for name, gathered in forward.items() if gathered} == {"model.norm.weight", "lm_head.weight"}
         assert not any(backward.values()) and not any(evaluation.values())

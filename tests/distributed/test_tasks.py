@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from tests.models import save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, train_rank, write_tokens
 from tests.unit.made_tokenizers import demo
 
@@ -178,7 +178,7 @@ def test_what_is_measured_is_what_a_plain_loop_measures(made: tuple[Path, dict[s
         prompts=["Who?", conversation],
     )  # fmt: skip
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"world{world}"})})
-    run_ranks(train_rank, world, config.model_dump(), None)
+    resident_ranks(train_rank, world, config.model_dump(), None)
     run = Path(config.run.storage) / config.run.name
     found = read_evaluations(run / "metrics.jsonl", 1)[0]
     assert {

@@ -28,7 +28,7 @@ from raytune_fsdp.step.traffic import summed_by_layers
 from raytune_fsdp.tools.audit.comparison import TensorDifference, compare_tensors
 from tests.distributed.test_sequence import FP32, LLAMA_FP64, MIXTRAL, QWEN3, STEPS, check_learns_the_same
 from tests.models import ARCHITECTURES, EXPERTS, build, save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import LLAMA, largest_difference, make_config, trajectory
 
 SLOW = pytest.mark.slow
@@ -93,7 +93,7 @@ def tried(names: list[str]) -> dict[str, str | None]:
 
 def test_every_architecture_is_computed_right_or_refused() -> None:
     """Losses and the gradients of every weight, of vocabularies that two ranks cannot share evenly."""
-    found = run_ranks(tried, 2, [*ARCHITECTURES, *EXPERTS])
+    found = resident_ranks(tried, 2, [*ARCHITECTURES, *EXPERTS])
     assert found[0] == found[1]
     refused = {name: why for name, why in found[0].items() if why is not None}
     assert refused.keys() == {"gpt2", "olmo2", "stablelm"}
@@ -134,7 +134,7 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path, method: str, first: tup
     alone = trajectory(config_of(tmp_path, "alone", {}, **sections), 1)
     for number, (world, mesh) in enumerate([first, *HOPS], start=1):
         config = config_of(tmp_path, "moved", mesh, **sections)
-        trajectory(config, world, stop_after=8 * number)
+        trajectory(config, world, stop_after=2 * number)
         run = Path(config.run.storage) / "moved"
         found = committed(str(run / "checkpoints"))[-1]
         others = [(4, {"tensor": 2, "sequence": 2}), (1, {})]

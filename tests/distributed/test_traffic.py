@@ -15,7 +15,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.model.precision.quantized import quantize_layers
 from tests.models import save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config
 
 SLOW = pytest.mark.slow
@@ -125,7 +125,7 @@ def test_steps_send_what_is_predicted(
     if narrow:
         pytest.importorskip("torchao")
     config = config_of(tmp_path, rounds * world, model=model, **sections)
-    for ((found, predicted, _),) in run_ranks(moved, world, [config.model_dump()]):
+    for ((found, predicted, _),) in resident_ranks(moved, world, [config.model_dump()]):
         for step in found:
             check(step, predicted, numbers=sections.get("method") != QLORA and not narrow)
 
@@ -144,7 +144,7 @@ def test_in_units_of_all_weights(tmp_path: Path) -> None:
         config_of(tmp_path, 2, name=name.replace(" ", "-"), changes={"num_hidden_layers": 24}, parallel=parallel)
         for name, parallel in kinds.items()
     ]
-    results = run_ranks(moved, 2, [config.model_dump() for config in configs])[0]
+    results = resident_ranks(moved, 2, [config.model_dump() for config in configs])[0]
     numbers, sent = {}, {}
     for name, ((step, *_), predicted, parameters) in zip(kinds, results, strict=True):
         check(step, predicted)
@@ -167,7 +167,7 @@ def test_weights_in_8_bits_are_half_the_bytes(tmp_path: Path) -> None:
         for precision in ("bf16", "fp8")
     ]
     gathered = []
-    for (step, *_), predicted, _ in run_ranks(moved, 2, [config.model_dump() for config in configs])[0]:
+    for (step, *_), predicted, _ in resident_ranks(moved, 2, [config.model_dump() for config in configs])[0]:
         check(step, predicted, numbers=False)
         gathered.append(step["bytes"]["gathered"])
     layers = 24 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)  # each gathered twice: queries and output, keys and values
@@ -179,7 +179,7 @@ def test_of_adapters_only_their_own_gradients_travel(tmp_path: Path) -> None:
     """And the frozen embedding is gathered for forward alone: no gradient comes to it."""
     pytest.importorskip("peft")
     config = config_of(tmp_path, 2, parallel={"precision": "fp32"}, method=LORA)
-    (((step, *_), _, parameters),) = run_ranks(moved, 2, [config.model_dump()])[0]
+    (((step, *_), _, parameters),) = resident_ranks(moved, 2, [config.model_dump()])[0]
     assert step["numbers"]["scattered"] == parameters.trainable / 2  # (N-1)/N
     embedding, last = 132 * 32, 132 * 32 + 32  # a row more, for an even number of them
     everything = parameters.total + 2 * 32

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import architecture
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, make_config
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
@@ -86,7 +86,7 @@ def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
 )
 def test_a_step_asks_the_device_for_nothing(tmp_path: Path, make: Callable[[], dict[str, Any]], world: int) -> None:
     config = make_config(tmp_path, make(), parallel={"precision": "bf16"})
-    assert run_ranks(watched, world, config.model_dump(), False) == [[]] * world
+    assert resident_ranks(watched, world, config.model_dump(), False) == [[]] * world
 
 
 def watched_all(many: list[Mapping[str, Any]]) -> list[list[str]]:
@@ -98,7 +98,7 @@ def test_a_step_of_ranks_that_share_layers_or_samples_asks_for_nothing(tmp_path:
         make_config(tmp_path, LLAMA, run={"name": axis}, parallel={"precision": "bf16", "mesh": {axis: 2}}).model_dump()
         for axis in ("tensor", "sequence")
     ]
-    assert run_ranks(watched_all, 2, configs) == [[[], []]] * 2
+    assert resident_ranks(watched_all, 2, configs) == [[[], []]] * 2
 
 
 def test_no_optimizer_asks_the_device_for_anything(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_no_optimizer_asks_the_device_for_anything(tmp_path: Path) -> None:
         make_config(tmp_path, GPT2, run={"name": name}, parallel={"precision": "bf16_pure"}, optim=optim)
         for name, optim in chosen.items()
     ]
-    assert run_ranks(watched_all, 2, [config.model_dump() for config in configs]) == [[[]] * len(chosen)] * 2
+    assert resident_ranks(watched_all, 2, [config.model_dump() for config in configs]) == [[[]] * len(chosen)] * 2
 
 
 def test_one_that_asks_is_found(tmp_path: Path) -> None:
-    (found,) = run_ranks(watched, 1, make_config(tmp_path, GPT2).model_dump(), True)
+    (found,) = resident_ranks(watched, 1, make_config(tmp_path, GPT2).model_dump(), True)
     assert "aten._local_scalar_dense.default" in found
 
 

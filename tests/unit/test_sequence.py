@@ -15,11 +15,11 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.split.sequence import _exchange, check_sequence
-from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.advise.changes import with_changes
 from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.host import host_needs
 from raytune_fsdp.predict.page.text import as_page
-from raytune_fsdp.predict.planned import planned
+from raytune_fsdp.predict.planned import Planned
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import sharding_of
@@ -172,7 +172,15 @@ def test_the_page_says_what_attention_exchanges(tmp_path: Path) -> None:
     for sequence, expected in ((1, 0), (2, 1)):
         mesh = config.parallel.mesh.model_copy(update={"sequence": sequence})
         here = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mesh": mesh})})
-        page = as_page(planned(here, resolve(here, 2), Cluster(device=find_device("A100-80GB"))))
+        found = predict(ModelSpec.of(here), here, 2, Cluster(device=find_device("A100-80GB")))
+        # Without what else `plan` looks for: each would be dozens of predictions.
+        page = as_page(
+            Planned(
+                prediction=found, host_needs=host_needs(here, found), advice=(), largest_micro_batch=None,
+                allowed_micro_batch=1, paying_micro_batch=None, step_down=None, alternatives=(), shared=None,
+                price=None, free=None, stopping=None, basis="its config",
+            )
+        )  # fmt: skip
         assert page.count("GB a GPU of it for attention)") == expected
 
 

@@ -1,0 +1,143 @@
+"""Ranks of tests that take one call after another: each call finds what it would find in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.ranks import resident_ranks, run_ranks
+
+
+def state() -> tuple[Any, ...]:
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    return (
+        os.environ.get("LEFT_BEHIND"), os.getcwd(), numpy.random.rand(), torch.rand(1).item(),
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
+        torch.get_num_threads(), dist.get_world_size(),
+    )  # fmt: skip
+
+
+def disturb() -> int:
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    dist.destroy_process_group()
+    return os.getpid()
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def summed_in_a_mesh() -> float:
+    """Over two of four ranks, or over two: meshes of one shape, and other groups."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "parts"))["parts"] if world > 2 else None
+    mesh = mesh if mesh is not None else init_device_mesh("cpu", (world,), mesh_dim_names=("parts",))
+    tensor = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    return float((tensor * 2).sum().full_tensor())
+
+
+def fail(rank: int, how: str) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        if how == "raise":
+            raise ArithmeticError("one of the ranks cannot")
+        if how == "die":
+            os._exit(3)
+        time.sleep(60)
+    dist.barrier()
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def leave_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+def test_a_call_finds_nothing_of_the_one_before() -> None:
+    fresh = run_ranks(state, 2)
+    assert resident_ranks(state, 2) == fresh
+    ids = resident_ranks(disturb, 2)
+    assert resident_ranks(process, 2) == ids, "they are the same processes"
+    assert resident_ranks(state, 2) == fresh
+
+
+def test_meshes_of_one_shape_have_groups_of_their_own_in_each_call() -> None:
+    for world in (2, 4, 2, 4):
+        assert resident_ranks(summed_in_a_mesh, world) == [30.0] * world
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ("raise", AssertionError, "rank 1 of 2 failed:\n(.|\n)*def fail|ArithmeticError: one of the ranks cannot"),
+        ("die", AssertionError, "rank 1 died without a word"),
+        ("hang", TimeoutError, r"ranks \[0, 1\] have not ended after 2 s"),
+    ],
+)
+def test_a_rank_that_fails_fails_the_call_and_none_of_its_group_is_used_again(
+    how: str, error: type[Exception], said: str
+) -> None:
+    before = resident_ranks(process, 2)
+    with pytest.raises(error, match=said):
+        resident_ranks(fail, 2, 1, how, seconds=2 if how == "hang" else 60)
+    assert not set(before) & set(resident_ranks(process, 2))
+
+
+def test_ranks_are_replaced_after_many_calls_and_where_one_leaves_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_SETTLE_SECONDS", 0.1)
+    first = resident_ranks(process, 1)
+    assert resident_ranks(process, 1) == first
+    resident_ranks(leave_a_thread, 1)
+    second = resident_ranks(process, 1)
+    assert second != first
+    monkeypatch.setattr(ranks, "MOST_CALLS", 1)
+    assert resident_ranks(process, 1) != second
+
+
+def test_a_rank_that_was_killed_between_two_calls_is_replaced() -> None:
+    before = resident_ranks(process, 2)
+    os.kill(before[1], signal.SIGKILL)
+    ranks._POOL._ranks[1].process.join(30)
+    assert not set(before) & set(resident_ranks(process, 2))
+
+
+def test_while_a_thread_has_them_others_get_ranks_of_their_own(tmp_path: Path) -> None:
+    thread = threading.Thread(target=resident_ranks, args=(wait_for, 1, tmp_path / "go"))
+    thread.start()
+    wait_for_lock = time.monotonic() + 60
+    while not ranks._POOL.lock.locked() and time.monotonic() < wait_for_lock:
+        time.sleep(0.01)
+    assert len(resident_ranks(process, 1)) == 1 and thread.is_alive()
+    (tmp_path / "go").touch()
+    thread.join(60)
+    assert not thread.is_alive()
