@@ -193,5 +193,5 @@ def _two_networks() -> list[float]:
 
 def test_two_networks_of_other_groups_compute_in_one_process() -> None:
     """As a reference and a model do: nothing that all networks share keeps a group."""
-    for found in run_ranks(_two_networks, 4):
+    for found in resident_ranks(_two_networks, 4):
         assert max(found) < 1e-5, found

@@ -194,6 +194,16 @@ def test_process_that_was_killed_is_started_again() -> None:
     assert process() != was
 
 
+def test_the_order_of_a_set_is_the_same_in_every_process() -> None:
+    """A template can make one. Python's hashes of texts differ from process to process."""
+    source = "{% set d = dict(" + ", ".join(f"key{n}={n}" for n in range(40)) + ") %}{{ (d.keys() - ['x'])|join(' ') }}"
+    texts = set()
+    for _ in range(3):
+        texts.add(ChatTemplate(source, {}).render(MESSAGES, None)[0])
+        process().kill()
+    assert len(texts) == 1
+
+
 def test_process_ends_with_the_one_that_it_renders_for() -> None:
     """A fork has a process of its own, too: two that asked the same one would get each other's texts."""
     ours = ChatTemplate("{{ messages[1].content }}", {})

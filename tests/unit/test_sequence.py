@@ -15,6 +15,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.split.sequence import _exchange, check_sequence
+from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.advise.changes import with_changes
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.host import host_needs

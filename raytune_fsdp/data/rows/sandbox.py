@@ -7,6 +7,7 @@ exist.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import pickle
 import signal
@@ -79,16 +80,17 @@ class Sandbox:
     def _answer(self, request: bytes) -> tuple[str, Any]:
         if self._process is None:
             # -P: a file of the working directory is not Jinja. A session of its own: Ctrl-C is for this process.
+            # A seed of hashes: the order of a set (`a.keys() - b.keys()`) would be another one in each process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", template_program.__file__, *map(str, (MEMORY, MEMORY_PER_BYTE, SECONDS))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"},
             )  # fmt: skip
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         send(process.stdin, request)
-        found: tuple[str, Any] = pickle.loads(read_exactly(process.stdout, read_count(process.stdout)))
-        return found
+        kind, value = json.loads(read_exactly(process.stdout, read_count(process.stdout)))
+        return kind, value
 
     def end(self) -> int | None:
         """End the process, and return its exit code."""

@@ -43,7 +43,7 @@ class Template:
         self._tree = self._environment.parse(source)
         self._template = self._environment.from_string(source)
 
-    def about(self) -> tuple[bool, int | None, frozenset[str]]:
+    def about(self) -> tuple[bool, int | None, list[str]]:
         """Return whether it has generation tags, the line of a Jinja block that has one inside, and all words.
 
         Words: every name and every string literal in its code.
@@ -55,7 +55,7 @@ class Template:
         words = {node.name for node in tree.find_all(nodes.Name)}
         words |= {node.attr for node in tree.find_all(nodes.Getattr)}
         words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        return any(_is_generation(node) for node in tree.find_all(nodes.CallBlock)), inside, frozenset(words)
+        return any(_is_generation(node) for node in tree.find_all(nodes.CallBlock)), inside, sorted(words)
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
         """Return the text, and the spans in `{% generation %}`. Raises whatever the template does."""
@@ -194,6 +194,7 @@ def _limit(memory: int, seconds: float) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a batch system may have set a lower limit
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
     # No handler could run in the middle of `2 ** 10**9`; without one, SIGPROF ends the process.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -214,7 +215,8 @@ def main() -> None:
             return
         _limit(own + memory + memory_per_byte * count, seconds)
         try:
-            answer = pickle.dumps(_answer(*pickle.loads(read_exactly(requests, count))))
+            # As JSON: what a template has made is never unpickled.
+            answer = json.dumps(_answer(*pickle.loads(read_exactly(requests, count)))).encode()
         except MemoryError:
             os._exit(NO_MEMORY)  # at once: what the template has made is still there
         send(answers, answer)

@@ -72,7 +72,8 @@ class ChatTemplate:
         kind, found = self._ask(None)
         if kind == "invalid":
             raise DataError(f"the chat template {found}; {_WAY_OUT}")
-        self.tags, inside, self.words = found
+        self.tags, inside, words = found
+        self.words = frozenset(words)
         if inside is not None:
             # transformers takes a span's place from the characters printed so far, and such a Jinja block is printed
             # only at its end.
@@ -97,7 +98,7 @@ class ChatTemplate:
         if kind == "refused":
             raise Refused(shorten(found, limit=500))
         text, spans = found
-        return text, spans
+        return text, [(start, end) for start, end in spans]
 
     def _ask(self, variables: Mapping[str, Any] | None) -> tuple[str, Any]:
         try:
