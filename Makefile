@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 COMPAT := .venv-compat
 BIN := $(VENV)/bin
 # Which tests share a process: see tests/conftest.py.
-PARALLEL := --numprocesses 2
+PARALLEL := --numprocesses $(or $(PROCESSES),2)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
 .PHONY: help demo quick test test-all same chaos oldest compat check format docs lock clean

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ FULL: Mapping[str, Any] = {}
 def mesh(parallel: ParallelConfig) -> DeviceMesh:
     """The mesh that the plan would choose for all ranks there are. Collective."""
     world = dist.get_world_size()
-    return _mesh(world, {"hybrid_shard": parallel.shard_size, "replicate": 1}.get(parallel.strategy) or world)
+    size = {"hybrid_shard": parallel.shard_size, "replicate": 1}.get(parallel.strategy) or world
+    return _mesh(dist.group.WORLD, world, size)
 
 
-@cache
-def _mesh(world: int, size: int) -> DeviceMesh:
-    """Made once in a process: its groups take longer to set up than a tiny network takes to load."""
+@lru_cache(4)
+def _mesh(group: object, world: int, size: int) -> DeviceMesh:
+    """Made once in a process group: its groups take longer to set up than a tiny network takes to load."""
     layout = Layout(world=world, data_ranks=world, replicas=world // size, shard_size=size)
     return make_mesh(layout, CPU)
 
