@@ -136,6 +136,12 @@ def time_of(line: Mapping[str, Any]) -> int | None:
         return None
 
 
+def seconds_of(line: Mapping[str, Any]) -> float:
+    """Return the time in a line, in seconds since 1970; NaN in lines of older versions."""
+    when = time_of(line)
+    return math.nan if when is None else when / 1000
+
+
 def is_number(value: object) -> bool:
     """Return whether a value is a number that fits into a float. A bool, which Python counts as an int, is not."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -28,6 +28,7 @@ from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import CARD_FILE
 from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
 from raytune_fsdp.record.jsonl import each_line_of
+from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.names import with_perplexity
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def _results(run_dir: Path | None, step: int) -> Iterator[str]:
     if run_dir is None:
         return
     try:
-        yield from list(_rows([line for line in each_line_of(run_dir) if line is not None and _step(line) <= step]))
+        yield from list(_rows([line for line in each_line_of(run_dir) if line is not None and step_of(line) <= step]))
     except (RaytuneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("the model card has no results: %s", in_one_line(error))
 
@@ -214,14 +215,10 @@ def _rows(lines: list[dict[str, Any]]) -> Iterator[str]:
     losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
     if losses:
         yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
-    last = max((_step(line) for line in lines if line["kind"] == "eval"), default=None)
-    evals = [line["values"] for line in lines if line["kind"] == "eval" and _step(line) == last]
+    last = max((step_of(line) for line in lines if line["kind"] == "eval"), default=None)
+    evals = [line["values"] for line in lines if line["kind"] == "eval" and step_of(line) == last]
     for key, value in with_perplexity({key: value for values in evals for key, value in values.items()}).items():
         yield f"| {_prose(key)} (step {last}) | {value:.4f} |"
-
-
-def _step(line: Mapping[str, Any]) -> int:
-    return int(line["trajectory"]["step"] if line["kind"] == "step" else line["step"])
 
 
 def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:

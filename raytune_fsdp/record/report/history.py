@@ -34,7 +34,7 @@ from raytune_fsdp.plan.run_dir import (
     is_run,
 )
 from raytune_fsdp.record.jsonl import each_event, each_line_of
-from raytune_fsdp.record.lines import is_number, time_of
+from raytune_fsdp.record.lines import is_number, seconds_of
 
 T = TypeVar("T")
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -207,8 +207,7 @@ class _Record:
             for i in range(3):
                 columns[f"{name}.{i}"].append(values[i])
         self._add_datasets(line.get("datasets"), len(self.time))
-        when = time_of(line)
-        self.time.append(nan if when is None else when / 1000)
+        self.time.append(seconds_of(line))
 
     def _add_datasets(self, datasets: Any, before: int) -> None:
         for entry in datasets if isinstance(datasets, list) else ():
@@ -226,11 +225,10 @@ class _Record:
                 each.targets.append(0)
 
     def _add_evaluation(self, line: dict[str, Any]) -> None:
-        when = time_of(line)
         for name, value in line["values"].items():
             fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
             if name in self.evaluations or fits:
-                point = (line["step"], float(value), math.nan if when is None else when / 1000)
+                point = (line["step"], float(value), seconds_of(line))
                 self.evaluations.setdefault(name, []).append(point)
 
 

@@ -15,7 +15,7 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import event_in_words
-from raytune_fsdp.record.lines import time_of
+from raytune_fsdp.record.lines import seconds_of
 from raytune_fsdp.record.report.history import History
 from raytune_fsdp.record.report.spikes import Spike
 
@@ -72,7 +72,7 @@ def marks_of(history: History) -> list[AxisMark]:
     }
     found = []
     for event in history.events:
-        fields, name, time = event["fields"], event["event"], _seconds(event)
+        fields, name, time = event["fields"], event["event"], seconds_of(event)
         at = fields.get({names.ATTEMPT_STARTED: "resumed_from", names.ATTEMPT_FAILED: "last_step"}.get(name, "step"))
         if name == names.RESIZED:  # recorded after the first step of the new size
             at = resumed_from.get(event["attempt"])
@@ -137,11 +137,6 @@ def _together(marks: list[AxisMark], history: History) -> list[Any]:
         more = f" up to step {last.step:,}" if last.step > first.step else ""
         words += f" (and {len(marks) - 1:,} more{more}; the last: {last.words})"
     return [first.step, time, words]
-
-
-def _seconds(event: Mapping[str, Any]) -> float:
-    when = time_of(event)
-    return math.nan if when is None else when / 1000
 
 
 def _step_at(history: History, time: float) -> int:
