@@ -75,7 +75,7 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     assert seconds is not None
     tokens = config.train.global_batch * config.data.seq_len / row["gpus"]
     return {
-        "predicted": tokens / seconds.step, "roofline": tokens / seconds.roofline, "bound": seconds.bound,
+        "predicted": tokens / seconds.step, "roofline": tokens / seconds.at(1.0), "bound": seconds.bound,
         "memory_gib": found.needed / 2**30, "fits": found.fits,
     }  # fmt: skip
 

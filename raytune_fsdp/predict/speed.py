@@ -206,10 +206,6 @@ class Seconds:
         return self.at(self.reached)
 
     @property
-    def roofline(self) -> float:
-        return self.at(1.0)
-
-    @property
     def compute(self) -> float:
         return self.operations / self.reached
 

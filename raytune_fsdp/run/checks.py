@@ -174,7 +174,7 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
     if keep and best is None and not config.data.eval:
         raise ConfigError(
             f"checkpoint.keep_best={keep} goes by the mean loss, and without data.eval there is none: set "
-            f"checkpoint.best to {_one_of(known, 'a metric of eval.tasks')}"
+            f"checkpoint.best to {_one_of(known)}"
         )
     if keep and best is not None and known is not None and best not in known:
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
@@ -186,8 +186,8 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         )
 
 
-def _one_of(known: list[str] | None, otherwise: str) -> str:
-    return otherwise if not known else f"one of {', '.join(known)}"
+def _one_of(known: list[str] | None) -> str:
+    return f"one of {', '.join(known)}" if known else "a metric of eval.tasks"
 
 
 def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None = None) -> None:
@@ -203,7 +203,7 @@ def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None =
     if rule.metric is None and not config.data.eval:
         raise ConfigError(
             "eval.early_stop goes by the mean loss, and without data.eval there is none: set eval.early_stop.metric to "
-            f"{_one_of(known, 'a metric of eval.tasks')}"
+            f"{_one_of(known)}"
         )
     if config.eval.every is None:
         raise ConfigError(

@@ -123,15 +123,6 @@ def step_traffic(units: Sequence[UnitSize], how: Collectives) -> Traffic:
     )
 
 
-def summed_by_layers(*, tokens: int, width: int, layers: int, members: int, recomputed: int = 0) -> float:
-    """Return how many numbers a rank receives for layers that are cut, for a micro-batch of `tokens` tokens.
-
-    The results of attention and of the MLP are added up in forward, the gradients of their inputs in backward, and
-    `recomputed` results again in a layer that is computed again. What is added up is sent there and back.
-    """
-    return layers * (4 + recomputed) * tokens * width * 2 * (members - 1) / members
-
-
 def exchanged_by_attention(*, tokens: int, heads: int, key_heads: int, width: int, members: int) -> float:
     """Return how many numbers a rank receives in forward for a layer's attention over a micro-batch of `tokens` tokens.
 

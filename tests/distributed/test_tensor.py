@@ -24,9 +24,9 @@ from raytune_fsdp.model.split.cuts import check_cut
 from raytune_fsdp.plan.run_dir import MODEL_FILES
 from raytune_fsdp.run.publish import export_checkpoint
 from raytune_fsdp.run.trials.cut import difference_when_cut
-from raytune_fsdp.step.traffic import summed_by_layers
 from raytune_fsdp.tools.audit.comparison import TensorDifference, compare_tensors
 from tests.distributed.test_sequence import FP32, LLAMA_FP64, MIXTRAL, QWEN3, STEPS, check_learns_the_same
+from tests.formulas import summed_by_layers
 from tests.models import ARCHITECTURES, EXPERTS, build, save_checkpoint
 from tests.ranks import resident_ranks, run_ranks
 from tests.runs import LLAMA, largest_difference, make_config, trajectory

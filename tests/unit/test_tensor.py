@@ -17,7 +17,7 @@ from raytune_fsdp.plan.plan import layout_of, resolve
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.subject import ModelSpec
-from raytune_fsdp.step.traffic import summed_by_layers
+from tests.formulas import summed_by_layers
 from tests.models import build
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import LLAMA as PLANNED

@@ -168,8 +168,6 @@ class Trace:
     """What each traced layer keeps from step to step."""
     passes: int
     """Forward and backward passes that were traced: two stand for all."""
-    parallel: ParallelConfig
-    """The config's `parallel`, changed where one rank alone does better otherwise."""
     attention: str
     """The kernel, as transformers knows it."""
     architecture: Architecture
@@ -235,7 +233,6 @@ def trace(
         stands_for=built.stands_for,
         persistent=recorder.persistent,
         passes=passes,
-        parallel=built.parallel,
         attention=built.kernels["attention"].name,
         architecture=counts.architecture,
         parameters=counts.parameters,
