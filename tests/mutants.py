@@ -145,7 +145,7 @@ FAULTS = (
         "model/added_rows.py",
         "return with_rows(logits, hidden, self.added_rows, self.bias, self.places)",
         "return logits",
-        "distributed/test_added_rows.py::test_evaluation_and_answers_see_the_rows",
+        "unit/test_added_rows.py",
     ),
     Fault(
         "model/precision/quantized.py",
