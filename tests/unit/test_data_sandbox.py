@@ -194,6 +194,20 @@ def test_process_that_was_killed_is_started_again() -> None:
     assert process() != was
 
 
+def test_limits_hold_below_a_process_that_blocks_or_ignores_the_signal(limits: Callable[[float, int], None]) -> None:
+    limits(0.5, 64 << 20)
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    process().kill()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        with pytest.raises(TooMuchWork, match="processor time"):
+            template.render(MESSAGES, None)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+
+
 def test_the_order_of_a_set_is_the_same_in_every_process() -> None:
     """A template can make one. Python's hashes of texts differ from process to process."""
     source = "{% set d = dict(" + ", ".join(f"key{n}={n}" for n in range(40)) + ") %}{{ (d.keys() - ['x'])|join(' ') }}"

@@ -195,6 +195,7 @@ def _limit(memory: int, seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
     # No handler could run in the middle of `2 ** 10**9`; without one, SIGPROF ends the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # the process that started this one may block it
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
