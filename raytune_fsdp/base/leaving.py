@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 crashing: list[str] = []
@@ -13,6 +14,9 @@ raises or returns as always, and what its caller does then is not ours to decide
 
 def leave(code: int) -> NoReturn:
     """End the process with this exit code. No handler of `atexit` and no destructor runs."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads any more
+                stream.flush()
+    finally:
+        os._exit(code)

@@ -86,14 +86,15 @@ def _units(found: Namespace, config: FinetuneConfig, plan: Plan) -> dict[str, An
     """Describe what is gathered together, on the GPUs that are asked for, or else on devices as this machine has."""
     import torch
 
-    from raytune_fsdp.predict.subject import ModelSpec
+    from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
     from raytune_fsdp.predict.trace.trace import sharding_of
     from raytune_fsdp.step.parallel import memory_of
 
     kind = "cuda" if found.gpu or torch.cuda.is_available() else "cpu"
     memory = int(gpu_of(found.gpu).memory) if found.gpu else memory_of(torch.device(kind))
     spec = ModelSpec.of(config, found.architecture)
-    return {"sharding": sharding_of(config, plan, spec, kind, memory)}
+    # What is gathered does not depend on the attention, whose package may be on other machines only.
+    return {"sharding": sharding_of(with_torch_alone(config), plan, spec, kind, memory)}
 
 
 def _ranks(number: int) -> str:

@@ -24,3 +24,9 @@ def test_a_command_leaves_at_once_where_a_library_would_crash(crashing: list[str
     done = subprocess.run([sys.executable, "-c", MAIN, *crashing], capture_output=True, text=True)
     assert done.returncode == 2 and "error: " in done.stderr and "nowhere.yaml" in done.stderr
     assert done.stdout == ("said before" if crashing else "said beforePython ends\n")
+
+
+def test_what_cannot_be_said_does_not_keep_it() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", MAIN, "Ray"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr

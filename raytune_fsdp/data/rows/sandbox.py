@@ -29,6 +29,10 @@ MEMORY, MEMORY_PER_BYTE = 512 << 20, 32
 
 _DEEP = "it goes too deep"
 
+_SETTINGS = {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"}
+"""Of the process, whatever this one has: the order of a set (`a.keys() - b.keys()`) would be another one in each, and a
+number of many digits would be a row that is left out on some machines."""
+
 
 class LimitError(Exception):
     """A template takes more than any template may; the message says of what."""
@@ -45,7 +49,7 @@ class Sandbox:
 
     def _fork(self) -> None:
         # Another thread may be in the middle of a request: closing its pipe here would write the rest into it.
-        self._parents = self._process
+        self._parents = (self._process, getattr(self, "_parents", None))
         self._lock, self._process = Lock(), None
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> tuple[str, Any]:
@@ -64,12 +68,13 @@ class Sandbox:
                 try:
                     kind, value = self._answer(request)
                     break
-                except (OSError, EOFError):
-                    code = self.end()
+                except (OSError, EOFError) as error:
+                    code = self.end(seconds=1.0)  # it closes its pipes before it ends
                     if code in limits:
                         raise LimitError(limits[code]) from None
                     if not again:
-                        raise TransientError(f"the process of the chat templates ended with code {code}") from None
+                        why = error if code is None else f"it ended with code {code}"
+                        raise TransientError(f"the process of the chat templates: {why}") from error
                 except BaseException:  # the next request would get the answer to this one
                     self.end()
                     raise
@@ -80,23 +85,26 @@ class Sandbox:
     def _answer(self, request: bytes) -> tuple[str, Any]:
         if self._process is None:
             # -P: a file of the working directory is not Jinja. A session of its own: Ctrl-C is for this process.
-            # A seed of hashes: the order of a set (`a.keys() - b.keys()`) would be another one in each process.
+            path = os.pathsep.join(each for each in sys.path if each and isinstance(each, str))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", template_program.__file__, *map(str, (MEMORY, MEMORY_PER_BYTE, SECONDS))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"},
+                env={**os.environ, **_SETTINGS, "PYTHONPATH": path},
             )  # fmt: skip
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         send(process.stdin, request)
-        kind, value = json.loads(read_exactly(process.stdout, read_count(process.stdout)))
+        answer = read_exactly(process.stdout, read_count(process.stdout))
+        kind, value = json.loads(answer.decode("utf-8", "surrogatepass"))
         return kind, value
 
-    def end(self) -> int | None:
-        """End the process, and return its exit code."""
+    def end(self, seconds: float = 0.0) -> int | None:
+        """End the process, after it had these seconds to end by itself, and return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
         process.kill()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

@@ -174,6 +174,11 @@ def read_count(stream: IO[bytes]) -> int:
     return int.from_bytes(read_exactly(stream, 8), "little")
 
 
+def as_bytes(answer: tuple[str, Any]) -> bytes:
+    """Return an answer as JSON. Half of a surrogate pair stays half of one, which rows are refused for."""
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
 def _answer(source: str, variables: Mapping[str, Any] | None) -> tuple[str, Any]:
     try:
         template = compiled(source)
@@ -187,6 +192,10 @@ def _answer(source: str, variables: Mapping[str, Any] | None) -> tuple[str, Any]
         return "refused", " ".join(str(error).split()) or type(error).__name__
     except RecursionError:
         return "deep", None
+    except MemoryError:
+        raise
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {error}"
 
 
 def _limit(memory: int, seconds: float) -> None:
@@ -207,6 +216,7 @@ def main() -> None:
     # A batch system sends these to all processes of a run, which then goes on until it is saved.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as file:
         own = int(file.read().split()[0]) * resource.getpagesize()
     while True:
@@ -217,7 +227,7 @@ def main() -> None:
         _limit(own + memory + memory_per_byte * count, seconds)
         try:
             # As JSON: what a template has made is never unpickled.
-            answer = json.dumps(_answer(*pickle.loads(read_exactly(requests, count)))).encode()
+            answer = as_bytes(_answer(*pickle.loads(read_exactly(requests, count))))
         except MemoryError:
             os._exit(NO_MEMORY)  # at once: what the template has made is still there
         send(answers, answer)

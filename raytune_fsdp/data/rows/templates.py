@@ -97,6 +97,8 @@ class ChatTemplate:
         )
         if kind == "refused":
             raise Refused(shorten(found, limit=500))
+        if kind == "failed":
+            raise DataError(f"the chat template fails: {shorten(found, limit=500)}; {_WAY_OUT}")
         text, spans = found
         return text, [(start, end) for start, end in spans]
 
