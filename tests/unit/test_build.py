@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from raytune_fsdp.cli.plan import main
 from raytune_fsdp.model.precision.quantized import QuantizedLayer
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import as_rank_of, assume_kernels, first_rank, sharding_of
 from raytune_fsdp.run.build import Build, build, optimizer_of
+from tests.config_text import dump_config
 from tests.runs import LLAMA, make_config
 
 GIB = 2**30
@@ -52,3 +54,12 @@ def test_counts_are_of_the_whole_network_in_numbers(tmp_path: Path) -> None:
     optimizer = optimizer_of(packed, config)
     optimizer.init_state()
     assert {"lora_" in key for key in optimizer.state_tensors()} == {True}
+
+
+def test_a_plan_names_what_is_gathered_without_the_packages_of_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(make_config(tmp_path, LLAMA, parallel={"precision": "bf16"})))
+    assert main(["--config", str(file), "--units", "--world-size", "2", "--model.attention", "flash_attention_2"]) == 0
+    assert "units" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -28,5 +29,8 @@ def test_a_command_leaves_at_once_where_a_library_would_crash(crashing: list[str
 
 def test_what_cannot_be_said_does_not_keep_it() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", MAIN, "Ray"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", MAIN, "Ray"], stdout=full, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr
