@@ -152,7 +152,7 @@ def no_memory_for(values: Mapping[str, Any], what: str) -> str:
     ("what", "strategy", "way_out"),
     [
         ("fill", "full_shard", "more ranks (cluster.workers), which share weights, gradients and moments"),
-        ("build_optimizer", "replicate", "parallel.strategy=full_shard"),
+        ("optimizer_of", "replicate", "parallel.strategy=full_shard"),
     ],
 )
 def test_too_large_to_be_built(tmp_path: Path, what: str, strategy: str, way_out: str) -> None:

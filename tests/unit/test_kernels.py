@@ -177,9 +177,9 @@ def without_softcap(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Ca
 def test_wrong_kernels_are_found_at_the_start(
     architecture: str, wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raytune_fsdp.run.evaluation import losses
+    from raytune_fsdp.run.trials import computation
 
-    monkeypatch.setattr(losses, "on_all_ranks", lambda work: [work()])
+    monkeypatch.setattr(computation, "on_all_ranks", lambda work: [work()])
     for kernel in (reference, wrong):
         monkeypatch.setitem(KERNELS, "documents_cpu", in_wide(kernel))
         model = build(architecture).to(dtype)
@@ -188,10 +188,10 @@ def test_wrong_kernels_are_found_at_the_start(
                 module.weight.data *= 30  # or the scores of small random weights would not reach a cap
         model.set_attn_implementation("documents_cpu")
         if kernel is reference:
-            losses.check_computation(model, "none", CPU, dtype)
+            computation.check_computation(model, "none", CPU, dtype)
         else:
             with pytest.raises(ModelError, match=r"documents_cpu is wrong here.*set model\.attention=eager"):
-                losses.check_computation(model, "none", CPU, dtype)
+                computation.check_computation(model, "none", CPU, dtype)
         assert model.config._attn_implementation == "documents_cpu"
 
 

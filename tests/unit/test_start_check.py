@@ -15,7 +15,7 @@ from raytune_fsdp.model.attention.calls import Call, reference
 from raytune_fsdp.model.attention.choose import KernelNeeds, generating, without_borders
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
-from raytune_fsdp.run.evaluation import losses
+from raytune_fsdp.run.trials import computation
 from raytune_fsdp.run.trials.computation import check_computation
 from tests.models import architecture, build
 from tests.ranks import run_ranks
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "on_all_ranks", lambda work: [work()])
+    monkeypatch.setattr(computation, "on_all_ranks", lambda work: [work()])
 
 
 def nan_in_the_first_call() -> Callable[..., torch.Tensor]:
@@ -110,7 +110,7 @@ def test_only_experts_in_16_bits_may_differ_a_little(
     alone: None, name: str, dtype: torch.dtype, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They get batches of other sizes when other documents are beside them. The weights are fp32 in each case."""
-    monkeypatch.setattr(losses, "leak_between_documents", lambda *_: 1e-3)
+    monkeypatch.setattr(computation, "leak_between_documents", lambda *_: 1e-3)
     if refused:
         with pytest.raises(ConfigError, match=r"packed documents see each other \(logits change by 1\.0e-03\)"):
             check_computation(build(name), "best_fit", CPU, dtype)

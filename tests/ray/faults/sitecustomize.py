@@ -33,9 +33,9 @@ import time
 from pathlib import Path
 
 PLACES = {
-    "network": ("raytune_fsdp.run.assemble", "build_network"),
+    "network": ("raytune_fsdp.run.build", "build_network"),
     "weights": ("raytune_fsdp.run.assemble", "fill"),
-    "optimizer": ("raytune_fsdp.run.assemble", "build_optimizer"),
+    "optimizer": ("raytune_fsdp.run.build", "build_optimizer"),
     "checkpoint": ("raytune_fsdp.run.assemble", "load_into"),
     "batch": ("raytune_fsdp.run.loop", "lr_factor"),
     "backward": ("torch", "Tensor.backward"),
