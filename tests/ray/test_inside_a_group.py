@@ -51,6 +51,7 @@ def seen(node_ids: list[str], ranks: list[int]) -> dict[str, Any]:
     found["with ours"] = taken()
     watches.end()
     board.close(1)
+    time.sleep(_REPORT_SECONDS)  # a task that waits for an answer of Ray's has given its CPU back meanwhile
     found["free"] = [each.get("CPU", 0) for each in free_for_tasks(nodes())]
     found["off"] = [Evaluations.off(EvalConfig(task_cpus=each)) for each in (1, 2)]
     return found
