@@ -15,8 +15,13 @@ raises or returns as always, and what its caller does then is not ours to decide
 def leave(code: int) -> NoReturn:
     """End the process with this exit code. No handler of `atexit` and no destructor runs."""
     try:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads any more
-                stream.flush()
+        flush_output()
     finally:
         os._exit(code)
+
+
+def flush_output() -> None:
+    """Write out what was printed, as far as that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a full disk, or a pipe that nobody reads any more
+            stream.flush()

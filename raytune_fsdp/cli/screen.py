@@ -25,6 +25,7 @@ from threading import Thread
 from typing import Literal
 
 import raytune_fsdp
+from raytune_fsdp.base.leaving import flush_output
 from raytune_fsdp.cli.region import Region, View, clean
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.record.screen_messages import VARIABLE, read_message
@@ -57,14 +58,14 @@ def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
     if process is None or process.stdin is None:
         yield False
         return
-    _flush()
+    flush_output()
     for file in files:
         os.dup2(process.stdin.fileno(), file)
     try:
         with environment({VARIABLE: "colours" if colours else "plain"} if 1 in files else {}):
             yield True
     finally:
-        _flush()
+        flush_output()
         for file, terminal in kept.items():
             os.dup2(terminal, file)
             os.close(terminal)
@@ -93,12 +94,6 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
     except BaseException:  # Ctrl-C at this moment
         process.wait()
         raise
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
 
 
 def _path() -> str:

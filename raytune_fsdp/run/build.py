@@ -134,7 +134,7 @@ class Build:
     traffic: Traffic | None
     """What travels in a step; None: nothing is spread."""
     sharding: Mapping[str, Any] | None
-    """The same for people, and what is gathered when."""
+    """What is gathered when, and what travels, for people to read; None: nothing is spread."""
 
 
 def build(
@@ -216,8 +216,9 @@ def _moved(
     if not is_wrapped(parallel, site.layout.world):
         return None, None
     units, count = sharding_units(model, parallel, ends=needs.ends), site.micro_batches
-    return traffic_of(model, units, parallel, site.layout, micro_batches=count, per_node=per_node), describe(
-        model, units, parallel, site.layout, micro_batches=count, heads=needs.heads,
+    traffic = traffic_of(model, units, parallel, site.layout, micro_batches=count, per_node=per_node)
+    return traffic, describe(
+        model, units, parallel, site.layout, traffic, micro_batches=count, heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
     )  # fmt: skip
 

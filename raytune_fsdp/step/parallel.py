@@ -219,6 +219,7 @@ def describe(
     units: Sequence[Unit],
     config: ParallelConfig,
     layout: Layout,
+    traffic: Traffic,
     *,
     micro_batches: int,
     tokens: int,
@@ -240,7 +241,6 @@ def describe(
     staying = " and ".join(unit.name for unit in units if unit.stays)
     again = f"in forward, and again in backward{f' ({staying} once for both)' if staying else ''}"
     gathered = "once a step" if config.strategy in _STAYS else again
-    traffic = traffic_of(model, units, config, layout, micro_batches=micro_batches, per_node=per_node)
     exchanged = exchanged_of(model, units, config, layout, heads, tokens=tokens * micro_batches)
     return {
         "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],

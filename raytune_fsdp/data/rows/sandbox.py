@@ -30,8 +30,8 @@ MEMORY, MEMORY_PER_BYTE = 512 << 20, 32
 _DEEP = "it goes too deep"
 
 _SETTINGS = {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"}
-"""Of the process, whatever this one has: the order of a set (`a.keys() - b.keys()`) would be another one in each, and a
-number of many digits would be a row that is left out on some machines."""
+"""Settings of Python that decide what a template writes. Without the first, each process would order a set
+(`a.keys() - b.keys()`) in its own way; without the second, some machines would leave out a row with a long number."""
 
 
 class LimitError(Exception):

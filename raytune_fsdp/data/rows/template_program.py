@@ -2,7 +2,8 @@
 
 Filters, globals, tags and errors are those of transformers, in Jinja's own sandbox. A template is a stranger's program:
 `"x" * 10**9`, two nested loops over `range(100000)` or a list put twice into itself forty times would take all memory
-or all day. So the kernel limits this process, anew for every request. It imports only Jinja and the standard library.
+or all day. So the kernel limits what this process may take for each request. It imports only Jinja and the standard
+library.
 """
 
 from __future__ import annotations

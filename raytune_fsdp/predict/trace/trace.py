@@ -262,8 +262,9 @@ def first_rank(plan: Plan, kind: str, memory: int, per_node: int | None) -> Site
     layout = plan.layout
 
     def together() -> int | None:
-        nodes = [] if per_node is None else [rank // per_node for rank in range(layout.world)]
-        return ranks_of_a_node(nodes, layout.shard_size) if nodes else None
+        if per_node is None:
+            return None
+        return ranks_of_a_node([rank // per_node for rank in range(layout.world)], layout.shard_size)
 
     return Site(
         layout=layout, micro_batches=plan.division.full_rounds, device=CPU, kind=kind, memory=memory,
