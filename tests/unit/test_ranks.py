@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ import pytest
 
 from tests import ranks
 from tests.ranks import resident_ranks, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def new_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Those of the tests before may have grown, or be about to have had their last call."""
+    pool = ranks._Pool()
+    monkeypatch.setattr(ranks, "_POOL", pool)
+    yield
+    pool.end()
 
 
 def state() -> tuple[Any, ...]:
