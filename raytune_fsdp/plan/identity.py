@@ -33,6 +33,7 @@ ABSENT: dict[str, Any] = {
     **{f"format.{kind}.ignore": [] for kind, each in sections_of(Format).items() if "ignore" in each.model_fields},
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
+    **{f"method.{type_}.routers": None for type_ in ("full", "lora", "qlora")},
     "method.lora.init": "zero",
     "method.lora.train_added_tokens": False,
     "method.qlora.init": "zero",

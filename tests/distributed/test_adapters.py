@@ -40,7 +40,7 @@ TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS}
 SAVES = {"every": 4, "asynchronous": False}
 
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
-EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "routers": "trained"}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, "dropout": 0.1},
     "dora": {**LORA, "dora": True},
