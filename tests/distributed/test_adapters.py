@@ -463,6 +463,7 @@ def test_a_head_that_is_the_embedding_is_not_trained_apart(tmp_path: Path) -> No
             prepare(config_of(tmp_path, model, {**LORA, "modules_to_save": [name]}), 1)
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_from_its_directory(tmp_path: Path) -> None:
     """A run that begins with another's exported adapter begins where that one ended."""
     sections: Any = {"parallel": {"precision": "fp32"}}

@@ -92,6 +92,7 @@ def _train_as_before(values: dict[str, Any]) -> bool:
     return train_rank(values)
 
 
+@pytest.mark.slow
 def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., tuple[int, str]]) -> None:
     code, said = audit(honest, "--workers", "2")
     assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said

@@ -235,7 +235,7 @@ LATE = "checkpoint.timeout_minutes"
         pytest.param(0, "killed", "its writer", 0.1, 0, marks=SLOW),
         (1, "killed", "its writer", 0.1, 0),
         pytest.param(0, "stall", LATE, 1.5, 5, marks=SLOW),
-        (1, "stall", LATE, 1.5, 5),
+        pytest.param(1, "stall", LATE, 1.5, 5, marks=SLOW),
         pytest.param(0, "stall", LATE, 11, 60, marks=SLOW),
         pytest.param(1, "stall", LATE, 11, 60, marks=SLOW),
     ],

@@ -158,6 +158,7 @@ def test_in_units_of_all_weights(tmp_path: Path) -> None:
     assert sent["full_shard in bf16"] / sent["replicate in bf16"] == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_weights_in_8_bits_are_half_the_bytes(tmp_path: Path) -> None:
     """The whole of a network of 24 blocks, with its embedding and head in 16 bits, at most 0.55 of bf16's bytes; and of
     each the formula of step/traffic.py."""
