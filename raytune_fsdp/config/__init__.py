@@ -109,6 +109,30 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _exact(self) -> Self:
+        if not self.run.exact:
+            return self
+        parallel, mesh = self.parallel, self.parallel.mesh
+        for field, value, right in (
+            ("parallel.strategy", parallel.strategy, ("full_shard", "shard_grad_op")),
+            ("parallel.mesh.replicate", mesh.replicate, (None, 1)),
+            ("parallel.mesh.sequence", mesh.sequence, (1,)),
+            ("parallel.mesh.tensor", mesh.tensor, (1,)),
+            ("parallel.precision", parallel.precision, ("fp64", "fp32", "bf16", "fp16")),
+            ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto",)),
+            ("parallel.reduce", parallel.reduce, ("flat",)),
+            ("parallel.defer_gradient_sync", parallel.defer_gradient_sync, (False,)),
+            ("optim.optimizer.type", self.optim.optimizer.type, ("adamw", "sgd", "lion", "muon")),
+        ):
+            if value not in right:
+                known = " or ".join(str(each).lower() for each in right if each is not None)
+                raise ValueError(
+                    f"{field}={str(value).lower()} with run.exact=true: the order of its sums depends on the number of "
+                    f"ranks: set it to {known}, or set run.exact=false"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _tensor(self) -> Self:
         size, optimizer = self.parallel.mesh.tensor, self.optim.optimizer
         if size == 1:

@@ -21,6 +21,8 @@ from raytune_fsdp.config.schema import sections_of
 from raytune_fsdp.config.sections.formats import Format
 
 ABSENT: dict[str, Any] = {
+    # Sums by rank.
+    "run.exact": False,
     # All rows of the dataset are used.
     "datasets.rows": None,
     "datasets.held_out": None,

@@ -28,6 +28,7 @@ from raytune_fsdp.run.saving import Saves, stopped
 from raytune_fsdp.step.optim.schedule import lr_factor
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.profiling import StepProfiler
+from raytune_fsdp.step.sums import Sums
 from raytune_fsdp.step.train_step import LossScale, train_step
 
 
@@ -42,6 +43,7 @@ class RankRun:
     parallel: ParallelConfig
     """The config's `parallel`, as this attempt applies it."""
     objective: Objective
+    sums: Sums
     compiler: Compiler | None
     """None: the layers run as they are."""
     generates_with: str
@@ -88,6 +90,7 @@ def train(parts: RankRun, stop: Stop) -> RunState:
                 parts.model, parts.optimizer, parts.scale, batches,
                 plan=plan, parallel=parts.parallel, optim=parts.config.optim,
                 lr_factor=factor, seed=parts.config.run.seed, objective=parts.objective,
+                sums=parts.sums,
             )  # fmt: skip
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)

@@ -60,6 +60,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         **({"model.add_tokens": added} if added != ABSENT["model.add_tokens"] else {}),
         "method": named("method", config.method, exclude=("adapter",)),  # its values decide, not its path
         "run.seed": config.run.seed,
+        **({"run.exact": True} if config.run.exact != ABSENT["run.exact"] else {}),
         "parallel.precision": config.parallel.precision,
         **_rounding(config.parallel),
         **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
@@ -149,14 +150,19 @@ def shard(
     units: Sequence[Unit],
     *,
     per_node: int | None = None,
+    exact: bool = False,
 ) -> None:
-    """Wrap the model in place. It must be on the meta device. `per_node`: see `ranks_of_a_node`."""
+    """Wrap the model in place. It must be on the meta device. `per_node`: see `ranks_of_a_node`.
+
+    `exact`: gradients are not summed by the network, and sent as they are.
+    """
     if not is_wrapped(config, mesh.size()):
         return
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
     if mesh.mesh_dim_names != axes:
         mesh = mesh[axes]
     policy = precision_policy(config)
+    policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype) if exact else policy
     # reshard_after_forward=None frees a unit's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all weights gathered: more memory, no second all-gather in backward.
     free = False if config.strategy in _STAYS else None
