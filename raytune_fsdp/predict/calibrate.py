@@ -41,7 +41,7 @@ from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.speed import Seconds
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import assume_kernels, full_batches, one_step
-from raytune_fsdp.run.build import Site, build, optimizer_of
+from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.step.parallel import memory_of
 
 _SECONDS = 0.1
@@ -371,7 +371,7 @@ class Trainer:
         self._model.train()
         if built.groups.sequence is not None:
             split_tokens(self._model, built.groups.sequence)
-        self._optimizer = optimizer_of(built, config)
+        self._optimizer, self._sums = optimizer_of(built, config), sums_of(built, config, self._plan)
         self._optimizer.init_state()
         batches = full_batches(config, spec.hf_config, self._plan.division.full_rounds)
         parts = own_parts([batches], self._plan.layout, dist.get_rank())
@@ -381,7 +381,10 @@ class Trainer:
         """Train one step; return the seconds that it took on the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
-        one_step(self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device)
+        one_step(
+            self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device,
+            self._sums,
+        )  # fmt: skip
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)

@@ -218,7 +218,9 @@ def _moved(
     if not is_wrapped(parallel, site.layout.world):
         return None, None
     units, count = sharding_units(model, parallel, ends=needs.ends), site.micro_batches
-    traffic = traffic_of(model, units, parallel, site.layout, micro_batches=count, per_node=per_node)
+    traffic = traffic_of(
+        model, units, parallel, site.layout, micro_batches=count, per_node=per_node, exact=config.run.exact
+    )
     return traffic, describe(
         model, units, parallel, site.layout, traffic, micro_batches=count, heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,

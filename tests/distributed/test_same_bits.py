@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.checkpoints import checkpoints, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks
@@ -22,6 +22,7 @@ MIXTRAL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48, "num_local_experts": 5,
     "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+WIDER = {**LLAMA, "intermediate_size": 128}
 OPTIM = {"lr": 3e-3, "max_grad_norm": 0.5}
 CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
     "gpt2": (GPT2, "fp64", {}),
@@ -32,9 +33,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
     "odd": ({**LLAMA, "hidden_size": 40, "intermediate_size": 67}, "fp32", {}),
     "experts": (MIXTRAL, "bf16", {"train": {"router_aux_loss_coef": 0.01}}),
     "lora": (LLAMA, "fp32", {"method": {"type": "lora", "rank": 4, "dropout": 0.1}}),
-    "8-bit": (
-        {**LLAMA, "intermediate_size": 128}, "bf16", {"optim": {**OPTIM, "optimizer": {"type": "adamw", "moments": "8bit"}}}
-    ),
+    "8-bit": (WIDER, "bf16", {"optim": {**OPTIM, "optimizer": {"type": "adamw", "moments": "8bit"}}}),
     "muon": (LLAMA, "fp32", {"optim": {**OPTIM, "optimizer": {"type": "muon"}}}),
     "plain loss": (LLAMA, "bf16", {"model": {"loss": "plain"}}),
     "kept": (LLAMA, "bf16", {"parallel": {"strategy": "shard_grad_op", "activation_checkpointing": "full"}}),

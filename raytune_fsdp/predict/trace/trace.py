@@ -36,7 +36,7 @@ from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
-from raytune_fsdp.run.build import Site, build, optimizer_of
+from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import FP32
@@ -45,6 +45,7 @@ from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
+from raytune_fsdp.step.sums import Sums
 from raytune_fsdp.step.traffic import Traffic
 from raytune_fsdp.step.train_step import LossScale, train_step
 
@@ -226,8 +227,8 @@ def trace(
         with fake:
             optimizer = optimizer_of(built, config, passes)
             optimizer.init_state()
-            recorder = Recorder(live, model, built.layers, optimizer)
-            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU))
+            recorder, sums = Recorder(live, model, built.layers, optimizer), sums_of(built, config, plan)
+            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU, sums))
     return Trace(
         timeline=live.timeline,
         stands_for=built.stands_for,
@@ -310,12 +311,13 @@ def one_step(
     optimizer: Optimizer,
     batches: StepBatches,
     device: torch.device,
+    sums: Sums,
 ) -> None:
     """Compute a run's step, without anything that is watched or recorded."""
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
-        objective=Objective.of(config.train, None, None),
+        objective=Objective.of(config.train, None, None), sums=sums,
     )  # fmt: skip
 
 
