@@ -122,7 +122,6 @@ class FinetuneConfig(Section):
             ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto",)),
             ("parallel.reduce", parallel.reduce, ("flat",)),
             ("parallel.defer_gradient_sync", parallel.defer_gradient_sync, (False,)),
-            ("optim.optimizer.type", self.optim.optimizer.type, ("adamw", "sgd", "lion", "muon")),
         ):
             if value not in right:
                 known = " or ".join(str(each).lower() for each in right if each is not None)

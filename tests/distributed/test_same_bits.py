@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 from tests.checkpoints import checkpoints, tensors_in
 from tests.models import save_checkpoint
-from tests.ranks import resident_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import GPT2, LLAMA, make_config, train_rank
 
 MIXTRAL = {
@@ -35,9 +36,17 @@ CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
     "lora": (LLAMA, "fp32", {"method": {"type": "lora", "rank": 4, "dropout": 0.1}}),
     "8-bit": (WIDER, "bf16", {"optim": {**OPTIM, "optimizer": {"type": "adamw", "moments": "8bit"}}}),
     "muon": (LLAMA, "fp32", {"optim": {**OPTIM, "optimizer": {"type": "muon"}}}),
+    "adafactor": (GPT2, "fp64", {"optim": {**OPTIM, "optimizer": {"type": "adafactor"}}}),
     "plain loss": (LLAMA, "bf16", {"model": {"loss": "plain"}}),
-    "kept": (LLAMA, "bf16", {"parallel": {"strategy": "shard_grad_op", "activation_checkpointing": "full"}}),
+    "kept": (
+        LLAMA, "bf16",
+        {
+            "parallel": {"strategy": "shard_grad_op", "activation_checkpointing": "full"},
+            "train": {"max_steps": None, "epochs": 3.3}, "tracking": {"documents": True},
+        },
+    ),
 }  # fmt: skip
+SLOW = pytest.mark.slow
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 20}
 
 
@@ -45,7 +54,9 @@ def config_of(directory: Path, case: str, name: str, **sections: Any) -> Finetun
     architecture, precision, more = CASES[case]
     parallel = {"precision": precision, **more.get("parallel", {})}
     chosen = {**more, "parallel": parallel, "train": {**TRAIN, **more.get("train", {})}, **sections}
-    run = {"name": name, "exact": True, **chosen.pop("run", {})}
+    run = {"name": name.replace(" ", "-"), "exact": True, **chosen.pop("run", {})}
+    rows = {"path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}
+    chosen["data"] = {"train": [rows], "eval": [rows]}
     if "method" in chosen:
         base = directory / "base"
         if not base.exists():
@@ -54,33 +65,174 @@ def config_of(directory: Path, case: str, name: str, **sections: Any) -> Finetun
     return make_config(directory, architecture, run=run, **chosen)
 
 
-def train_each(values: Sequence[Mapping[str, Any]], stops: Sequence[int | None]) -> None:
-    for each, stop in zip(values, stops, strict=True):
+def train_each(values: Sequence[Mapping[str, Any]], stop: int | None, fault: str | None) -> None:
+    if fault is not None:
+        plant(fault)
+    for each in values:
         train_rank(each, stop)
 
 
-def train(configs: Sequence[FinetuneConfig], world: int, stop: int | None = None) -> None:
+def plant(fault: str) -> None:
+    """Have this process compute as if one of the parts of `run.exact` were missing."""
+    from raytune_fsdp.model.objective import loss
+    from raytune_fsdp.step import in_order, train_step
+    from raytune_fsdp.step.optim import adamw
+
+    right, computed = in_order.SumsInOrder.next_round, train_step.micro_batch_loss
+
+    def all_ranks(self: in_order.SumsInOrder, number: int) -> None:
+        right(self, number)
+        owners = self._owners
+        owners[:] = [*owners, *(rank for rank in range(self._division.data_ranks) if rank not in owners)]
+
+    def by_number(self: in_order.SumsInOrder, number: int) -> None:
+        right(self, number)
+        self._owners.sort()
+
+    def whole(rows: torch.Tensor, parts: int) -> torch.Tensor:
+        return torch.nn.functional.pad(rows.float().square().sum()[None].double(), (0, len(rows) * parts - 1))
+
+    def overflowing(model: Any, batch: Any, *rest: Any) -> Any:
+        found = computed(model, batch, *rest)
+        return replace(found, total=found.total * float("nan")) if batch.is_filler else found
+
+    assert loss.micro_batch_loss is computed
+    if "filler" in fault:
+        train_step.micro_batch_loss = overflowing  # type: ignore[attr-defined]
+    if fault == "fillers are added":
+        in_order.SumsInOrder.next_round = all_ranks  # type: ignore[method-assign]
+    elif fault == "in the order of ranks":
+        in_order.SumsInOrder.next_round = by_number  # type: ignore[method-assign]
+    elif fault == "squares by piece":
+        in_order._row_sums = whole
+    elif fault == "the ends of pieces":
+        adamw._LANES = 1
+
+
+def train(configs: Sequence[FinetuneConfig], world: int, stop: int | None = None, fault: str | None = None) -> None:
     """Train several runs, one after the other, in one group of processes."""
-    resident_ranks(train_each, world, [each.model_dump() for each in configs], [stop] * len(configs), seconds=600)
+    ranks = resident_ranks if fault is None else run_ranks
+    ranks(train_each, world, [each.model_dump() for each in configs], stop, fault, seconds=600)
 
 
-def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The hash of every tensor of the last checkpoint, and what is on record of every step."""
+def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], dict[str, float]]:
+    """The hash of every tensor of the last checkpoint, and what is on record of every step and of evaluations."""
     place = Path(config.run.storage) / config.run.name
-    tensors = tensors_in(checkpoints(place)[-1])
+    last = checkpoints(place)[-1]
     hashes = {
         name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in tensors.items()
+        for name, tensor in tensors_in(last).items()
     }
-    return hashes, read_trajectory(place / "metrics.jsonl")
+    records = place / "metrics.jsonl"
+    return hashes, read_trajectory(records), read_evaluations(records, last.step)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The bits of each case on one rank."""
+    directory = tmp_path_factory.mktemp("alone")
+    configs = {case: config_of(directory, case, f"{case}-1") for case in CASES}
+    train([*configs.values()], 1)
+    return directory, {case: bits(config) for case, config in configs.items()}
 
 
 @pytest.mark.timeout(900)
-def test_one_rank_three_and_a_run_that_is_resized(tmp_path: Path) -> None:
+def test_one_rank_and_three(alone: tuple[Path, dict[str, Any]]) -> None:
     """Five micro-batches a step: with three ranks, each step has a filler."""
-    alone = {case: config_of(tmp_path, case, f"{case}-1".replace(" ", "-")) for case in CASES}
-    three = {case: config_of(tmp_path, case, f"{case}-3".replace(" ", "-")) for case in CASES}
-    train([*alone.values()], 1)
-    train([*three.values()], 3)
+    directory, expected = alone
+    configs = {case: config_of(directory, case, f"{case}-3") for case in CASES}
+    train([*configs.values()], 3)
     for case in CASES:
-        assert bits(alone[case]) == bits(three[case]), case
+        assert bits(configs[case]) == expected[case], case
+
+
+def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
+    """From one rank to three, and then to two; its last step is short."""
+    directory, expected = alone
+    cases = ("odd", "kept")
+    configs = [config_of(directory, case, f"{case}-1-3-2") for case in cases]
+    for world, stop in ((1, 4), (3, 9), (2, None)):
+        train(configs, world, stop)
+    for case, config in zip(cases, configs, strict=True):
+        assert bits(config) == expected[case], case
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nothing, but fillers overflow: filler",
+        "in the order of ranks",
+        *(pytest.param(each, marks=SLOW) for each in ("fillers are added", "squares by piece", "the ends of pieces")),
+    ],
+)
+def test_each_part_of_it_is_needed(alone: tuple[Path, dict[str, Any]], fault: str) -> None:
+    directory, expected = alone
+    name = "".join(each if each.isalnum() else "-" for each in fault)
+    config = config_of(directory, "odd", name, optim={"max_skipped": 100})
+    train([config], 3, fault=fault)
+    assert (bits(config) == expected["odd"]) == fault.startswith("nothing")
+
+
+def test_without_it_runs_are_equal_up_to_rounding(alone: tuple[Path, dict[str, Any]]) -> None:
+    directory, expected = alone
+    config = config_of(directory, "odd", "rounded", run={"exact": False})
+    train([config], 3)
+    (hashes, rows, _), (others, exactly, _) = bits(config), expected["odd"]
+    assert hashes != others
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, exactly, strict=True)) < 1e-4
+
+
+def test_it_goes_with_what_it_was_begun_with(alone: tuple[Path, dict[str, Any]]) -> None:
+    directory, _ = alone
+    config = config_of(directory, "odd", "odd-1", run={"exact": False})
+    with pytest.raises(AssertionError, match="run.exact: was True, is 'not set'"):
+        train([config], 1)
+
+
+def test_a_run_keeps_its_threads_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """Two threads add a product of 1,024 tokens in another order than one; a launcher gives more to fewer ranks."""
+    wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    found = {}
+    for name, threads in (("one", 1), ("two", 2), ("two and one", None)):
+        config = make_config(
+            tmp_path, wide, run={"name": name.replace(" ", "-"), "exact": True, "threads": threads},
+            parallel={"precision": "fp32"}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2},
+            data={"train": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}], "seq_len": 512},
+        )  # fmt: skip
+        if threads is None:
+            run_ranks(train_with_threads, 1, config.model_dump(), 2, 1)
+            run_ranks(train_with_threads, 2, config.model_dump(), 1, None)
+        else:
+            train([config], 1)
+        found[name] = bits(config)[0]
+    assert found["one"] != found["two"] == found["two and one"]
+    again = make_config(
+        tmp_path, wide, run={"name": "two", "exact": True, "threads": 1}, parallel={"precision": "fp32"},
+        train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
+        data={"train": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}], "seq_len": 512},
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="run.threads=1: the run began with 2"):
+        train([again], 1)
+
+
+def train_with_threads(values: Mapping[str, Any], threads: int, stop: int | None) -> None:
+    torch.set_num_threads(threads)
+    train_rank(values, stop)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"parallel": {"strategy": "hybrid_shard", "shard_size": 2}},
+            "parallel.strategy=hybrid_shard with run.exact=true",
+        ),
+        ({"parallel": {"precision": "bf16_pure"}}, "set it to fp64 or fp32 or bf16 or fp16, or set run.exact=false"),
+        ({"parallel": {"mesh": {"sequence": 2}}}, "parallel.mesh.sequence=2 with run.exact=true"),
+        ({"parallel": {"precision": "bf16", "reduce_dtype": "bf16"}}, "parallel.reduce_dtype=bf16 with run.exact=true"),
+        ({"parallel": {"defer_gradient_sync": True}}, "parallel.defer_gradient_sync=true with run.exact=true"),
+    ],
+)
+def test_what_it_does_not_cover_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_config(tmp_path, LLAMA, run={"name": "x", "exact": True}, **sections)

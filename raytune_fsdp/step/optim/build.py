@@ -44,5 +44,5 @@ def build_optimizer(
         mine = tuple(group.only(parts) for group in groups)
         return Muon(weights(mine), parts, adamw(tuple(rest), "as_weights") if rest else None, chosen)
     if chosen.type == "adafactor":
-        return Adafactor(weights(groups), chosen)
+        return Adafactor(weights(groups), chosen, exact=exact)
     return Elementwise(weights(groups), RULES[chosen.type](chosen))
