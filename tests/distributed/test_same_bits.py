@@ -189,30 +189,27 @@ def test_it_goes_with_what_it_was_begun_with(alone: tuple[Path, dict[str, Any]])
         train([config], 1)
 
 
+@SLOW
 def test_a_run_keeps_its_threads_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """Two threads add a product of 1,024 tokens in another order than one; a launcher gives more to fewer ranks."""
-    wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
-    found = {}
-    for name, threads in (("one", 1), ("two", 2), ("two and one", None)):
-        config = make_config(
-            tmp_path, wide, run={"name": name.replace(" ", "-"), "exact": True, "threads": threads},
+    """Three threads add products of 1,024 tokens in another order than one; a launcher gives more to fewer ranks."""
+    wide = {**LLAMA, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+
+    def config_with(name: str, threads: int | None) -> FinetuneConfig:
+        return make_config(
+            tmp_path, wide, run={"name": name, "exact": True, "threads": threads}, data={"seq_len": 512},
             parallel={"precision": "fp32"}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2},
-            data={"train": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}], "seq_len": 512},
         )  # fmt: skip
-        if threads is None:
-            run_ranks(train_with_threads, 1, config.model_dump(), 2, 1)
-            run_ranks(train_with_threads, 2, config.model_dump(), 1, None)
-        else:
-            train([config], 1)
-        found[name] = bits(config)[0]
-    assert found["one"] != found["two"] == found["two and one"]
-    again = make_config(
-        tmp_path, wide, run={"name": "two", "exact": True, "threads": 1}, parallel={"precision": "fp32"},
-        train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
-        data={"train": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}], "seq_len": 512},
-    )  # fmt: skip
-    with pytest.raises(AssertionError, match="run.threads=1: the run began with 2"):
-        train([again], 1)
+
+    train([config_with("one", 1)], 1)
+    train([config_with("three", 3)], 1)
+    resized = config_with("resized", None)
+    for world, threads, stop in ((1, 3, 1), (2, 1, None)):
+        run_ranks(train_with_threads, world, resized.model_dump(), threads, stop)
+    one, three = (bits(config_with(name, None))[0] for name in ("one", "three"))
+    assert one != three == bits(resized)[0]
+    train([config_with("again", 3)], 1, stop=1)
+    with pytest.raises(AssertionError, match="run.threads=1: the run began with 3"):
+        train([config_with("again", 1)], 1)
 
 
 def train_with_threads(values: Mapping[str, Any], threads: int, stop: int | None) -> None:
