@@ -130,9 +130,9 @@ FAULTS = (
     ),
     Fault(
         "step/traffic.py",
-        "layers * (4 + recomputed)",
-        "layers * (4 + 2 * recomputed)",
-        "distributed/test_tensor.py::test_what_layers_add_up_is_what_the_formula_says[full-1]",
+        "trained / shards * between",
+        "trained * between",
+        "distributed/test_traffic.py::test_steps_send_what_is_predicted[4-2-llama-sections1]",
     ),
     # model
     Fault(
