@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 from tests.checkpoints import checkpoints, tensors_in
@@ -144,6 +145,9 @@ def test_one_rank_and_three(alone: tuple[Path, dict[str, Any]]) -> None:
     train([*configs.values()], 3)
     for case in CASES:
         assert bits(configs[case]) == expected[case], case
+    runs = directory / "runs"
+    assert digest([str(runs / "odd-1"), str(runs / "odd-3"), "--trust-places"]) == 0
+    assert digest([str(runs / "odd-1"), str(runs / "fp32-1"), "--trust-places"]) == 1
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
