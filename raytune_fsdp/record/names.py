@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.record.lines import is_number
@@ -226,22 +226,10 @@ def _of_datasets(datasets: Any) -> dict[str, Any]:
     return values
 
 
-def _of_experts(load: Any) -> dict[str, Any]:
-    if not isinstance(load, list | tuple) or not load or not all(map(is_number, load)):
-        return {}
-    return dict(zip(EXPERT_LOAD, (sum(load) / len(load), max(load)), strict=True))
-
-
-def _of_prediction(errors: Any) -> dict[str, Any]:
-    if not isinstance(errors, list | tuple) or len(errors) != len(PREDICTION_ERRORS):
-        return {}
-    return dict(zip(PREDICTION_ERRORS, errors, strict=True))
-
-
-def _of_ranks(name: str, values: Any) -> dict[str, Any]:
-    if not isinstance(values, list | tuple) or len(values) != len(RANKS):
-        return {}
-    return {f"{name}/{rank}": value for rank, value in zip(RANKS, values, strict=True)}
+def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    """Return values by their names; nothing if a line has something else in their place."""
+    known = isinstance(values, list | tuple) and len(values) == len(names)
+    return dict(zip(names, values, strict=True)) if known else {}
 
 
 def node_values(line: Mapping[str, Any]) -> dict[str, float]:
@@ -260,7 +248,9 @@ def node_values(line: Mapping[str, Any]) -> dict[str, float]:
 
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the line of a step as named numbers, without those that it lacks, such as MFU on unknown devices."""
-    spread = _of_ranks(STEP_SECONDS, line.get("rank_seconds"))
+    of_ranks = {key: [f"{key}/{rank}" for rank in RANKS] for key in (STEP_SECONDS, DATA_SECONDS, COMPUTE_SECONDS)}
+    load = line.get("expert_load")
+    known = isinstance(load, list | tuple) and len(load) > 0 and all(map(is_number, load))
     values = {
         LOSS: line["trajectory"]["loss"],
         GRAD_NORM: line["trajectory"]["grad_norm"],
@@ -269,7 +259,7 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         ACCURACY: line.get("accuracy"),
         TOKEN_ACCURACY: line.get("accuracy"),
         **_of_datasets(line.get("datasets")),
-        **_of_experts(line.get("expert_load")),
+        **_named(EXPERT_LOAD, (sum(load) / len(load), max(load)) if known else None),
         EXPERTS_IDLE: line.get("experts_idle"),
         TOKENS_PER_SECOND: line.get("tokens_per_second"),
         STEP_SECONDS: line.get("step_seconds"),
@@ -277,11 +267,11 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         MEMORY_BYTES: line.get("memory_bytes"),
         HOST_MEMORY_BYTES: line.get("host_memory_bytes"),
         GPU_UTILIZATION: line.get("gpu_utilization"),
-        **spread,
-        **dict(zip(SPREAD, spread.values(), strict=False)),
-        **_of_ranks(DATA_SECONDS, line.get("rank_data_seconds")),
-        **_of_ranks(COMPUTE_SECONDS, line.get("rank_compute_seconds")),
+        **_named(of_ranks[STEP_SECONDS], line.get("rank_seconds")),
+        **_named(SPREAD, line.get("rank_seconds")),
+        **_named(of_ranks[DATA_SECONDS], line.get("rank_data_seconds")),
+        **_named(of_ranks[COMPUTE_SECONDS], line.get("rank_compute_seconds")),
         MFU: line.get("mfu"),
-        **_of_prediction(line.get("predicted")),
+        **_named(PREDICTION_ERRORS, line.get("predicted")),
     }
     return {name: float(value) for name, value in values.items() if value is not None and is_number(value)}

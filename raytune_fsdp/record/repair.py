@@ -46,7 +46,12 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
     with _opened(path) as file, open(temporary, "wb", opener=open_private) as output:
-        spans, taken = ([], Checked()) if last_step == 0 else _take(file, last_step)
+        if last_step == 0:
+            spans, taken = [], Checked()
+        elif (written := _as_written(file, last_step)) is not None:
+            spans, taken = [(0, written[0])], Checked(evaluated=frozenset(written[1]))
+        else:
+            spans, taken = _salvage(file, last_step)
         for first, after in spans:
             _copy(file, first, after, output)
         output.flush()
@@ -73,15 +78,6 @@ def is_whole(path: Path, last_step: int) -> bool:
     """Return whether the record has exactly one line for every step up to this one, in order."""
     with _opened(path) as file:
         return _as_written(file, last_step) is not None
-
-
-def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
-    """Return the places of the lines to keep, in order."""
-    written = _as_written(file, last_step)
-    if written is None:
-        return _salvage(file, last_step)
-    end, evaluated = written
-    return [(0, end)], Checked(evaluated=frozenset(evaluated))
 
 
 def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str]]] | None:

@@ -430,13 +430,10 @@ class _Part:
 # The id by which a receiver knows a run, in a file of the run's directory.
 
 
-_LIMIT = 1024
-
-
 def kept_id(file: Path) -> str:
     """Return the id; empty if there is none. A file without a usable id is set aside, or nothing more could be sent."""
     try:
-        return read_file(file, limit=_LIMIT).decode().strip()
+        return read_file(file, limit=1024).decode().strip()
     except FileNotFoundError:
         return ""
     except ValueError as error:

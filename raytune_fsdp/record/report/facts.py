@@ -61,7 +61,8 @@ def key_figures(history: History) -> Iterator[Fact]:
         yield Fact("best evaluation", f"{found.value:.4f} at step {found.step:,}")
     yield Fact("attempts", str(len(_started(history)) or int(steps > 0)))
     if steps:
-        yield Fact("tokens", f"{short(float(columns['tokens'].sum()))}, {_trained(history)} of them trained")
+        tokens, targets = float(columns["tokens"].sum()), float(columns["target_tokens"].sum())
+        yield Fact("tokens", f"{short(tokens)}, {f'{targets / tokens:.0%}' if tokens else 'none'} of them trained")
     seconds = columns["step_seconds"]
     if np.isfinite(seconds).any():
         yield Fact("training time", duration(float(np.nansum(seconds))))
@@ -135,15 +136,19 @@ def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
     found = []
     for number, event in sorted(started.items()):
         cause, last = failed.get(number), last_step.get(number)
-        done = last is not None and last == whole
+        ended = "the last step" if last is not None and last == whole else ""
+        if cause is not None:
+            where = f"rank {cause['rank']} on {cause.get('node')}, " if cause.get("rank") is not None else ""
+            ended = "failed: " + shown_value(f"{where}{cause.get('cause', '')}")
+        began = event.get("time")
         found.append(
             Attempt(
                 number=number,
-                began=_time_in(event),
+                began=began[:19].replace("T", " ") if isinstance(began, str) else "",
                 ranks=shown_value(event["fields"].get("world_size", "")),
                 after=shown_value(event["fields"].get("resumed_from", "")),
                 to="" if last is None else f"{int(last):,}",
-                ended=f"failed: {_cause(cause)}" if cause is not None else "the last step" if done else "",
+                ended=ended,
             )
         )
     return _some(found)
@@ -151,11 +156,6 @@ def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
 
 def _started(history: History) -> dict[int, Mapping[str, Any]]:
     return {event["attempt"]: event for event in history.events if event["event"] == names.ATTEMPT_STARTED}
-
-
-def _cause(fields: Mapping[str, Any]) -> str:
-    where = f"rank {fields['rank']} on {fields.get('node')}, " if fields.get("rank") is not None else ""
-    return shown_value(f"{where}{fields.get('cause', '')}")
 
 
 def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
@@ -236,16 +236,6 @@ def moment(seconds: float) -> str:
         return ""
 
 
-def _time_in(event: Mapping[str, Any]) -> str:
-    text = event.get("time")
-    return text[:19].replace("T", " ") if isinstance(text, str) else ""
-
-
-def _trained(history: History) -> str:
-    tokens = float(history.columns["tokens"].sum())
-    return f"{float(history.columns['target_tokens'].sum()) / tokens:.0%}" if tokens else "none"
-
-
 def _cut(text: str) -> str:
     clean = str(redact_shapes(text))
     return clean if len(clean) <= _ANSWER else f"{clean[:_ANSWER]}…"
@@ -272,10 +262,7 @@ def predictions(history: History) -> list[tuple[str, str, str, str]]:
             measured |= event["fields"]
         elif event["event"] == names.SAVED:
             measured["checkpoint_bytes"] = event["fields"].get("bytes")
-    return list(_rows(said, measured))
-
-
-def _rows(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    rows = []
     for key, what in (
         ("kept_bytes", "memory that a rank keeps from step to step"),
         ("peak_bytes", "memory of tensors at the most"),
@@ -283,12 +270,11 @@ def _rows(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tupl
         ("step_seconds", "seconds of a step"),
     ):
         one, other = said.get(key), measured.get(key)
-        if not is_number(one):
-            continue
-        if not is_number(other) or not other:
-            yield what, _shown(key, one), "not measured", ""
-        else:
-            yield what, _shown(key, one), _shown(key, other), f"{one / other - 1:+.2%}"
+        if is_number(one) and is_number(other) and other:
+            rows.append((what, _shown(key, one), _shown(key, other), f"{one / other - 1:+.2%}"))
+        elif is_number(one):
+            rows.append((what, _shown(key, one), "not measured", ""))
+    return rows
 
 
 def _shown(key: str, value: Any) -> str:

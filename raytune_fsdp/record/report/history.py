@@ -182,7 +182,11 @@ class _Record:
         if line is None:
             self.unread += 1
         elif line["kind"] == "eval":
-            self._add_evaluation(line)
+            for name, value in line["values"].items():
+                fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
+                if name in self.evaluations or fits:
+                    point = (line["step"], float(value), seconds_of(line))
+                    self.evaluations.setdefault(name, []).append(point)
         elif not self._last < line["trajectory"]["step"] <= _LAST_STEP:
             self.unread += 1  # two records put together, for example: no step is drawn twice
         else:
@@ -223,13 +227,6 @@ class _Record:
             if len(each.loss) == before:  # the step has no token of this dataset
                 each.loss.append(math.nan)
                 each.targets.append(0)
-
-    def _add_evaluation(self, line: dict[str, Any]) -> None:
-        for name, value in line["values"].items():
-            fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
-            if name in self.evaluations or fits:
-                point = (line["step"], float(value), seconds_of(line))
-                self.evaluations.setdefault(name, []).append(point)
 
 
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:

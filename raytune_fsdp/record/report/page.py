@@ -146,6 +146,9 @@ def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str
         names = [str(history.path) for history in histories]
     said = [dict(facts.key_figures(history)) for history in histories]
     labels = dict.fromkeys(label for each in said for label in each)
+    flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
+    rows = [(key, [each.get(key) for each in flat]) for key in dict.fromkeys(key for each in flat for key in each)]
+    differing = [row for row in rows if row[0] != "run.name" and any(value != row[1][0] for value in row[1])]
     return {
         "title": " and ".join(names) if len(names) == 2 else ", ".join(names),
         "run": None,
@@ -154,7 +157,7 @@ def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str
         "differences": [
             _parted(histories[0], other, (names[0], name)) for other, name in zip(histories[1:], names[1:], strict=True)
         ],
-        "settings": _settings(histories),
+        "settings": [(key, *map(facts.shown_value, values)) for key, values in differing[:_MOST_SETTINGS]],
     }
 
 
@@ -169,16 +172,6 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
         "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
         "unknown": found.unknown,
     }
-
-
-def _settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """Return the fields of the configs that are not the same in all runs."""
-    flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [(key, [each.get(key) for each in flat]) for key in keys if key not in ("run.name",)]
-    return [
-        (key, *map(facts.shown_value, values)) for key, values in rows if any(each != values[0] for each in values)
-    ][:_MOST_SETTINGS]
 
 
 def _render(drawn: dict[str, Any], **values: Any) -> str:

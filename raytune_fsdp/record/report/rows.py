@@ -103,7 +103,7 @@ def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], lis
             (bucket - first) * width,
             width,
             many / most,
-            f"{_from(bucket):,} to {_to(bucket):,} tokens: {many:,} documents",
+            f"{_from(bucket):,} to {max(_from(bucket), _from(bucket + 1) - 1):,} tokens: {many:,} documents",
         )
         for bucket, many in sorted(lengths.items())
         if many
@@ -114,10 +114,6 @@ def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], lis
 
 def _from(bucket: int) -> int:
     return math.ceil(2 ** (bucket / 4))
-
-
-def _to(bucket: int) -> int:
-    return max(_from(bucket), math.ceil(2 ** ((bucket + 1) / 4)) - 1)
 
 
 # Drawn without the page's script: the loss curves, and bars. Paths have numbers only; words are escaped.

@@ -91,18 +91,13 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
     if export is None:
         commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
     if mlflow_uri is not None:
-        commands.append(_mlflow(mlflow_uri))
+        shown = shown_uri(mlflow_uri)
+        login = "" if shown == mlflow_uri else "   (with the database's user and password)"
+        is_server = mlflow_uri.startswith(("http://", "https://", "databricks"))
+        ui = f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"  # a database has no page
+        commands.append(f"{shown}   (MLflow)" if is_server else ui)
     commands.append(f"{program} train --help   (your own model and data: README.md)")
     return "\n".join(["next:", *(f"  {command}" for command in commands)])
-
-
-def _mlflow(uri: str) -> str:
-    """Say how to look at the runs: a server has a page, a database needs a program that shows it."""
-    shown = shown_uri(uri)
-    if uri.startswith(("http://", "https://", "databricks")):
-        return f"{shown}   (MLflow)"
-    login = "" if shown == uri else "   (with the database's user and password)"
-    return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"
 
 
 def _program(name: str) -> str:
