@@ -190,7 +190,11 @@ def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
     except OSError:
         return None
     try:
-        _sign(handle, token)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
+        content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
+        os.write(handle, json.dumps(content).encode())
+        os.fsync(handle)
         _lock(handle)
         if not _publish(config, place, own):
             time.sleep(_SETTLED_SECONDS)
@@ -245,7 +249,9 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
         elif not (_has_ended(found) or (old and not _beats(config, place))):
             # Each container may have a mount of its own (s3fs, gcsfuse), and such a mount knows only its own locks.
             _listen(config, place, _CONFIRMED * BEAT_SECONDS)
-        return _is_still(handle, place)
+        with suppress(OSError):  # another newcomer may have taken the lock just now
+            return os.path.samestat(os.fstat(handle), place.lock.stat())
+        return False
     finally:
         os.close(handle)
 
@@ -306,13 +312,6 @@ def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
         raise _unusable(config, place.lock, error) from error
 
 
-def _is_still(handle: int, place: RunDir) -> bool:
-    """Return whether the open file is still the lock: another newcomer may have taken it just now."""
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(handle), place.lock.stat())
-    return False
-
-
 def _boot() -> str:
     """Return an id of this machine's start, rather than its name, which containers of one image may share."""
     name, boot = this_node()
@@ -346,14 +345,6 @@ def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigErr
         f"run.name={config.run.name}: {path} says which command works on the run, and cannot be used: {reason(error)}; "
         "make room if the disk is full; otherwise make sure that no command works on the run, and remove it"
     )
-
-
-def _sign(handle: int, token: str) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
-    content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
-    os.write(handle, json.dumps(content).encode())
-    os.fsync(handle)
 
 
 def _beats(config: FinetuneConfig, place: RunDir) -> bytes:

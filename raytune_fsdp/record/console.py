@@ -15,7 +15,7 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.record import names
 from raytune_fsdp.record.screen_messages import Looks, message
-from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
+from raytune_fsdp.record.tracker import RunStart, Status, Tracker
 
 _WINDOW = 20
 """The remaining time is estimated from this many steps."""
@@ -49,7 +49,7 @@ _RECEIVED = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-class ConsoleTracker(NullTracker):
+class ConsoleTracker(Tracker):
     """Print each line to `stream` (stdout) at once.
 
     Where a region of the terminal shows the steps (record/screen_messages.py), it gets messages instead of their lines.

@@ -32,12 +32,12 @@ from raytune_fsdp.record.lines import (
     to_bytes,
 )
 from raytune_fsdp.record.repair import truncate
-from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
+from raytune_fsdp.record.tracker import RunStart, Status, Tracker
 
 _STEP = b'{"kind": "step", "trajectory": {'
 
 
-class JsonlTracker(NullTracker):
+class JsonlTracker(Tracker):
     """Writes both files. A write that fails raises `TrainingError`: training without a record is a waste of time.
 
     The operating system has a line when the call returns, and the disk has it when `sync` returns. Every commit calls

@@ -87,19 +87,15 @@ class Attempts:
     def reached(self, step: int) -> None:
         """Note that rank 0 trains this step, or a later one."""
         if not self._size or len(self.current.ranks) != self._size:
-            self._resized()
+            before, self._size = self._size, len(self.current.ranks)
+            if before:  # the first step of this attempt, which has another size than the last one
+                seconds = time.monotonic() - self._ended_at
+                self.event(
+                    names.RESIZED, before=before, after=self._size, cause=self._cause,
+                    seconds=round(seconds, 2), steps_redone=self._redone,
+                )  # fmt: skip
+                self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
         self.current.step, self._redone = step, 0
-
-    def _resized(self) -> None:
-        """Record that an attempt of another size than the last one has come to its first step."""
-        before, self._size = self._size, len(self.current.ranks)
-        if before:
-            seconds = time.monotonic() - self._ended_at
-            self.event(
-                names.RESIZED, before=before, after=self._size, cause=self._cause,
-                seconds=round(seconds, 2), steps_redone=self._redone,
-            )  # fmt: skip
-            self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
 
     def started(self, number: int, logs: str) -> None:
         """Note which number the ranks of the current attempt have agreed on."""

@@ -29,7 +29,7 @@ from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, METRICS_FILE
 from raytune_fsdp.record.copies.muted import muted
 from raytune_fsdp.record.lines import is_number, read_line, step_of
 from raytune_fsdp.record.names import SAVED
-from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
+from raytune_fsdp.record.tracker import RunStart, Status, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ LAST_PAUSES_SECONDS, LAST_TRIES = 1.0, 5  # after the end of a run
 ALL = 2**62  # a step that no run reaches
 
 
-class Follower(NullTracker, ABC):
+class Follower(Tracker, ABC):
     """Sends the record from its own thread. Never raises, and waits only in `finish`.
 
     `finish` waits for `finish_seconds` at most, and reports to `progress` how far it is.

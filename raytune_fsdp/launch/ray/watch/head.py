@@ -34,7 +34,7 @@ class Head:
         self._limit = max(1.0, private.seconds_without_head() - _CLOSING_SECONDS)
         self._places: list[tuple[str, int]] = []
         with suppress(OSError):
-            self._places = self._resolve()
+            self._resolve()
         self._lock = Lock()
         self._looked = time.monotonic()
         self._sure = True
@@ -74,13 +74,10 @@ class Head:
     def close(self) -> None:
         self._closed.set()
 
-    def _rename(self) -> None:
-        self._places = self._resolve()
-
-    def _resolve(self) -> list[tuple[str, int]]:
+    def _resolve(self) -> None:
         host, port = private.host_and_port(self.address)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return [(str(place[0]), int(place[1])) for *_, place in found]
+        self._places = [(str(place[0]), int(place[1])) for *_, place in found]
 
     def _knock(self) -> bool:
         for place in self._places:
@@ -91,7 +88,7 @@ class Head:
             return True
         # Its name may mean another machine by now, as that of a service does; or names are what does not answer.
         if self._naming is None or self._naming.done():
-            self._naming = in_thread(self._rename, "name of the head")
+            self._naming = in_thread(self._resolve, "name of the head")
         self._cluster.forget()
         return False
 
