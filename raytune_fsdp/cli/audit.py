@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +84,3 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.out is not None:
         found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0 if outcome.difference is None else DIFFERS
-
-
-if __name__ == "__main__":
-    sys.exit(main())

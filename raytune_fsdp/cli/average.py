@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +43,3 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     steps = ", ".join(str(each.step) for each in checkpoints)
     say(f"exported the mean of steps {steps} to {found.destination}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

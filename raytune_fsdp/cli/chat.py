@@ -104,7 +104,3 @@ def _piped() -> str:
     if not line:
         raise EOFError
     return line
-
-
-if __name__ == "__main__":
-    sys.exit(main())

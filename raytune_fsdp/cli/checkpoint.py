@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -140,7 +139,3 @@ def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     if not there:
         say(f"{run} has no checkpoint in {check_run(run).checkpoints}")
     return there
-
-
-if __name__ == "__main__":
-    sys.exit(main())

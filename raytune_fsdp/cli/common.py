@@ -76,7 +76,12 @@ def _code_of(work: Callable[[], int]) -> int:
     except RaytuneError as error:
         # Under torchrun every rank finds the same mistake of the user; an error in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
-        for line in _lines_of(error) if speaks else ():
+        # One line for each problem of a user's error, as a stranger's names may have line ends; all lines of an error
+        # in training, which may be the words of many ranks.
+        lines = (str(error) or type(error).__name__).splitlines()
+        if isinstance(error, UserError) and any(error.args):
+            lines = [str(problem) for problem in error.args]
+        for line in lines if speaks else ():
             # Libraries quote whole addresses in their errors, secrets included; and we quote strangers' texts.
             print("error:", printable(redact_shapes(line)), file=sys.stderr)
         return error.exit_code
@@ -94,16 +99,6 @@ def _code_of(work: Callable[[], int]) -> int:
 def run(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
     """Run a command with its parser and its arguments: these, or those of the process."""
     return exit_code(lambda: command(parser, list(sys.argv[1:] if argv is None else argv)))
-
-
-def _lines_of(error: RaytuneError) -> list[str]:
-    """Return one line for each problem of a user's error, as a stranger's names may have line ends.
-
-    An error in training may be the words of many ranks: return all of its lines.
-    """
-    if isinstance(error, UserError) and any(error.args):
-        return [str(problem) for problem in error.args]
-    return (str(error) or type(error).__name__).splitlines()
 
 
 def _output_is_read() -> bool:

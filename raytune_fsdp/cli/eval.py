@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -148,7 +147,3 @@ def _measure(
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
     return examine(config, network, tokenizer, Evaluation.of(config, evals, tasks), device)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -68,7 +68,3 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     if pushed is not None:
         say(f"pushed to {pushed}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

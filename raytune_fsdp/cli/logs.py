@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from argparse import Namespace
 from collections import deque
@@ -130,7 +129,3 @@ class _Logs:
                     yield line
         except (OSError, UnsoundError) as error:
             raise ResumeError(f"{path} cannot be read: {reason(error)}") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -137,17 +137,14 @@ def check(parser: ConfigParser, found: Namespace) -> None:
     for flag, missing in needs.items():
         if getattr(found, flag) not in (None, False) and missing():
             instead = ", in the place of --gpu" if flag == "hours" and found.gpu else ", too"
-            parser.error(f"--{flag} is for a plan on GPUs: name them{instead} (--{_with(flag)})")
+            way = "--search A100-80GB=1.8,H100=2.9" if flag == "hours" else "--gpu A100-80GB"
+            parser.error(f"--{flag} is for a plan on GPUs: name them{instead} ({way})")
     if found.gpus_per_node is not None and found.gpus_per_node < 1:
         parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
     for flag in ("price", "hours"):
         value = getattr(found, flag)
         if value is not None and not 0 <= value < float("inf"):
             parser.error(f"--{flag} {value} must be 0 or more")
-
-
-def _with(flag: str) -> str:
-    return "search A100-80GB=1.8,H100=2.9" if flag == "hours" else "gpu A100-80GB"
 
 
 def _offers(parser: ConfigParser, text: str) -> list[Offer]:

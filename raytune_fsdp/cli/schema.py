@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 from raytune_fsdp.cli.common import Parser, run
@@ -21,7 +20,3 @@ def _schema(parser: Parser, arguments: Sequence[str]) -> int:
 
     print(json.dumps(FinetuneConfig.model_json_schema(), indent=2, ensure_ascii=False))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

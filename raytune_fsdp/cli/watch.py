@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -64,10 +63,8 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
-    name, step = (
-        printable(found.path.name),
-        f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else ""),
-    )
+    name = printable(found.path.name)
+    step = f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else "")
     if stale:
         why = "its command was killed, or its machine is lost; the same command continues it"
         raise TrainingError(f"{name} gives no sign of life, at {step}: {why}")
@@ -96,13 +93,9 @@ class _Watched:
         self._events = EventFollower(place.events)
         self._tracker: ConsoleTracker | None = None
         tell(title=f"{place.path.name}  no step yet", elapsed=0.0)
-        self._before()
-
-    def _before(self) -> None:
-        """Show the attempt that is under way, and its last events."""
         events = list(self._events.events())
         starts = [place for place, event in enumerate(events) if event["event"] == names.ATTEMPT_STARTED]
-        if starts:
+        if starts:  # show the attempt that is under way, and its last events
             self._event(events[starts[-1]])
             for event in events[starts[-1] + 1 :][-_EVENTS_BEFORE:]:
                 self._event(event)
@@ -112,18 +105,15 @@ class _Watched:
         with suppress(OSError):
             for event in self._events.events():
                 self._event(event)
-            self._lines()
-
-    def _lines(self) -> None:
-        steps: list[tuple[StepMetrics, int, int]] = []
-        for line in chain(self._record.lines(), self._measured.lines()):
-            if line["kind"] == "step":
-                steps.append((metrics_of(line), line.get("world_size", 1), line.get("attempt", 1)))
-            elif self._tracker is not None:
-                self._show(steps)
-                values = {key: float(value) for key, value in line["values"].items()}
-                self._tracker.evaluation(step_of(line), values)
-        self._show(steps)
+            steps: list[tuple[StepMetrics, int, int]] = []
+            for line in chain(self._record.lines(), self._measured.lines()):
+                if line["kind"] == "step":
+                    steps.append((metrics_of(line), line.get("world_size", 1), line.get("attempt", 1)))
+                elif self._tracker is not None:
+                    self._show(steps)
+                    values = {key: float(value) for key, value in line["values"].items()}
+                    self._tracker.evaluation(step_of(line), values)
+            self._show(steps)
 
     def _show(self, steps: list[tuple[StepMetrics, int, int]]) -> None:
         if steps:
@@ -154,7 +144,3 @@ class _Watched:
     def end(self) -> None:
         if self._tracker is not None:
             self._tracker.finish("handed_over")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
