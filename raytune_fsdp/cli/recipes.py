@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.config.load import recipe_text, recipes
+    from raytune_fsdp.config.load import load_config, recipe_text, recipes
 
     known = recipes()
     if found.what == "list":
@@ -44,17 +43,12 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
         parser.error(f"{found.what} needs the name of a recipe: {', '.join(known)}")
     if found.name not in known:
         parser.error(f"unknown recipe {found.name}{nearest(found.name, known)}; recipes: {', '.join(known)}")
-    if found.what == "copy":
-        return _copy(found, recipe_text(found.name))
-    if found.destination is not None:
-        parser.error(f"unexpected argument {found.destination}; only copy takes a destination")
-    print(recipe_text(found.name), end="")
-    return 0
-
-
-def _copy(found: Namespace, text: str) -> int:
-    from raytune_fsdp.config.load import load_config
-
+    text = recipe_text(found.name)
+    if found.what == "show":
+        if found.destination is not None:
+            parser.error(f"unexpected argument {found.destination}; only copy takes a destination")
+        print(text, end="")
+        return 0
     target = found.destination or Path(f"{found.name}.yaml")
     if target.is_dir():
         target = target / f"{found.name}.yaml"

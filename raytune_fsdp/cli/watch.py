@@ -24,7 +24,6 @@ from raytune_fsdp.record.tracker import RunStart
 
 if TYPE_CHECKING:
     from raytune_fsdp.plan.run_dir import RunDir
-    from raytune_fsdp.record.report.overview import Overview
 
 _POLL_SECONDS = 0.5
 _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
@@ -59,13 +58,10 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say(f"{place.path.name} goes on; this command has only watched it")
         return 0
-    return _say_how_it_ended(overview(place.path), stale=state == "silent")
-
-
-def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
+    found = overview(place.path)
     name = printable(found.path.name)
     step = f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else "")
-    if stale:
+    if state == "silent":
         why = "its command was killed, or its machine is lost; the same command continues it"
         raise TrainingError(f"{name} gives no sign of life, at {step}: {why}")
     if found.ended == "failed":

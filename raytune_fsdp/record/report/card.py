@@ -140,27 +140,23 @@ def _recipe(model_files: Path) -> Any:
     """Read the recipe. If it is missing (older versions wrote none) or broken, return an empty one."""
     try:
         recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES)
-        _check_recipe(recipe)
+        # Refuse what this version cannot read: a recipe comes with a checkpoint, perhaps from somebody else.
+        config = recipe.get("config") if isinstance(recipe, dict) else None
+        if not isinstance(config, dict) or not all(isinstance(config.get(section, {}), dict) for section in RECIPE):
+            raise UnsoundError("has no config")
+        texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
+        rows = config.get("data", {}).get("train", [])
+        versions = recipe.get("versions", {})
+        texts += versions.values() if isinstance(versions, dict) else [0]
+        if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
+            raise UnsoundError("has numbers where names belong")
+        if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
+            raise UnsoundError("describes neither model nor data")
         # We write it without secrets, but an older version recognised fewer, and this file may be a stranger's.
         return {**redact_shapes(recipe), "config": redact(recipe["config"])}
     except (OSError, ValueError) as error:
         logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, reason(error))
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
-
-
-def _check_recipe(recipe: Any) -> None:
-    """Refuse what this version cannot read: a recipe comes with a checkpoint, perhaps from somebody else."""
-    config = recipe.get("config") if isinstance(recipe, dict) else None
-    if not isinstance(config, dict) or not all(isinstance(config.get(section, {}), dict) for section in RECIPE):
-        raise UnsoundError("has no config")
-    texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
-    rows = config.get("data", {}).get("train", [])
-    versions = recipe.get("versions", {})
-    texts += versions.values() if isinstance(versions, dict) else [0]
-    if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
-        raise UnsoundError("has numbers where names belong")
-    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
-        raise UnsoundError("describes neither model nor data")
 
 
 def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:

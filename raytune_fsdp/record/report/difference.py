@@ -238,9 +238,16 @@ def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
 def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
     """Yield what differs in config, data and code."""
     of_config = _DECIDING
-    if a.state is not None and b.state is not None:
-        yield from _of_identities(a.state, b.state)
+    if a.state is not None and b.state is not None:  # identities have all that decides a trajectory: content, not paths
         of_config = _FIRST_WEIGHTS
+        for key in sorted({*a.state.identity, *b.state.identity}):
+            one, other = a.state.identity.get(key), b.state.identity.get(key)
+            kind = "data" if key.startswith("data.") else "config"
+            if one != other and key in a.state.files and key in b.state.files:
+                words = changed_files(one, other, a.state.files[key], b.state.files[key])  # type: ignore[arg-type]
+                yield Cause(kind=kind, key=key, values=(one, other), words=f"{key}: {words}")
+            elif one != other:
+                yield _cause(kind, key, one, other)
     left, right = _settings(a.config, of_config), _settings(b.config, of_config)
     for key in sorted({*left, *right}):
         if left.get(key) != right.get(key):
@@ -250,20 +257,6 @@ def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
             yield _cause("plan", f"plan.{key}", a.plan.get(key), b.plan.get(key))
     if a.version != b.version:
         yield _cause("code", "the version of raytune_fsdp", a.version, b.version)
-
-
-def _of_identities(a: RunState, b: RunState) -> Iterator[Cause]:
-    """Yield what differs between two identities, which have all that decides a trajectory: content, not paths."""
-    for key in sorted({*a.identity, *b.identity}):
-        left, right = a.identity.get(key), b.identity.get(key)
-        if left == right:
-            continue
-        kind = "data" if key.startswith("data.") else "config"
-        if key in a.files and key in b.files:
-            words = changed_files(left, right, a.files[key], b.files[key])  # type: ignore[arg-type]
-            yield Cause(kind=kind, key=key, values=(left, right), words=f"{key}: {words}")
-        else:
-            yield _cause(kind, key, left, right)
 
 
 def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iterator[Cause]:

@@ -87,7 +87,21 @@ def page(run_dirs: Sequence[Path]) -> str:
     with np.errstate(all="ignore"):  # a record may have numbers whose sum is infinite
         drawn = charts_of(histories)
         said = _of_one(histories[0], drawn) if len(histories) == 1 else _of_several(histories, drawn)
-    return _render(drawn, **said)
+    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    by_id = {chart["id"]: chart for chart in drawn["charts"]}
+    return environment.get_template("page.html.jinja").render(
+        made=facts.moment(time.time()),
+        style=Markup(style),
+        style_hash=hash_of(style),
+        script=Markup(script),
+        script_hash=hash_of(script),
+        data=Markup(embedded(drawn)),
+        drawn=list(by_id),
+        timed=all(axis["time"] for axis in drawn["axes"]),
+        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
+        **said,
+    )
 
 
 def write_page(path: Path, text: str, *, private: bool) -> None:
@@ -172,24 +186,6 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
         "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
         "unknown": found.unknown,
     }
-
-
-def _render(drawn: dict[str, Any], **values: Any) -> str:
-    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    by_id = {chart["id"]: chart for chart in drawn["charts"]}
-    return environment.get_template("page.html.jinja").render(
-        made=facts.moment(time.time()),
-        style=Markup(style),
-        style_hash=hash_of(style),
-        script=Markup(script),
-        script_hash=hash_of(script),
-        data=Markup(embedded(drawn)),
-        drawn=list(by_id),
-        timed=all(axis["time"] for axis in drawn["axes"]),
-        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
-        **values,
-    )
 
 
 # Data inside a page from which nothing can break out, and hashes so that no other script or style can get in.

@@ -41,9 +41,12 @@ def rows_of(history: History, marks: list[AxisMark]) -> DataOnRecord:
     """Collect what is on record about the data."""
     census = history.census
     bars, ticks = _lengths(census) if census is not None else ([], [])
+    sums = {name: float(targets.sum()) for name, (_, targets) in history.datasets.items()}
+    total = sum(sums.values())
+    by_size = sorted(sums.items(), key=lambda item: -item[1])
     return DataOnRecord(
         packed=_packed(history),
-        shares=_shares(history),
+        shares=[(name, int(tokens), tokens / total) for name, tokens in by_size if total],
         counts=_counts(census) if census is not None else [],
         counted=_counted(census) if census is not None else "",
         bars=bars,
@@ -60,13 +63,6 @@ def _packed(history: History) -> str:
         return ""  # if a step is missing, samples and tokens would not be of the same steps
     samples = min(steps * batch, total or steps * batch)
     return f"{samples:,} packed samples of {seq_len:,} tokens are trained, {tokens / (samples * seq_len):.1%} full."
-
-
-def _shares(history: History) -> list[tuple[str, int, float]]:
-    sums = {name: float(targets.sum()) for name, (_, targets) in history.datasets.items()}
-    total = sum(sums.values())
-    by_size = sorted(sums.items(), key=lambda item: -item[1])
-    return [(name, int(tokens), tokens / total) for name, tokens in by_size if total]
 
 
 def _counts(census: Census) -> list[tuple[str, ...]]:

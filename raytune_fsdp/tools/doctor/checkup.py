@@ -151,11 +151,13 @@ class Checkup:
         def judged() -> list[Finding]:
             found = look()
             limits = machines.check_limits(found, "this machine")
+            shm = f"/dev/shm {found['shm'] / 2**30:.1f} GiB, " if found["shm"] is not None else ""
+            enough = f"this machine: {shm}up to {found['open_files'][1]:,} open files"
             return [
                 *machines.check_versions(found, machines.own_requirements()),
                 *machines.check_gpus(found, "this machine", device=here.cluster.device if here else None),
                 *(machines.check_bf16(found, "this machine", here.parallel.precision) if here else []),
-                *(limits or [ok("limits", _limits(found))]),
+                *(limits or [ok("limits", enough)]),
             ]
 
         yield self._begin("machine", judged, f"run nvidia-smi: if it hangs, the driver does (reboot); {_AGAIN}")
@@ -262,11 +264,6 @@ def _first(config: FinetuneConfig) -> list[Finding]:
     return [ok("config", f"nothing in it is refused; the run is {place.path}")]
 
 
-def _limits(facts: machines.Facts) -> str:
-    shm = f"/dev/shm {facts['shm'] / 2**30:.1f} GiB, " if facts["shm"] is not None else ""
-    return f"this machine: {shm}up to {facts['open_files'][1]:,} open files"
-
-
 # The cheap checks, made while every run starts: they only warn of what is wrong with this machine.
 
 
@@ -276,12 +273,8 @@ def look_around() -> None:
 
 
 def _look() -> None:
-    for finding in of_this_machine():
-        if finding.status != "ok":
-            logger.warning("%s; to mend it: %s", finding.found, finding.fix)
-
-
-def of_this_machine() -> list[Finding]:
     """Check versions, `/dev/shm` and open files, which needs no cluster, torch or driver."""
     facts = node.look(try_torch=False)
-    return [*check_versions(facts, own_requirements()), *check_limits(facts, "this machine")]
+    for finding in [*check_versions(facts, own_requirements()), *check_limits(facts, "this machine")]:
+        if finding.status != "ok":
+            logger.warning("%s; to mend it: %s", finding.found, finding.fix)

@@ -169,7 +169,13 @@ def _look_at(
     for id, error in lost.items():
         send(_lost(names[id], error, seconds))
     if len(lost) < len(there):
-        for finding in _of_nodes({names[id]: each for id, each in answers.items() if id not in lost}, here, asked):
+        facts = {names[id]: each for id, each in answers.items() if id not in lost}
+        found = check_same(facts, here)
+        limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
+        found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
+        now = time.time()
+        found += check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})
+        for finding in found:
             send(finding)
     for each in there:
         if each.id not in lost:
@@ -199,14 +205,6 @@ def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any]
         found.append(check_packages(config.model.attention, facts["packages"], where))
     for finding in found:
         send(finding)
-
-
-def _of_nodes(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], asked: float) -> list[Finding]:
-    found = check_same(facts, here)
-    limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
-    found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
-    now = time.time()
-    return [*found, *check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})]
 
 
 def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
