@@ -67,12 +67,12 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     units = _units(found, config, plan) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)
     if found.json:
-        data = on_gpus.data if on_gpus else {}
+        data = on_gpus[1] if on_gpus else {}
         print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units, **data}, indent=2))
         return 0
     say_lines(plan_in_words(config, plan, place.path))
     if on_gpus:
-        print(f"\n{on_gpus.page}")
+        print(f"\n{on_gpus[0]}")
     if found.units:
         from raytune_fsdp.record.console import event_in_words
         from raytune_fsdp.record.names import SHARDED

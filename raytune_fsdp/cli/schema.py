@@ -10,8 +10,7 @@ from raytune_fsdp.cli.common import Parser, run
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
     """Print the schema; return the exit code."""
-    parser = Parser(prog, "Print the JSON schema of a run's config, for editors.")
-    return run(parser, argv, _schema)
+    return run(Parser(prog, "Print the JSON schema of a run's config, for editors."), argv, _schema)
 
 
 def _schema(parser: Parser, arguments: Sequence[str]) -> int:

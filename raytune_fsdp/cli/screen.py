@@ -143,7 +143,6 @@ class _Screen:
             self._draw()
 
     def _read(self) -> None:
-        """Read what was printed."""
         found = os.read(self._source, 1 << 16)
         *lines, rest = (self._rest + self._decoder.decode(found, not found)).split("\n")
         # Keep the last text of a line that is rewritten again and again, and the end of an endless one.

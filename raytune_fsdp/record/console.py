@@ -160,9 +160,7 @@ class ConsoleTracker(Tracker):
         return fmean(self._seconds) * max((self._total or 0) - step.step, 0)
 
     def _place(self, step: int) -> str:
-        if self._total is None:
-            return f"{step:>6}"
-        return f"{step:>{len(str(self._total))}}/{self._total}"
+        return f"{step:>6}" if self._total is None else f"{step:>{len(str(self._total))}}/{self._total}"
 
     def _tell(self) -> None:
         if self._message is not None:
@@ -224,7 +222,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
         case names.SHARDED:
             units = get("units")
             listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units
-            sizes = [f"{gibibytes(size)} {of}" for key, of in _RECEIVED.items() if isinstance(size := get(key), int)]
+            sizes = [f"{gibibytes(sent)} {of}" for key, of in _RECEIVED.items() if isinstance(sent := get(key), int)]
             received = f"; in a step a rank receives {', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else ""
             return f"gathered {get('gathered')}: {listed}{received}"  # an older version wrote no sizes
         case names.ROWS_SKIPPED:

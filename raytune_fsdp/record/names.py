@@ -216,16 +216,6 @@ def labelled(key: str) -> tuple[str, str]:
     return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 
 
-def _of_datasets(datasets: Any) -> dict[str, Any]:
-    """Return loss and accuracy of each dataset in a step."""
-    values: dict[str, Any] = {}
-    for entry in datasets if isinstance(datasets, list | tuple) else ():
-        if isinstance(entry, list | tuple) and len(entry) == 4 and isinstance(entry[0], str):
-            name, loss, accuracy, _ = entry
-            values |= {f"train/{name}/loss": loss, f"train/{name}/accuracy": accuracy}
-    return values
-
-
 def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
     """Return values by their names; nothing if a line has something else in their place."""
     known = isinstance(values, list | tuple) and len(values) == len(names)
@@ -249,8 +239,13 @@ def node_values(line: Mapping[str, Any]) -> dict[str, float]:
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the line of a step as named numbers, without those that it lacks, such as MFU on unknown devices."""
     of_ranks = {key: [f"{key}/{rank}" for rank in RANKS] for key in (STEP_SECONDS, DATA_SECONDS, COMPUTE_SECONDS)}
-    load = line.get("expert_load")
+    load: Any = line.get("expert_load")
     known = isinstance(load, list | tuple) and len(load) > 0 and all(map(is_number, load))
+    datasets, of_datasets = line.get("datasets"), dict[str, Any]()
+    for entry in datasets if isinstance(datasets, list | tuple) else ():
+        if isinstance(entry, list | tuple) and len(entry) == 4 and isinstance(entry[0], str):
+            name, loss, accuracy, _ = entry
+            of_datasets |= {f"train/{name}/loss": loss, f"train/{name}/accuracy": accuracy}
     values = {
         LOSS: line["trajectory"]["loss"],
         GRAD_NORM: line["trajectory"]["grad_norm"],
@@ -258,7 +253,7 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         EPOCH: line["trajectory"]["epoch"],
         ACCURACY: line.get("accuracy"),
         TOKEN_ACCURACY: line.get("accuracy"),
-        **_of_datasets(line.get("datasets")),
+        **of_datasets,
         **_named(EXPERT_LOAD, (sum(load) / len(load), max(load)) if known else None),
         EXPERTS_IDLE: line.get("experts_idle"),
         TOKENS_PER_SECOND: line.get("tokens_per_second"),

@@ -57,21 +57,16 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
         output.flush()
         os.fsync(output.fileno())
     if taken.problems and path.exists():
-        _keep(path, aside)
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(path, aside)  # where the file system can: a copy of 20 GB of holes would fill the disk
+            take_from_others(aside)  # everybody could read an older version's record
+        except OSError:
+            with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
+                shutil.copyfileobj(broken, kept)
     os.replace(temporary, path)
     sync_directory(path.parent)
     return taken
-
-
-def _keep(path: Path, aside: Path) -> None:
-    """Keep a file as `aside`, by a link where the file system can: a copy of 20 GB of holes would fill the disk."""
-    aside.unlink(missing_ok=True)
-    try:
-        os.link(path, aside)
-        take_from_others(aside)  # everybody could read an older version's record
-    except OSError:
-        with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
-            shutil.copyfileobj(broken, kept)
 
 
 def is_whole(path: Path, last_step: int) -> bool:

@@ -144,10 +144,10 @@ class Composite(Tracker):
                     ours.__cause__ = error
                 elif index not in self._failed:
                     self._failed.add(index)
-                    name = type(tracker).__name__
                     logger.warning(
-                        "%s failed; training continues, later failures are not reported", name, exc_info=True
-                    )
+                        "%s failed; training continues, later failures are not reported", type(tracker).__name__,
+                        exc_info=True,
+                    )  # fmt: skip
         if ours is not None:
             raise ours
 

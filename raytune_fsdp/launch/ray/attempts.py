@@ -172,10 +172,10 @@ class Attempts:
 
     def _record(self, cause: str, rank: int | None) -> None:
         ranks = self.current.ranks
-        node = ranks[rank].node if rank in ranks else None
         self.event(
             names.ATTEMPT_FAILED,
-            rank=rank, node=node, cause=cause, last_step=self.last_step(), logs=self.current.logs,
+            rank=rank, node=ranks[rank].node if rank in ranks else None, cause=cause, last_step=self.last_step(),
+            logs=self.current.logs,
         )  # fmt: skip
         self.failures += 1
         # The attempt before may have trained more than this one, which has failed before its first step.

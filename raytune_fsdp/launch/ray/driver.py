@@ -277,9 +277,8 @@ def _finish(
                 return
             for left in after_commits[number:]:
                 left.cancel()
-            what = each.work.what
             raise Interrupted(
-                f"stopped: the run is complete, but its {what}s are not; the same command makes up for them"
+                f"stopped: the run is complete, but its {each.work.what}s are not; the same command makes up for them"
             )
 
 
@@ -370,8 +369,7 @@ def _close_mlflow(
     """Record in MLflow how the run ended: rank 0, which usually does that, may have had no time."""
     place = prepared.place
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
-        seconds = RANKS_WAIT_SECONDS if session.answers() else _HURRY_SECONDS
-        tracker = mlflow_tracker(config, place, seconds=seconds)
+        tracker = mlflow_tracker(config, place, seconds=RANKS_WAIT_SECONDS if session.answers() else _HURRY_SECONDS)
         start = run_start(config, prepared, standing, attempts.number)
         tracker.start(replace(start, over=True, committed=attempts.last_step()))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")

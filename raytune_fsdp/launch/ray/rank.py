@@ -95,11 +95,12 @@ def train_rank(job: RankJob) -> None:
 def _train(job: RankJob, rank: int, world: int) -> None:
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
     context = ray.train.get_context()
-    joined = Joined(
-        rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
-        node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
+    job.board.tell(
+        Joined(
+            rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
+            node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
+        )
     )  # fmt: skip
-    job.board.tell(joined)
     beats = Beats(job.board, rank, world)
     beats.begin()
 

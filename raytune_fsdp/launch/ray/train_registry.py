@@ -98,10 +98,16 @@ class _Snapshot(_AsRayHasIt):
 
 def _only(snapshot: _Snapshot, names: set[str]) -> _Snapshot:
     """Return the snapshot without checkpoints other than these."""
-    rows = zip(snapshot.checkpoint_results, snapshot.checkpoint_report_indices, strict=True)
-    kept = [(result, index) for result, index in rows if result.checkpoint_dir_name in names]
-    waiting = zip(snapshot.pending_training_results, snapshot.pending_validation_specs, strict=True)
-    pending = [(result, spec) for result, spec in waiting if result.checkpoint_dir_name in names]
+    kept = [
+        (result, index)
+        for result, index in zip(snapshot.checkpoint_results, snapshot.checkpoint_report_indices, strict=True)
+        if result.checkpoint_dir_name in names
+    ]
+    pending = [
+        (result, spec)
+        for result, spec in zip(snapshot.pending_training_results, snapshot.pending_validation_specs, strict=True)
+        if result.checkpoint_dir_name in names
+    ]
     latest = snapshot.latest_checkpoint_result
     if latest is not None and latest.checkpoint_dir_name not in names:
         latest = max(kept, key=lambda row: row[1])[0] if kept else None

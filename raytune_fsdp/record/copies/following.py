@@ -220,14 +220,15 @@ class Follower(Tracker, ABC):
             self._say_unsent(self.unsent)
 
     @property
-    @abstractmethod
     def unsent(self) -> str | None:
         """After `finish`: a sentence about what the receiver lacks; None if it has everything."""
+        because = f" ({self._problem[:200]})" if self._problem else ""  # some errors quote half of a library
+        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}; the same command sends the rest"
 
     @property
-    @abstractmethod
     def place(self) -> str:
         """The receiver and where it is, for messages."""
+        return self.receiver
 
     @abstractmethod
     def _sent_steps(self) -> int:
@@ -330,15 +331,6 @@ class Copy(Follower):
 
     @abstractmethod
     def _close(self, status: Status) -> None: ...
-
-    @property
-    def unsent(self) -> str | None:
-        because = f" ({self._problem[:200]})" if self._problem else ""
-        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}; the same command sends the rest"
-
-    @property
-    def place(self) -> str:
-        return self.receiver
 
     def _sent_steps(self) -> int:
         return self._steps.sent.step

@@ -31,5 +31,5 @@ def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
             if getattr(error, "error_code", None) != "RESOURCE_ALREADY_EXISTS":
                 raise
         source = run.add_directory(export, _PLACE) if is_server else str(export)
-        made = client.create_model_version(name, source, run_id, tags={_STEP: str(step)}, await_creation_for=0)
-        return str(made.version)
+        tags = {_STEP: str(step)}
+        return str(client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version)

@@ -126,8 +126,9 @@ def difference(run_a: Path, run_b: Path) -> Difference:
         _, exact, _ = _first_difference(*records, _exact)
     exact_keys = {key: pair for key, pair in _differing(exact).items() if key not in _ROUNDED} if exact else {}
     facts = (_Facts(run_a, unknown), _Facts(run_b, unknown))
-    causes = [*_causes(*facts), *_of_attempts(facts, lines)]
-    causes.sort(key=lambda cause: _unlikely(cause, exact_keys or keys, rounding and not exact_keys))
+    causes = sorted(
+        _causes(*facts, lines), key=lambda cause: _unlikely(cause, exact_keys or keys, rounding and not exact_keys)
+    )
     return Difference(
         equal=equal,
         step=_place(lines[0]),
@@ -235,8 +236,8 @@ def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
     return None
 
 
-def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
-    """Yield what differs in config, data and code."""
+def _causes(a: _Facts, b: _Facts, lines: tuple[Line, Line]) -> Iterator[Cause]:
+    """Yield what differs in config, data and code, and in how the step was computed, which decides rounding only."""
     of_config = _DECIDING
     if a.state is not None and b.state is not None:  # identities have all that decides a trajectory: content, not paths
         of_config = _FIRST_WEIGHTS
@@ -257,17 +258,12 @@ def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
             yield _cause("plan", f"plan.{key}", a.plan.get(key), b.plan.get(key))
     if a.version != b.version:
         yield _cause("code", "the version of raytune_fsdp", a.version, b.version)
-
-
-def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iterator[Cause]:
-    """Yield what differs in how the step was computed, which decides rounding only."""
     sizes = [line.get("world_size") for line in lines]
     if sizes[0] != sizes[1]:
         yield _cause("ranks", "the number of ranks", *sizes)
-    left, right = (each.computed(line.get("attempt")) for each, line in zip(facts, lines, strict=True))
-    for words in sorted(left.keys() & right.keys()):
-        if left[words] != right[words]:
-            yield _cause("kernels", words, left[words], right[words])
+    left, right = a.computed(lines[0].get("attempt")), b.computed(lines[1].get("attempt"))
+    for words in sorted(words for words in left.keys() & right.keys() if left[words] != right[words]):
+        yield _cause("kernels", words, left[words], right[words])
 
 
 def _unlikely(cause: Cause, keys: Mapping[str, Any], rounding: bool) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -33,47 +33,32 @@ _ANSWER_STEPS, _PROMPTS, _ANSWER = 8, 20, 1000
 _VALUE = 300
 
 
-class Fact(NamedTuple):
-    """A figure about a run, in a few words."""
-
-    label: str
-    value: str
-
-
-class Best(NamedTuple):
-    """The best evaluation of a run."""
-
-    metric: str
-    step: int
-    value: float
-
-
-def key_figures(history: History) -> Iterator[Fact]:
-    """Yield the key figures of a run."""
+def key_figures(history: History) -> Iterator[tuple[str, str]]:
+    """Yield the key figures of a run, each with its label before it."""
     columns, steps = history.columns, len(history.steps)
     total, last = history.planned("steps"), int(history.steps[-1]) if steps else 0
-    yield Fact("step", f"{last:,}" + (f" of {total:,}" if total else ""))
+    yield "step", f"{last:,}" + (f" of {total:,}" if total else "")
     if steps:
         first = columns["loss"][0]
-        yield Fact("loss", f"{columns['loss'][-1]:.4f}" + (f" (first {first:.4f})" if steps > 1 else ""))
+        yield "loss", f"{columns['loss'][-1]:.4f}" + (f" (first {first:.4f})" if steps > 1 else "")
     found = best(history)
     if found is not None:
-        yield Fact("best evaluation", f"{found.value:.4f} at step {found.step:,}")
-    yield Fact("attempts", str(len(_started(history)) or int(steps > 0)))
+        yield "best evaluation", f"{found[1]:.4f} at step {found[0]:,}"
+    yield "attempts", str(len(_started(history)) or int(steps > 0))
     if steps:
         tokens, targets = float(columns["tokens"].sum()), float(columns["target_tokens"].sum())
-        yield Fact("tokens", f"{short(tokens)}, {f'{targets / tokens:.0%}' if tokens else 'none'} of them trained")
+        yield "tokens", f"{short(tokens)}, {f'{targets / tokens:.0%}' if tokens else 'none'} of them trained"
     seconds = columns["step_seconds"]
     if np.isfinite(seconds).any():
-        yield Fact("training time", duration(float(np.nansum(seconds))))
+        yield "training time", duration(float(np.nansum(seconds)))
     if history.has("tokens_per_second"):
-        yield Fact("tokens a second", short(float(np.nanmedian(columns["tokens_per_second"]))))
+        yield "tokens a second", short(float(np.nanmedian(columns["tokens_per_second"])))
     if history.has("mfu"):
-        yield Fact("MFU", f"{float(np.nanmedian(columns['mfu'])):.1%}")
+        yield "MFU", f"{float(np.nanmedian(columns['mfu'])):.1%}"
     if history.has("world_size"):
         sizes = columns["world_size"][np.isfinite(columns["world_size"])]
         low, high = int(sizes.min()), int(sizes.max())
-        yield Fact("ranks", str(low) if low == high else f"{low} to {high}")
+        yield "ranks", str(low) if low == high else f"{low} to {high}"
 
 
 def state_in_words(history: History) -> str:
@@ -92,43 +77,30 @@ def state_in_words(history: History) -> str:
     return f"{last:,}{f' of {total:,}' if total else ''} steps are trained{when}."
 
 
-def best(history: History) -> Best | None:
-    """Return the best evaluation by `checkpoint.best`; without it, by the lowest mean of all datasets' losses."""
+def best(history: History) -> tuple[int, float] | None:
+    """Return step and value of the best evaluation by `checkpoint.best`; without it, by the lowest mean loss."""
     named = history.setting("checkpoint.best")
     if isinstance(named, str) and named in history.evaluations:
         points = [(step, value) for step, value, _ in history.evaluations[named]]
         sign = -1 if names.highest_is_best(named, history.setting("checkpoint.best_is")) else 1
     else:
-        named, sign = "mean loss", 1
+        sign = 1
         losses: dict[int, list[float]] = {}
         for metric, values in history.evaluations.items():
             if metric.endswith("/loss"):
                 for step, value, _ in values:
                     losses.setdefault(step, []).append(value)
         points = [(step, sum(values) / len(values)) for step, values in losses.items()]
-    points = [point for point in points if math.isfinite(point[1])]
-    if not points:
-        return None
-    step, value = min(points, key=lambda point: (sign * point[1], -point[0]))
-    return Best(named, step, value)
+    finite = [point for point in points if math.isfinite(point[1])]
+    return min(finite, key=lambda point: (sign * point[1], -point[0]), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of the worker group."""
+def attempts(history: History) -> list[tuple[int, str, str, str, str, str]]:
+    """Return the attempts on record; of very many, the first and the last.
 
-    number: int
-    began: str
-    ranks: str
-    after: str
-    """The step that it went on from."""
-    to: str
-    """The last step that it trained and no later attempt repeated."""
-    ended: str
-
-
-def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
-    """Return the attempts on record; of very many, the first and the last."""
+    Of each its number, when it began, its ranks, the step that it went on from, the last step that it trained and no
+    later attempt repeated, and its end.
+    """
     started = _started(history)
     failed = {event["attempt"]: event["fields"] for event in history.events if event["event"] == names.ATTEMPT_FAILED}
     last_step = dict(zip(history.columns["attempt"].tolist(), history.steps.tolist(), strict=True))
@@ -141,16 +113,14 @@ def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
             where = f"rank {cause['rank']} on {cause.get('node')}, " if cause.get("rank") is not None else ""
             ended = "failed: " + shown_value(f"{where}{cause.get('cause', '')}")
         began = event.get("time")
-        found.append(
-            Attempt(
-                number=number,
-                began=began[:19].replace("T", " ") if isinstance(began, str) else "",
-                ranks=shown_value(event["fields"].get("world_size", "")),
-                after=shown_value(event["fields"].get("resumed_from", "")),
-                to="" if last is None else f"{int(last):,}",
-                ended=ended,
-            )
-        )
+        found.append((
+            number,
+            began[:19].replace("T", " ") if isinstance(began, str) else "",
+            shown_value(event["fields"].get("world_size", "")),
+            shown_value(event["fields"].get("resumed_from", "")),
+            "" if last is None else f"{int(last):,}",
+            ended,
+        ))  # fmt: skip
     return _some(found)
 
 
@@ -160,8 +130,8 @@ def _started(history: History) -> dict[int, Mapping[str, Any]]:
 
 def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
     """Return time, step and words of events, without those that the page shows elsewhere."""
-    loud = [mark for mark in marks if mark.event not in _QUIET]
-    return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in _some(loud)]
+    loud = _some([mark for mark in marks if mark.event not in _QUIET])
+    return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in loud]
 
 
 def evaluations(history: History) -> list[tuple[str, str, str, str]]:
@@ -197,11 +167,13 @@ def answers(history: History) -> Answers:
     steps = sorted({step for by_step in said.values() for step in by_step})
     if len(steps) > _ANSWER_STEPS:
         steps = [steps[i] for i in np.linspace(0, len(steps) - 1, _ANSWER_STEPS).round().astype(int)]
-    rows = [
-        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])
-        for prompt, by_step in said.items()
-    ]
-    return Answers(steps=steps, rows=rows)
+    return Answers(
+        steps=steps,
+        rows=[
+            (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])
+            for prompt, by_step in said.items()
+        ],
+    )
 
 
 def settings(history: History) -> list[tuple[str, str, str]]:

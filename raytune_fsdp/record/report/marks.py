@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -92,8 +92,21 @@ def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -
     for mark in marks:
         if mark.event in lane_of:
             rows[lane_of[mark.event]].append(mark)
-    rows["skipped"] = list(_skipped(history))
-    rows["spikes"] = [_spike(history, each) for each in found]
+    # From the lines, of which every step has one; a step that was trained twice has two events.
+    for i in np.flatnonzero(history.columns["skipped"]):
+        step = int(history.steps[i])
+        fields: dict[str, Any] = {
+            "step": step,
+            **{key: float(history.columns[key][i]) for key in ("loss", "grad_norm")},
+        }
+        rows["skipped"].append(
+            AxisMark(step=step, time=float(history.time[i]), event=names.SKIPPED_UPDATE, fields=fields)
+        )
+    for each in found:
+        time = float(history.time[np.searchsorted(history.steps, each.step)])
+        see = step_command(history, each.step)
+        fields = {"step": each.step, "loss": each.loss, "before": each.before, "see": see}
+        rows["spikes"].append(AxisMark(step=each.step, time=time, event="loss spike", fields=fields))
     last = max([1, *(int(step) for step in history.steps[-1:])])
     drawn = []
     for name, row in rows.items():
@@ -107,24 +120,6 @@ def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -
 def step_command(history: History, step: int) -> str:
     """Return the command that shows what was in a step."""
     return f"raytune-fsdp step {shlex.quote(str(history.path))} {step}"
-
-
-def _skipped(history: History) -> Iterator[AxisMark]:
-    # From the lines, of which every step has one; a step that was trained twice has two events.
-    for i in np.flatnonzero(history.columns["skipped"]):
-        values = {name: float(history.columns[name][i]) for name in ("loss", "grad_norm")}
-        step = int(history.steps[i])
-        fields = {"step": step, **values}
-        yield AxisMark(step=step, time=float(history.time[i]), event=names.SKIPPED_UPDATE, fields=fields)
-
-
-def _spike(history: History, spike: Spike) -> AxisMark:
-    time = float(history.time[np.searchsorted(history.steps, spike.step)])
-    fields = {"step": spike.step, "loss": spike.loss, "before": spike.before}
-    return AxisMark(
-        step=spike.step, time=time, event="loss spike",
-        fields={**fields, "see": step_command(history, spike.step)},
-    )  # fmt: skip
 
 
 def _together(marks: list[AxisMark], history: History) -> list[Any]:

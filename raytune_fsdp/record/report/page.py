@@ -135,19 +135,16 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
         "spiked": many,
         "evaluations": facts.evaluations(history),
         "answers": facts.answers(history),
-        "attempts": [(a.number, a.began, a.ranks, a.after, a.to, a.ended) for a in facts.attempts(history, marks)],
+        "attempts": facts.attempts(history),
         "events": facts.events(marks),
         "predictions": predictions(history),
-        "data": {
-            **{name: getattr(data, name) for name in ("packed", "counts", "counted", "bars", "notes")},
-            "shares": [(name, f"{tokens:,}", f"{part:.1%}") for name, tokens, part in data.shares],
-        },
+        "data": data,
         "settings": facts.settings(history),
     }
     return {
         "title": history.name,
         "run": run,
-        "lengths": bars(data.bars, data.ticks),
+        "lengths": bars(data["bars"], data["ticks"]),
         "deviations": f"{DEVIATIONS:g}",
         "window": WINDOW,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,43 +18,27 @@ _LOST = {names.ROWS_DROPPED, names.ROWS_SKIPPED, names.ROWS_HELD_OUT, names.ROWS
 _MOST_NOTES, _MOST_DATASETS = 20, 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataOnRecord:
-    """What is on record about the data, in a form for the page."""
-
-    packed: str
-    """A sentence on how full the trained samples were; empty if it is not known."""
-    shares: list[tuple[str, int, float]]
-    """Name, tokens that were trained on and their share of all, for each dataset."""
-    counts: list[tuple[str, ...]]
-    """Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, for each dataset."""
-    counted: str
-    bars: list[tuple[float, float, float, str]]
-    """Documents by length: place, width and height as fractions of 1, and words."""
-    ticks: list[tuple[float, str]]
-    """Lengths below the bars."""
-    notes: list[str]
-
-
-def rows_of(history: History, marks: list[AxisMark]) -> DataOnRecord:
-    """Collect what is on record about the data."""
+def rows_of(history: History, marks: list[AxisMark]) -> dict[str, Any]:
+    """Collect what is on record about the data, for the page."""
     census = history.census
     bars, ticks = _lengths(census) if census is not None else ([], [])
     sums = {name: float(targets.sum()) for name, (_, targets) in history.datasets.items()}
     total = sum(sums.values())
     by_size = sorted(sums.items(), key=lambda item: -item[1])
-    return DataOnRecord(
-        packed=_packed(history),
-        shares=[(name, int(tokens), tokens / total) for name, tokens in by_size if total],
-        counts=_counts(census) if census is not None else [],
-        counted=_counted(census) if census is not None else "",
-        bars=bars,
-        ticks=ticks,
-        notes=[mark.words for mark in marks if mark.event in _LOST][:_MOST_NOTES],
-    )
+    return {
+        "packed": _packed(history),
+        # Tokens that were trained on, and their share of all.
+        "shares": [(name, f"{int(tokens):,}", f"{tokens / total:.1%}") for name, tokens in by_size if total],
+        "counts": _counts(census) if census is not None else [],
+        "counted": _counted(census) if census is not None else "",
+        "bars": bars,
+        "ticks": ticks,
+        "notes": [mark.words for mark in marks if mark.event in _LOST][:_MOST_NOTES],
+    }
 
 
 def _packed(history: History) -> str:
+    """Return a sentence on how full the trained samples were; an empty text if that is not known."""
     batch, total = history.planned("global_batch"), history.planned("total_samples")
     seq_len = history.setting("data.seq_len")
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
@@ -66,6 +49,7 @@ def _packed(history: History) -> str:
 
 
 def _counts(census: Census) -> list[tuple[str, ...]]:
+    """Return name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart by dataset."""
     targets = census.total.target_tokens
     return [
         (
@@ -87,7 +71,10 @@ def _counted(census: Census) -> str:
 
 
 def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], list[tuple[float, str]]]:
-    """Return a bar for each quarter of an octave, as the census counts documents, and ticks below."""
+    """Return a bar for each quarter of an octave, as the census counts documents, and ticks below.
+
+    Of a bar its place, width and height as fractions of 1, and words.
+    """
     lengths = census.total.lengths
     if not any(lengths.values()):
         return [], []

@@ -78,8 +78,7 @@ def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
 
 def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) -> None:
     """Refuse to run code that a run's config names, unless the user trusts it. `ranks`: ranks will be started, too."""
-    held_out = isinstance(config.data.eval, HeldOutConfig)
-    datasets = [*config.data.train, *([] if held_out else config.data.eval)]
+    datasets = [*config.data.train, *([] if isinstance(config.data.eval, HeldOutConfig) else config.data.eval)]
     named = [each.format.function for each in datasets if isinstance(each.format, PythonFormat)]
     if config.model.trust_remote_code:
         named.append("model.trust_remote_code=true")

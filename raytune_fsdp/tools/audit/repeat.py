@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,11 @@ def repeat_of(
     }
     if segment.last < plan.steps or config.train.epochs is None:
         sections["train"] = {"max_steps": segment.last, "epochs": None}
-    if segment.before is None and (commit := _commit_of(config, place)) is not None:
-        sections["model"] = {"revision": commit}
+    if segment.before is None:
+        with suppress(ModelError):  # random weights, or a run of before there was such a record
+            path, commit, on_hub = began_with(place.model_files)
+            if on_hub and path == config.model.path and commit is not None:
+                sections["model"] = {"revision": commit}  # the branch that the config names may have moved on since
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     tracking = TrackingConfig(console=config.tracking.console, mlflow=MlflowConfig(enabled=False))
     return config.model_copy(update={**changed, "eval": EvalConfig(), "tracking": tracking, "profile": ProfileConfig()})
-
-
-def _commit_of(config: FinetuneConfig, place: RunDir) -> str | None:
-    """Return the hub's commit of the weights that the run began with, where its record has one: the branch that the
-    config names may have moved on since."""
-    try:
-        path, revision, on_hub = began_with(place.model_files)
-    except ModelError:  # random weights, or a run of before there was such a record
-        return None
-    return revision if on_hub and path == config.model.path else None

@@ -104,8 +104,7 @@ def _not_joined(error: RaytuneError) -> Finding:
     found, says_what, fix = str(error).partition(": set ")  # an error about a token
     if says_what:
         return problem("Ray", found, f"set {fix}")
-    found = str(error).partition(". It was named by")[0]
-    return problem("Ray", found, _JOIN_FIX)
+    return problem("Ray", str(error).partition(". It was named by")[0], _JOIN_FIX)
 
 
 def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], network: bool) -> None:
@@ -157,7 +156,10 @@ def _look_at(
     from raytune_fsdp.tools.doctor.writing import as_text
 
     there = nodes()
-    names, live = _names(there), answering(there)
+    called = [each.name for each in there]
+    # Nodes that share a name, as on one machine, also get the beginning of their id.
+    names = {each.id: each.name if called.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
+    live = answering(there)
     asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
     asked = time.time()
     token_text = None if token is None else as_text(token)
@@ -211,12 +213,6 @@ def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
     """Return by how many seconds a clock is off at least: a right one is between the question and the answer."""
     began, ended = clock
     return began - asked if began < asked else max(0.0, ended - now)
-
-
-def _names(there: Sequence[Node]) -> dict[str, str]:
-    """Return the nodes' names; nodes that share a name, as on one machine, also get the beginning of their id."""
-    names = [each.name for each in there]
-    return {each.id: each.name if names.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
 
 
 def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:

@@ -126,8 +126,8 @@ def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs
     window, _ = Stream(windows, seed=trial.run.seed).first_window(Cursor())
     inside = sum(dataset.rows for dataset in window.counts.datasets)  # the last window of the data has fewer
     census = Census(seq_len=windows.seq_len, epochs=(math.ceil(len(window.samples) * windows.rows(0) / inside),))
-    samples = census.samples_in(Fraction(str(config.train.epochs)))
-    return math.ceil(samples / config.train.global_batch), not (windows.repeats and windows.count(0) == 1)
+    steps = math.ceil(census.samples_in(Fraction(str(config.train.epochs))) / config.train.global_batch)
+    return steps, not (windows.repeats and windows.count(0) == 1)
 
 
 def to_json(found: DryRun) -> str:

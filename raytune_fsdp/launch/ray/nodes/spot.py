@@ -52,8 +52,8 @@ def _aws() -> float | None:
 
 
 def _gcp() -> float | None:
-    base = _base("http://metadata.google.internal")
-    answer = _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    url = f"{_base('http://metadata.google.internal')}/computeMetadata/v1/instance/preempted"
+    answer = _ask(url, {"Metadata-Flavor": "Google"})
     return _GOOGLE_SECONDS if answer.strip() == b"TRUE" else None
 
 

@@ -200,8 +200,7 @@ class AfterCommit:
 
     def _ended(self, task: ObjectRef, checkpoint: CommittedCheckpoint, late: bool) -> None:
         if late:
-            problem = f"it had not ended after {self.work.minutes:g} minutes"
-            return self._failed(checkpoint, problem, for_good=True)
+            return self._failed(checkpoint, f"it had not ended after {self.work.minutes:g} minutes", for_good=True)
         self._recording.append(checkpoint)
         try:
             with own_errors():
