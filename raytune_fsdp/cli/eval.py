@@ -43,7 +43,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
-        run = _run_of(Path(model))
+        # The run that a directory belongs to: the run's own, its export's or one of its checkpoints'. Many programs
+        # have a config.yaml; only a run also has an events file next to it.
+        place = Path(model).resolve()
+        near = (place, *list(place.parents)[:2])
+        run = next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
+        if run is not None:
+            check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
         if run is None and "--config" not in [word.partition("=")[0] for word in arguments]:
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
@@ -77,17 +83,6 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     for fields in answered:
         print(printable(event_in_words(ANSWERED, fields), keep="\n\t"))
     return 0
-
-
-def _run_of(model: Path) -> Path | None:
-    """Return the run that a directory belongs to: the run's own, its export's or one of its checkpoints'; else None."""
-    place = model.resolve()
-    for each in (place, *list(place.parents)[:2]):
-        # Many programs have a config.yaml; only a run also has an events file next to it.
-        if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file():
-            check_links(each)
-            return each
-    return None
 
 
 _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "long_documents", "window")

@@ -126,7 +126,10 @@ class Attempts:
         if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not self.number):
             raise inner  # a UserError: refused before anything was written
         words = in_words(cause)
-        if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
+        lost: int | None = None
+        if not is_ours(cause) and self._answers():
+            lost = self.current.rank_without({node.id for node in answering(nodes())})
+        if lost is not None:
             rank, words = lost, "its node was lost"
         elif rank is not None and is_death(cause) and (memory := self.current.out_of_memory(rank)) is not None:
             words = f"the kernel ended its process for its memory: {memory}. {MORE_MEMORY}"
@@ -155,12 +158,6 @@ class Attempts:
             f"{what} has failed {_REPEATS} times in the same way, with no checkpoint in between: "
             f"{self._described(words, rank)}; the same command would fail there again{rows}"
         )
-
-    def _on_a_lost_node(self) -> int | None:
-        """Return a rank whose node is gone; None also where that cannot be asked."""
-        if not self._answers():
-            return None
-        return self.current.rank_without({node.id for node in answering(nodes())})
 
     def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
         """Record that the attempt has failed. Raise if that ends the run: `again` says whether another one may help."""
