@@ -73,8 +73,10 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         return
     if found.gpu is None:
         parser.error("--serve needs a device to begin with: --gpu A100-80GB")
-    others = {"--json": found.json, "--units": found.units, "--alternatives": found.alternatives}
-    others["--storage"] = found.storage is not None
+    others = {
+        "--json": found.json, "--units": found.units, "--alternatives": found.alternatives,
+        "--storage": found.storage is not None,
+    }  # fmt: skip
     for flag, given in others.items():
         if given:
             parser.error(f"{flag} prints, --serve shows a page: give one of the two")

@@ -120,10 +120,9 @@ class Signs:
         except (OSError, UnsoundError):
             beat = b""
         now, owner = time.monotonic(), found.get("token")
-        if self._last is None or self._last[0] != owner:
-            self._last, self._heard_at, self._alive = (owner, beat), now, False
-        elif beat != self._last[1]:
-            self._last, self._heard_at, self._alive = (owner, beat), now, True
+        if self._last != (owner, beat):
+            self._alive = self._last is not None and self._last[0] == owner
+            self._last, self._heard_at = (owner, beat), now
         if now - self._heard_at > _MISSED * BEAT_SECONDS:
             return "silent"
         return "running" if self._alive else None

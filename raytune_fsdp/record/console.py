@@ -121,19 +121,17 @@ class ConsoleTracker(Tracker):
         self._print(_LAST_WORDS[status], _BOLD)
 
     def _step_line(self, step: StepMetrics) -> str:
-        parts = [
+        fields = [
             f"step {self._place(step.step)}",
             f"loss {step.loss:8.4f}",
             f"grad {step.grad_norm:8.3f}",
             f"lr {step.lr:8.2e}",
             f"{short(step.tokens_per_second):>6} tok/s",
+            *([f"mfu {100 * step.mfu:4.1f}%"] if step.mfu is not None else []),
+            f"mem {gibibytes(step.memory_bytes):>10}",
+            *([f"eta {duration(self._left(step))}"] if self._total is not None else []),
         ]
-        if step.mfu is not None:
-            parts.append(f"mfu {100 * step.mfu:4.1f}%")
-        parts.append(f"mem {gibibytes(step.memory_bytes):>10}")
-        if self._total is not None:
-            parts.append(f"eta {duration(self._left(step))}")
-        return "  ".join(parts) + ("  skipped" if step.skipped else "")
+        return "  ".join(fields) + ("  skipped" if step.skipped else "")
 
     def _message_of(self, step: StepMetrics, world_size: int) -> str:
         """Return the message that shows a step in the region. What matters most comes first, as a narrow terminal shows

@@ -237,10 +237,14 @@ def each_event(path: Path) -> Iterator[dict[str, Any]]:
 def event_of(raw: bytes) -> dict[str, Any] | None:
     """Parse a line of `events.jsonl`; None if it is not an event."""
     line = from_bytes(raw)
-    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-        return None
-    # Bounded, because the next attempt has the next number, which is part of a directory's name.
-    known = is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
+    known = (
+        isinstance(line, dict)
+        and isinstance(line.get("event"), str)
+        # Bounded, because the next attempt has the next number, which is part of a directory's name.
+        and is_count(line.get("attempt"))
+        and line["attempt"] < 1 << 31
+        and isinstance(line.get("fields"), dict)
+    )
     return line if known else None
 
 

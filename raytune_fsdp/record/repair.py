@@ -114,19 +114,17 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
         else:
             evaluations.append((step, (first, after)))
             evaluated |= {(step, key) for key in keys}
-    problems = []
-    if strange:
-        problems.append(f"{_lines_in_words(strange)} neither a step nor an evaluation, and left out")
-    if again:
-        problems.append(f"{_lines_in_words(again)} there twice; one of each is kept")
-    if not in_order:
-        problems.append("lines were not in the order of their steps, and are now")
     missing = [step for step in range(1, last_step + 1) if step not in steps]
-    if missing:
-        problems.append(f"the lines of {_steps_in_words(missing)} are missing, and lost")
+    said = (
+        (strange, f"{_lines_in_words(strange)} neither a step nor an evaluation, and left out"),
+        (again, f"{_lines_in_words(again)} there twice; one of each is kept"),
+        (not in_order, "lines were not in the order of their steps, and are now"),
+        (missing, f"the lines of {_steps_in_words(missing)} are missing, and lost"),
+    )
+    problems = tuple(words for wrong, words in said if wrong)
     # Sorting keeps the order of what is equal: first the step, then its evaluations.
     found = sorted([*steps.items(), *evaluations], key=lambda each: each[0])
-    return [span for _, span in found], Checked(evaluated=frozenset(evaluated), problems=tuple(problems))
+    return [span for _, span in found], Checked(evaluated=frozenset(evaluated), problems=problems)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:

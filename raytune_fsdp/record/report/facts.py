@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -146,17 +145,8 @@ def evaluations(history: History) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Answers to the prompts of a run, side by side."""
-
-    steps: list[int]
-    rows: list[tuple[str, list[str | None]]]
-    """Each prompt with its answers; None where it was not asked."""
-
-
-def answers(history: History) -> Answers:
-    """Return the answers of the first step, of the last, and of some steps between."""
+def answers(history: History) -> dict[str, Any]:
+    """Return the answers to the prompts side by side: of the first step, of the last, and of some steps between."""
     said: dict[str, dict[int, str]] = {}
     for event in history.events:
         fields = event["fields"]
@@ -167,13 +157,11 @@ def answers(history: History) -> Answers:
     steps = sorted({step for by_step in said.values() for step in by_step})
     if len(steps) > _ANSWER_STEPS:
         steps = [steps[i] for i in np.linspace(0, len(steps) - 1, _ANSWER_STEPS).round().astype(int)]
-    return Answers(
-        steps=steps,
-        rows=[
-            (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])
-            for prompt, by_step in said.items()
-        ],
-    )
+    rows = [
+        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])  # None: it was not asked
+        for prompt, by_step in said.items()
+    ]
+    return {"steps": steps, "rows": rows}
 
 
 def settings(history: History) -> list[tuple[str, str, str]]:

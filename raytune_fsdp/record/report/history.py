@@ -279,23 +279,24 @@ def census_of(path: Path) -> Census:
 
 
 def _is_census(values: Any) -> bool:
-    if not isinstance(values, dict) or values.keys() != {*Census.__dataclass_fields__}:
-        return False
-    names, datasets, epochs = values["names"], values["datasets"], values["epochs"]
-    if not all(isinstance(each, list) for each in (names, datasets, epochs)) or len(names) != len(datasets):
-        return False
-    known = is_count(values["seq_len"]) and is_count(values["windows"]) and all(map(is_count, epochs))
     return (
-        known and all(isinstance(name, str) and len(name) <= 300 for name in names) and all(map(_is_dataset, datasets))
+        isinstance(values, dict)
+        and values.keys() == {*Census.__dataclass_fields__}
+        and all(isinstance(values[key], list) for key in ("names", "datasets", "epochs"))
+        and len(values["names"]) == len(values["datasets"])
+        and all(map(is_count, (values["seq_len"], values["windows"], *values["epochs"])))
+        and all(isinstance(name, str) and len(name) <= 300 for name in values["names"])
+        and all(map(_is_dataset, values["datasets"]))
     )
 
 
 def _is_dataset(values: Any) -> bool:
-    if not isinstance(values, dict) or values.keys() != {*_COUNTS, "dropped", "lengths"}:
-        return False
-    dropped, lengths = values["dropped"], values["lengths"]
-    if not isinstance(dropped, dict) or not isinstance(lengths, dict):
-        return False
-    counts = [*(values[name] for name in _COUNTS), *dropped.values(), *lengths.values()]
-    buckets = [bucket.isascii() and bucket.isdecimal() and len(bucket) < 4 for bucket in lengths]
-    return all(map(is_count, counts)) and all(buckets) and all(int(each) < 4 * _OCTAVES for each in lengths)
+    return (
+        isinstance(values, dict)
+        and values.keys() == {*_COUNTS, "dropped", "lengths"}
+        and all(is_count(values[name]) for name in _COUNTS)
+        and all(isinstance(values[name], dict) for name in ("dropped", "lengths"))
+        and all(map(is_count, (*values["dropped"].values(), *values["lengths"].values())))
+        and all(each.isascii() and each.isdecimal() and len(each) < 4 for each in values["lengths"])
+        and all(int(each) < 4 * _OCTAVES for each in values["lengths"])
+    )

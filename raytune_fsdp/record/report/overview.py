@@ -104,12 +104,10 @@ def _best(path: Path) -> tuple[float, int] | None:
     for file in (METRICS_FILE, EVALUATIONS_FILE):
         with suppress(OSError, ValueError):
             for raw in lines_of(path / file):
-                if raw.startswith(b'{"kind": "step"'):  # most lines, so do not parse them
-                    continue
-                line = read_line(raw)
-                if line is not None and line["kind"] == "eval":
-                    value = names.score(line["values"], None)
-                    found += [(value, step_of(line))] if value is not None else []
+                # Most lines are those of steps, so do not parse them.
+                line = None if raw.startswith(b'{"kind": "step"') else read_line(raw)
+                if line and line["kind"] == "eval" and (value := names.score(line["values"], None)) is not None:
+                    found.append((value, step_of(line)))
     return min(found, default=None)
 
 

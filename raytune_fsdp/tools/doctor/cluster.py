@@ -247,11 +247,10 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
             )
         )
     else:
-        most = room(asked, there)
         send(
             ok(
                 "resources",
-                f"{many(fewest.workers, 'worker')} on {on}, room for {most}, free now for {free}"
+                f"{many(fewest.workers, 'worker')} on {on}, room for {room(asked, there)}, free now for {free}"
                 + (", and it may grow" if growing else ""),
             )
         )

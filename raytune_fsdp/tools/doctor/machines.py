@@ -162,11 +162,10 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
     for name, seconds in offsets.items():
         if abs(seconds) > _CLOCK_WARNS:
             make = problem if abs(seconds) > _CLOCK_FAILS else warning
-            way = "ahead" if seconds > 0 else "behind"
             said = (
-                f"node {name}: its clock is {abs(seconds):,.0f} s {way}: times in logs do not match, and object stores "
+                f"node {name}: its clock is {abs(seconds):,.0f} s {'ahead' if seconds > 0 else 'behind'}: times in "
+                "logs do not match, and object stores refuse requests that are 15 minutes off"
             )
-            said += "refuse requests that are 15 minutes off"
             found.append(
                 make("clocks", said, "on that node: sudo chronyc makestep (or: sudo timedatectl set-ntp true)")
             )

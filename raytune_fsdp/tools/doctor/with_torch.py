@@ -78,16 +78,13 @@ def _processes(config: FinetuneConfig, network: bool) -> list[Finding]:
         world = sizes_of(config, world_size(config))[0]
     except ConfigError as error:
         return [refused("resources", error)]
-    found = [
+    not_measured = warning(
+        "network",
+        "not measured: without Ray nobody here starts processes on several machines",
+        "measure on a Ray cluster of the same machines, or with nccl-tests",
+    )
+    return [
         ok("Ray", "cluster.launch=local does without it"),
         ok("resources", f"{many(world, 'process')} on this machine"),
+        *([not_measured] if network else []),
     ]
-    if network:
-        found.append(
-            warning(
-                "network",
-                "not measured: without Ray nobody here starts processes on several machines",
-                "measure on a Ray cluster of the same machines, or with nccl-tests",
-            )
-        )
-    return found
