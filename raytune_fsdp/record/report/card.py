@@ -242,8 +242,7 @@ def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fingerprint(values: Mapping[str, Any]) -> str:
-    digest: str = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
-    return digest
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode()))
 
 
 def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:

@@ -125,9 +125,8 @@ class Checkup:
         stored = list(self._of_storage(self.config, token)) if self.config is not None and token is not None else []
         stored = [*others, *stored]
         checks = [*self._of_machine(), self._with_torch(token), *self._of_cluster(token)]
-        if self.config is not None:
-            checks += self._of_services(self.config)
-        self._begun += checks + stored
+        asked = self._of_services(self.config) if self.config is not None else ()
+        self._begun += [*checks, *asked, *stored]
         self._until(lambda: all(check.is_over() for check in self._begun), *(check.asked for check in self._begun))
         return [finding for check in self._begun for finding in check.found()]
 

@@ -164,5 +164,4 @@ def _seen_by_torch(seconds: float) -> dict[str, Any]:
         return {"count": 0, "error": type(error).__name__}
     if done.returncode:
         return {"count": 0, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-    seen: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return seen
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))

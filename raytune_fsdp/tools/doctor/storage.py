@@ -144,11 +144,9 @@ def judge_room(free: int, sizes: CheckpointSizes) -> Finding:
     left, takes = _size(free), _size(checkpoint)
     if left == takes:
         left, takes = f"{free:,} bytes", f"{checkpoint:,} bytes"
-    if more is None:
-        said = "how many there are at a time is known once the data is counted (train.epochs)"
-    else:
-        said = f"{many(more, 'more checkpoint')} {'comes' if more == 1 else 'come'} before one goes"
-    said = f"{left} free; a checkpoint takes {takes}, and {said}"
+    unknown = "how many there are at a time is known once the data is counted (train.epochs)"
+    come = f"{many(more or 0, 'more checkpoint')} {'comes' if more == 1 else 'come'} before one goes"
+    said = f"{left} free; a checkpoint takes {takes}, and {unknown if more is None else come}"
     fix = "make room, lower checkpoint.keep_last or checkpoint.keep_best, or set checkpoint.storage to where room is"
     if free < checkpoint:
         return problem("room", said, fix)

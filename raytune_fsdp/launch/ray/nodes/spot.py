@@ -79,8 +79,7 @@ def _base(default: str) -> str:
 def _ask(url: str, headers: Mapping[str, str], method: str = "GET") -> bytes:
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     with _direct.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-        found: bytes = answer.read(_MOST_BYTES)
-        return found
+        return bytes(answer.read(_MOST_BYTES))
 
 
 def _map(text: bytes) -> dict[str, Any]:
