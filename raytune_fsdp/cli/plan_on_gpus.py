@@ -59,7 +59,13 @@ def plan_on_gpus(
         return _search(found, config, plan, _offers(parser, found.search), between)
     device = gpu_of(found.gpu)
     speed = link_speed(found.storage) if found.storage else None
-    per_node = _per_node(parser, found, device, plan.layout.world)
+    measured = device.measured
+    if measured is not None and measured.ranks == 1 < plan.layout.world:
+        parser.error(
+            f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size "
+            f"{plan.layout.world}: measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
+        )
+    per_node = found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.predict.page.text import as_data, as_page
     from raytune_fsdp.predict.planned import planned
@@ -87,16 +93,6 @@ def gpu_of(name: str) -> Device:
     from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
 
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
-
-
-def _per_node(parser: ConfigParser, found: Namespace, device: Device, world: int) -> int:
-    measured = device.measured
-    if measured is not None and measured.ranks == 1 < world:
-        parser.error(
-            f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size {world}: "
-            f"measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
-        )
-    return found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
 
 
 def check(parser: ConfigParser, found: Namespace) -> None:

@@ -348,7 +348,15 @@ class Copy(Follower):
                 if not closed:
                     self._wait(committed)
                 return
-            self._begin(committed)
+            # From the first line of the step: the receiver may have more than the place we kept, and nobody can remove
+            # a part of a step there.
+            step = min(self._steps.last_sent().step, max(committed, 0))
+            self._open(step)
+            self._steps.go_to(Position(step))
+            self._late_at = step
+            measured = self._measured.last_sent()
+            self._measured.go_to(measured if measured.step < step else Position(step))
+            self._is_open = True
         began = time.monotonic()
         copied = self._copy(self._steps, self._write, committed)
         if (self._steps.sent.step > self._late_at or self._start.over) and self._copy(
@@ -363,17 +371,6 @@ class Copy(Follower):
             self._ended = True
         else:
             self._wait(committed)
-
-    def _begin(self, committed: int) -> None:
-        # From the first line of the step: the receiver may have more than the place we kept, and nobody can remove a
-        # part of a step there.
-        step = min(self._steps.last_sent().step, max(committed, 0))
-        self._open(step)
-        self._steps.go_to(Position(step))
-        self._late_at = step
-        measured = self._measured.last_sent()
-        self._measured.go_to(measured if measured.step < step else Position(step))
-        self._is_open = True
 
     def _copy(self, part: _Part, write: Callable[[Mapping[str, Any]], None], last_step: int, most: int = ALL) -> bool:
         """Copy what comes next, for a tenth of a second; return whether there was anything."""

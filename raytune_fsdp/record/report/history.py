@@ -273,13 +273,7 @@ def data_of(census: Census) -> str:
 def census_of(path: Path) -> Census:
     """Read the counts from the file. Raises ValueError if it is not one of ours."""
     values = read_json(path, limit=_BYTES)
-    if not _is_census(values):
-        raise UnsoundError("is not a count of rows")
-    return Census.from_json(json.dumps({**values, "skipped": [], "built": 0}))
-
-
-def _is_census(values: Any) -> bool:
-    return (
+    known = (
         isinstance(values, dict)
         and values.keys() == {*Census.__dataclass_fields__}
         and all(isinstance(values[key], list) for key in ("names", "datasets", "epochs"))
@@ -288,6 +282,9 @@ def _is_census(values: Any) -> bool:
         and all(isinstance(name, str) and len(name) <= 300 for name in values["names"])
         and all(map(_is_dataset, values["datasets"]))
     )
+    if not known:
+        raise UnsoundError("is not a count of rows")
+    return Census.from_json(json.dumps({**values, "skipped": [], "built": 0}))
 
 
 def _is_dataset(values: Any) -> bool:

@@ -19,22 +19,38 @@ _MOST_NOTES, _MOST_DATASETS = 20, 100
 
 
 def rows_of(history: History, marks: list[AxisMark]) -> dict[str, Any]:
-    """Collect what is on record about the data, for the page."""
+    """Collect what is on record about the data, for the page. Without a census there is no count."""
     census = history.census
-    bars, ticks = _lengths(census) if census is not None else ([], [])
     sums = {name: float(targets.sum()) for name, (_, targets) in history.datasets.items()}
     total = sum(sums.values())
     by_size = sorted(sums.items(), key=lambda item: -item[1])
-    return {
+    found: dict[str, Any] = {
         "packed": _packed(history),
         # Tokens that were trained on, and their share of all.
         "shares": [(name, f"{int(tokens):,}", f"{tokens / total:.1%}") for name, tokens in by_size if total],
-        "counts": _counts(census) if census is not None else [],
-        "counted": _counted(census) if census is not None else "",
-        "bars": bars,
-        "ticks": ticks,
         "notes": [mark.words for mark in marks if mark.event in _LOST][:_MOST_NOTES],
+        "bars": [],
+        "ticks": [],
     }
+    if census is None:
+        return found
+    targets, samples = census.total.target_tokens, sum(census.epochs)
+    epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs):,} epochs"
+    found["bars"], found["ticks"] = _lengths(census)
+    found["counted"] = (
+        f"Counted before training, over {epochs}: {samples:,} packed samples of {census.seq_len:,} tokens, "
+        f"{census.efficiency:.1%} full."
+    )
+    # Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, by dataset.
+    found["counts"] = [
+        (
+            name, f"{each.rows:,}", f"{each.documents:,}", f"{each.tokens:,}", f"{each.target_tokens:,}",
+            f"{each.target_tokens / targets:.1%}" if targets else "", f"{sum(each.dropped.values()):,}",
+            f"{each.truncated:,}", f"{each.cut:,}",
+        )
+        for name, each in zip(census.names[:_MOST_DATASETS], census.datasets, strict=False)
+    ]  # fmt: skip
+    return found
 
 
 def _packed(history: History) -> str:
@@ -46,28 +62,6 @@ def _packed(history: History) -> str:
         return ""  # if a step is missing, samples and tokens would not be of the same steps
     samples = min(steps * batch, total or steps * batch)
     return f"{samples:,} packed samples of {seq_len:,} tokens are trained, {tokens / (samples * seq_len):.1%} full."
-
-
-def _counts(census: Census) -> list[tuple[str, ...]]:
-    """Return name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart by dataset."""
-    targets = census.total.target_tokens
-    return [
-        (
-            name, f"{each.rows:,}", f"{each.documents:,}", f"{each.tokens:,}", f"{each.target_tokens:,}",
-            f"{each.target_tokens / targets:.1%}" if targets else "", f"{sum(each.dropped.values()):,}",
-            f"{each.truncated:,}", f"{each.cut:,}",
-        )
-        for name, each in zip(census.names[:_MOST_DATASETS], census.datasets, strict=False)
-    ]  # fmt: skip
-
-
-def _counted(census: Census) -> str:
-    samples = sum(census.epochs)
-    epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs):,} epochs"
-    return (
-        f"Counted before training, over {epochs}: {samples:,} packed samples of {census.seq_len:,} tokens, "
-        f"{census.efficiency:.1%} full."
-    )
 
 
 def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], list[tuple[float, str]]]:
