@@ -29,7 +29,6 @@ from raytune_fsdp.record.report import facts
 from raytune_fsdp.record.report.charts import charts_of
 from raytune_fsdp.record.report.curves import can_draw, plot
 from raytune_fsdp.record.report.difference import difference
-from raytune_fsdp.record.report.facts import predictions
 from raytune_fsdp.record.report.history import History, read_history
 from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
 from raytune_fsdp.record.report.rows import bars, rows_of, static_curves
@@ -137,7 +136,7 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
         "answers": facts.answers(history),
         "attempts": facts.attempts(history),
         "events": facts.events(marks),
-        "predictions": predictions(history),
+        "predictions": facts.predictions(history),
         "data": data,
         "settings": facts.settings(history),
     }

@@ -26,7 +26,6 @@ from raytune_fsdp.tools.doctor import machines, node, own_process, services, sto
 from raytune_fsdp.tools.doctor.cluster import ALONE, check_cluster
 from raytune_fsdp.tools.doctor.deadline import TICK, Asked, Deadline
 from raytune_fsdp.tools.doctor.finding import SLOW, Finding, failed, not_checked, ok, problem, refused, warning
-from raytune_fsdp.tools.doctor.machines import check_limits, check_versions, own_requirements
 from raytune_fsdp.tools.doctor.own_process import Question, Send
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
@@ -274,6 +273,7 @@ def look_around() -> None:
 def _look() -> None:
     """Check versions, `/dev/shm` and open files, which needs no cluster, torch or driver."""
     facts = node.look(try_torch=False)
-    for finding in [*check_versions(facts, own_requirements()), *check_limits(facts, "this machine")]:
+    versions = machines.check_versions(facts, machines.own_requirements())
+    for finding in [*versions, *machines.check_limits(facts, "this machine")]:
         if finding.status != "ok":
             logger.warning("%s; to mend it: %s", finding.found, finding.fix)

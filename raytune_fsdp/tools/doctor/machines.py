@@ -50,17 +50,13 @@ def check_versions(facts: Facts, required: Sequence[str]) -> list[Finding]:
     found, have = [], facts["packages"]
     for text in required:
         each = Requirement(text)
-        optional = each.name in _JUDGED_EXTRAS
-        if each.name not in have:
-            if each.name in DECIDING:
-                found.append(
-                    problem("versions", f"{each.name} is not installed", f"pip install '{each.name}{each.specifier}'")
-                )
-            continue
-        if not each.specifier.contains(have[each.name], prereleases=True):
-            make = warning if optional else problem
+        fix = f"pip install '{each.name}{each.specifier}'"
+        if each.name not in have and each.name in DECIDING:
+            found.append(problem("versions", f"{each.name} is not installed", fix))
+        elif each.name in have and not each.specifier.contains(have[each.name], prereleases=True):
+            make = warning if each.name in _JUDGED_EXTRAS else problem
             said = f"{each.name} {have[each.name]} is installed, and this version works with {each.specifier}"
-            found.append(make("versions", said, f"pip install '{each.name}{each.specifier}'"))
+            found.append(make("versions", said, fix))
     if not required:
         found.append(
             warning(
@@ -213,17 +209,16 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
                 "https://download.pytorch.org/whl/cu126), or a newer driver",
             )
         ]  # fmt: skip
-    found = []
     if len({gpu["name"] for gpu in gpus}) > 1:
-        found.append(
+        return [
             warning(
                 "GPUs",
                 f"{where}: GPUs of several kinds: {has}; every step waits for the slowest",
                 "set cluster.accelerator_type, or CUDA_VISIBLE_DEVICES before `ray start`",
             )
-        )
+        ]
     said = f"{where}: {has}, driver {gpus[0]['driver']}, torch for CUDA {seen.get('cuda')}, NCCL {seen.get('nccl')}"
-    return found or [ok("GPUs", said)]
+    return [ok("GPUs", said)]
 
 
 def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
