@@ -38,8 +38,12 @@ TRUST = "the model may bring Python code of its own; only for models whose code 
 RUNS_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
-def add_trust_places(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of commands that go where a run's files lead."""
+def add_trust(parser: argparse.ArgumentParser, *, base: str | None = None, code: str | None = None) -> None:
+    """Add the flags of commands that go where a run's files lead: --trust-places always, others by their help."""
+    if base is not None:
+        parser.add_argument("--base", metavar="PATH", help=base)
+    if code is not None:
+        parser.add_argument("--trust-remote-code", action="store_true", help=code)
     parser.add_argument(
         "--trust-places",
         action="store_true",
@@ -149,9 +153,7 @@ class ModelParser(Parser):
             help=f"maximum length of an answer (default: {max_new_tokens})",
         )  # fmt: skip
         self.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
-        self.add_argument("--base", metavar="PATH", help=BASE)
-        self.add_argument("--trust-remote-code", action="store_true", help=TRUST)
-        add_trust_places(self)
+        add_trust(self, base=BASE, code=TRUST)
 
     def parse_and_load(
         self, arguments: Sequence[str]

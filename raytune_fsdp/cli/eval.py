@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust_places, run
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.record.console import event_in_words
@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
         action="store_true",
         help="print the numbers alone as one line of JSON; null is for what is not finite",
     )
-    parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; and {RUNS_CODE}")
-    add_trust_places(parser)
+    add_trust(parser, base=BASE, code=f"{TRUST}; and {RUNS_CODE}")
     return run(parser, argv, _eval)
 
 

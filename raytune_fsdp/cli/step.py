@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import printable, printable_json
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust_places, config_of_run, run
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust, config_of_run, run
 from raytune_fsdp.cli.progress import shown
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
         "kept checkpoint before the step",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
-    parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
-    add_trust_places(parser)
+    add_trust(parser, base=BASE, code=RUNS_CODE)
     return run(parser, argv, _step)
 
 
