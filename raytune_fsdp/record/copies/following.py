@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,6 @@ from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, read_file, reason
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, METRICS_FILE
-from raytune_fsdp.record.copies.muted import muted
 from raytune_fsdp.record.lines import is_number, read_line, step_of
 from raytune_fsdp.record.names import SAVED
 from raytune_fsdp.record.tracker import RunStart, Status, Tracker
@@ -139,6 +138,24 @@ def _line_after(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]
             return file.tell(), step_of(line)
         nuls += raw.count(0)
     return end, None
+
+
+@contextmanager
+def muted(*names: str) -> Iterator[None]:
+    """Drop the messages of these loggers in the calling thread, except errors. No level or handler changes."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.ERROR
+
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addFilter(passes)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(passes)
 
 
 MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this

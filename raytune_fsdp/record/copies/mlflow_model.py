@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from raytune_fsdp.record.copies.following import muted
 from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, connect, get_run
-from raytune_fsdp.record.copies.muted import muted
 
 _STEP = "raytune_fsdp.step"
 """Tag of a version: the step whose export it is."""
