@@ -88,7 +88,20 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
         yield
     finally:
         if place.lock in _held:  # not in a fork of the command
-            _release(place, missing)
+            del _held[place.lock]
+            held.stop.set()
+            release(place.lock)
+            with suppress(OSError):
+                # Only if the file there is ours: a person may have removed it, and another command made a new one.
+                if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
+                    with suppress(OSError):
+                        place.beat.unlink()
+                    # Still locked: a newcomer that waits for this file sees that it is gone, and makes one.
+                    place.lock.unlink()
+            for directory in missing:
+                with suppress(OSError):
+                    directory.rmdir()  # only if nothing was written there
+            os.close(held.handle)
 
 
 class Signs:
@@ -161,22 +174,6 @@ def _write_beat(place: RunDir, lease: Lease, count: int) -> None:
         os.write(file, line)
     finally:
         os.close(file)
-
-
-def _release(place: RunDir, made: list[Path]) -> None:
-    held = _held.pop(place.lock)
-    held.stop.set()
-    release(place.lock)
-    with suppress(OSError):
-        # Only if the file there is ours: a person may have removed it, and another command made a new one.
-        if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
-            with suppress(OSError):
-                place.beat.unlink()
-            place.lock.unlink()  # still locked: a newcomer that waits for this file sees that it is gone, and makes one
-    for directory in made:
-        with suppress(OSError):
-            directory.rmdir()  # only if nothing was written there
-    os.close(held.handle)
 
 
 def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:

@@ -88,7 +88,18 @@ class ConsoleTracker(Tracker):
             self._seconds.append(max(0.0, step.step_seconds - waited))
             due = step.step % every == 0 or step.step == self._total
             if not self._looks.live and (first or step.skipped or due):
-                self._print(self._step_line(step), _YELLOW if step.skipped else "")
+                fields = [
+                    f"step {self._place(step.step)}",
+                    f"loss {step.loss:8.4f}",
+                    f"grad {step.grad_norm:8.3f}",
+                    f"lr {step.lr:8.2e}",
+                    f"{short(step.tokens_per_second):>6} tok/s",
+                    *([f"mfu {100 * step.mfu:4.1f}%"] if step.mfu is not None else []),
+                    f"mem {gibibytes(step.memory_bytes):>10}",
+                    *([f"eta {duration(self._left(step))}"] if self._total is not None else []),
+                    *(["skipped"] if step.skipped else []),
+                ]
+                self._print("  ".join(fields), _YELLOW if step.skipped else "")
         if self._looks.live and metrics:
             self._message = self._message_of(metrics[-1], world_size)
             if time.monotonic() - self._told_at >= _TELL_SECONDS:
@@ -119,19 +130,6 @@ class ConsoleTracker(Tracker):
             self._print(f"loss, steps {self._first_step} to {last}")
             self._print(curve(self._losses, width=60, height=8))
         self._print(_LAST_WORDS[status], _BOLD)
-
-    def _step_line(self, step: StepMetrics) -> str:
-        fields = [
-            f"step {self._place(step.step)}",
-            f"loss {step.loss:8.4f}",
-            f"grad {step.grad_norm:8.3f}",
-            f"lr {step.lr:8.2e}",
-            f"{short(step.tokens_per_second):>6} tok/s",
-            *([f"mfu {100 * step.mfu:4.1f}%"] if step.mfu is not None else []),
-            f"mem {gibibytes(step.memory_bytes):>10}",
-            *([f"eta {duration(self._left(step))}"] if self._total is not None else []),
-        ]
-        return "  ".join(fields) + ("  skipped" if step.skipped else "")
 
     def _message_of(self, step: StepMetrics, world_size: int) -> str:
         """Return the message that shows a step in the region. What matters most comes first, as a narrow terminal shows

@@ -128,7 +128,8 @@ def check_limits(facts: Facts, where: str) -> list[Finding]:
     shm, (soft, hard) = facts["shm"], facts["open_files"]
     if shm is not None and shm < _LITTLE_SHM:
         make = problem if shm < _NO_SHM else warning
-        said = f"{where}: /dev/shm has {_size(shm)}; NCCL and Ray's object store keep shared memory there"
+        size = f"{shm / _GIB:.1f} GiB" if shm >= _GIB else f"{shm / (1 << 20):.0f} MiB"
+        said = f"{where}: /dev/shm has {size}; NCCL and Ray's object store keep shared memory there"
         found.append(
             make(
                 "limits",
@@ -232,10 +233,6 @@ def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
         return []
     said = f"{where}: {old[0]} has no bf16, and parallel.precision={precision}: torch would emulate it, slowly"
     return [problem("bf16", f"{said}, and no flash kernel runs", "set parallel.precision=fp16 (or fp32)")]
-
-
-def _size(count: float) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / (1 << 20):.0f} MiB"
 
 
 # Which attention the run will try, and whether its package is installed.
