@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, config_of_run, run
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, config_of_run, run
 from raytune_fsdp.cli.progress import shown
 
 DIFFERS = 4
@@ -43,8 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         action="store_true",
         help="take tokenized rows from the run's cache, which is faster and proves less: not that they are its data's",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
-    add_trust_places(parser)
+    add_trust(parser, code=RUNS_CODE)
     return run(parser, argv, _audit)
 
 
@@ -85,7 +83,3 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.out is not None:
         found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0 if outcome.difference is None else DIFFERS
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,7 @@ from raytune_fsdp.base.untrusted import printable, without_controls
 from raytune_fsdp.cli.common import ModelParser, run
 
 if TYPE_CHECKING:
-    from raytune_fsdp.run.evaluation.answers import Talk
+    pass
 
 _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
@@ -47,26 +47,22 @@ def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:
     if sys.stdin.isatty():
         print(f"({_COMMANDS})", file=sys.stderr)
     for line in _lines():
+        command, _, rest = line.partition(" ")
         if line == "/exit":
             break
-        _obey(talk, line)
+        if command == "/reset":
+            talk.forget()
+        elif command == "/system":
+            talk.system = rest.strip() or None
+        elif command.startswith("/") and command[1:].isalpha():
+            _note(f"there is no {command}; {_COMMANDS}")
+        else:
+            try:
+                talk.ask(line, show=lambda text: print(without_controls(text), end="", flush=True), note=_note)
+            except DataError as error:  # about this message; the conversation is as it was before
+                _note(str(error))
+            print(flush=True)
     return 0
-
-
-def _obey(talk: Talk, line: str) -> None:
-    command, _, rest = line.partition(" ")
-    if command == "/reset":
-        talk.forget()
-    elif command == "/system":
-        talk.system = rest.strip() or None
-    elif command.startswith("/") and command[1:].isalpha():
-        _note(f"there is no {command}; {_COMMANDS}")
-    else:
-        try:
-            talk.ask(line, show=lambda text: print(without_controls(text), end="", flush=True), note=_note)
-        except DataError as error:  # about this message; the conversation is as it was before
-            _note(str(error))
-        print(flush=True)
 
 
 def _note(text: str) -> None:
@@ -104,7 +100,3 @@ def _piped() -> str:
     if not line:
         raise EOFError
     return line
-
-
-if __name__ == "__main__":
-    sys.exit(main())

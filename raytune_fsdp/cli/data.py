@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust_places, exit_code, nearest, say
+from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust, exit_code, nearest, say
 from raytune_fsdp.cli.progress import shown
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE
 
@@ -46,7 +46,7 @@ def _main(arguments: list[str], prog: str) -> int:
 
 def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, FinetuneConfig]:
     """Parse as other commands do. If the config is a run's own, which may be a stranger's, check the run's places."""
-    add_trust_places(parser)
+    add_trust(parser)
     found, config = parser.parse_with_config(arguments)
     file = Path(found.config or "")
     if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
@@ -151,7 +151,3 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

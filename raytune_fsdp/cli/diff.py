@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,17 +33,10 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
     if there.step is None and not there.equal:
         raise UserError(f"{there.words} Compare runs that have trained the same steps")
     print(printable(there.words))
-    if there.step is None:
-        for sentence in there.unknown:
-            print(printable(sentence))
-        return 0
-    print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
-    for cause in there.causes:
-        print(f"  {printable(cause.words)}")
+    if there.step is not None:
+        print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
+        for cause in there.causes:
+            print(f"  {printable(cause.words)}")
     for sentence in there.unknown:
         print(printable(sentence))
-    return PART
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 0 if there.step is None else PART

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from argparse import Namespace
 from collections import deque
@@ -77,9 +76,8 @@ def _files(place: RunDir, attempt: int | None, rank: int | None, *, alive: bool)
     """Return the log of each rank that is asked for. If there is none, raises an error that names those that exist."""
     attempts = attempts_of(place)
     if not attempts:
-        why = "only Ray keeps the output of ranks in files; without Ray it was printed with the command's own"
-        why = "its ranks have not started yet" if alive else why
-        raise ResumeError(f"{place.path} has no logs: {why}")
+        without = "only Ray keeps the output of ranks in files; without Ray it was printed with the command's own"
+        raise ResumeError(f"{place.path} has no logs: {'its ranks have not started yet' if alive else without}")
     chosen = attempts[-1] if attempt is None else attempt
     if chosen not in attempts:
         raise ResumeError(f"--attempt {chosen}: {place.path.name} has logs of {_listed('attempt', attempts)}")
@@ -130,7 +128,3 @@ class _Logs:
                     yield line
         except (OSError, UnsoundError) as error:
             raise ResumeError(f"{path} cannot be read: {reason(error)}") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

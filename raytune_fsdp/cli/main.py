@@ -58,9 +58,7 @@ def _main(arguments: list[str]) -> int:
         what = "argument" if name.startswith("-") else "command"
         near = nearest(name, COMMANDS)
         raise ConfigError(f"unknown {what} {name}{near}; commands: {', '.join(COMMANDS)}")
-    command = import_module(f"raytune_fsdp.cli.{name}")
-    code: int = command.main(rest, prog=f"{PROGRAM} {name}")
-    return code
+    return int(import_module(f"raytune_fsdp.cli.{name}").main(rest, prog=f"{PROGRAM} {name}"))
 
 
 def usage() -> str:

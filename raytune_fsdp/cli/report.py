@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,7 +46,3 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
         plot_runs(found.run, png)
         say(png)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -151,7 +150,3 @@ def seconds_since(moment: str | None) -> float | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return max(0.0, passed) if math.isfinite(passed) else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

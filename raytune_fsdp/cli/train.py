@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.hushed import VERBOSE, speak
 from raytune_fsdp.base.leaving import leave
-from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say, say_lines
+from raytune_fsdp.cli.common import ConfigParser, add_trust, exit_code, say, say_lines
 from raytune_fsdp.cli.progress import shown
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _parser(prog: str, default_config: str | Path | None) -> ConfigParser:
         help="start also where weights and what is kept of them are more than a device has, or storage has no room for "
         "a checkpoint",
     )
-    add_trust_places(parser)
+    add_trust(parser)
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     return parser
 

@@ -51,7 +51,7 @@ from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, r
 from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
-from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.record.tracker import Composite, RunStart, Tracker, flatten
 from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
@@ -188,7 +188,7 @@ def start_tracker(
 ) -> Tracker:
     """Return rank 0's trackers, those of the config and `more`; other ranks get one that does nothing."""
     if dist.get_rank() != 0:
-        return NullTracker()
+        return Tracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
     tracker = Composite([*more, *_trackers_of(config, prepared.place, console)], record=record)
     tracker.start(run_start(config, prepared, standing, standing.attempt))

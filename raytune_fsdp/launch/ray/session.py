@@ -136,8 +136,7 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
             _late.remove(closed)
 
     # A daemon, so that a Ray that does not start cannot keep this process from ending.
-    thread = Thread(target=run, name="ray", daemon=True)
-    thread.start()
+    Thread(target=run, name="ray", daemon=True).start()
     try:
         yield session
     finally:

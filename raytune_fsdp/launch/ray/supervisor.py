@@ -226,8 +226,9 @@ class AttemptSupervisor:
         self.groups.clear()
         last.nodes.end()
         # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
-        new = self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
-        self._attempts.current = new
+        self._attempts.current = (
+            self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
+        )
         for each in self._after_commits:
             each.make_room()
 

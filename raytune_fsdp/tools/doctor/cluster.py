@@ -104,8 +104,7 @@ def _not_joined(error: RaytuneError) -> Finding:
     found, says_what, fix = str(error).partition(": set ")  # an error about a token
     if says_what:
         return problem("Ray", found, f"set {fix}")
-    found = str(error).partition(". It was named by")[0]
-    return problem("Ray", found, _JOIN_FIX)
+    return problem("Ray", str(error).partition(". It was named by")[0], _JOIN_FIX)
 
 
 def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], network: bool) -> None:
@@ -157,7 +156,10 @@ def _look_at(
     from raytune_fsdp.tools.doctor.writing import as_text
 
     there = nodes()
-    names, live = _names(there), answering(there)
+    called = [each.name for each in there]
+    # Nodes that share a name, as on one machine, also get the beginning of their id.
+    names = {each.id: each.name if called.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
+    live = answering(there)
     asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
     asked = time.time()
     token_text = None if token is None else as_text(token)
@@ -169,7 +171,13 @@ def _look_at(
     for id, error in lost.items():
         send(_lost(names[id], error, seconds))
     if len(lost) < len(there):
-        for finding in _of_nodes({names[id]: each for id, each in answers.items() if id not in lost}, here, asked):
+        facts = {names[id]: each for id, each in answers.items() if id not in lost}
+        found = check_same(facts, here)
+        limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
+        found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
+        now = time.time()
+        found += check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})
+        for finding in found:
             send(finding)
     for each in there:
         if each.id not in lost:
@@ -201,24 +209,10 @@ def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any]
         send(finding)
 
 
-def _of_nodes(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], asked: float) -> list[Finding]:
-    found = check_same(facts, here)
-    limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
-    found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
-    now = time.time()
-    return [*found, *check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})]
-
-
 def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
     """Return by how many seconds a clock is off at least: a right one is between the question and the answer."""
     began, ended = clock
     return began - asked if began < asked else max(0.0, ended - now)
-
-
-def _names(there: Sequence[Node]) -> dict[str, str]:
-    """Return the nodes' names; nodes that share a name, as on one machine, also get the beginning of their id."""
-    names = [each.name for each in there]
-    return {each.id: each.name if names.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
 
 
 def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:
@@ -253,11 +247,10 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
             )
         )
     else:
-        most = room(asked, there)
         send(
             ok(
                 "resources",
-                f"{many(fewest.workers, 'worker')} on {on}, room for {most}, free now for {free}"
+                f"{many(fewest.workers, 'worker')} on {on}, room for {room(asked, there)}, free now for {free}"
                 + (", and it may grow" if growing else ""),
             )
         )

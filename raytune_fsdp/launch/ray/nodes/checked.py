@@ -163,8 +163,7 @@ def on_ranks(
         init = ray.get(actors[0].address.remote(), timeout=wait)
         about = {"world": request.workers, "device": request.device, "init": init}
         results = [actor.call.remote(work, {**about, "rank": rank}) for rank, actor in enumerate(actors)]
-        found: list[Any] = ray.get(results, timeout=seconds)
-        return found
+        return list(ray.get(results, timeout=seconds))
     except ray.exceptions.GetTimeoutError as error:
         raise TransientError(
             f"the ranks did not meet, or did not finish, within {seconds:g} s; look for a firewall between the nodes, "

@@ -153,13 +153,11 @@ class AfterCommit:
             self._running = None
             self._ended(task, checkpoint, late)
         if self._waiting and not self._made_room and self._answers() and self._has_room(self._waiting[0]):
-            self._begin(self._waiting.pop(0))
-
-    def _begin(self, checkpoint: CommittedCheckpoint) -> None:
-        try:
-            self._running = self.work.begin(checkpoint), checkpoint, time.monotonic()
-        except (RayError, OSError) as error:  # no room in Ray's object store
-            self._failed(checkpoint, in_words(error))
+            checkpoint = self._waiting.pop(0)
+            try:
+                self._running = self.work.begin(checkpoint), checkpoint, time.monotonic()
+            except (RayError, OSError) as error:  # no room in Ray's object store
+                self._failed(checkpoint, in_words(error))
 
     def _has_room(self, checkpoint: CommittedCheckpoint) -> bool:
         missing, now = self.work.missing(during_training=self._during_training), time.monotonic()
@@ -200,8 +198,7 @@ class AfterCommit:
 
     def _ended(self, task: ObjectRef, checkpoint: CommittedCheckpoint, late: bool) -> None:
         if late:
-            problem = f"it had not ended after {self.work.minutes:g} minutes"
-            return self._failed(checkpoint, problem, for_good=True)
+            return self._failed(checkpoint, f"it had not ended after {self.work.minutes:g} minutes", for_good=True)
         self._recording.append(checkpoint)
         try:
             with own_errors():
