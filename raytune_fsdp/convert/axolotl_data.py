@@ -212,20 +212,7 @@ def _chat(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
             for each in (names if isinstance(names, list) else [names])
         }
         c.say(f"{prefix}roles", "carried", in_words("format.roles", made["roles"]))
-    _loss(c, prefix)
-    for key in ("field_thinking", "template_thinking_key"):
-        known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
-        why = "found automatically" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
-        c.say(f"{prefix}{key}", "same" if known else "refused", why)
-    key = f"{prefix}message_field_training"
-    if c.get(key, text, "train") in _TRAINED:
-        c.say(key, "same", 'a message with "train": false is never trained on')
-    c.say(key, "refused", f"a message says whether it is trained on under one of these names: {', '.join(_TRAINED)}")
-    return made
-
-
-def _loss(c: Translation, prefix: str) -> None:
-    """Carry which turns are trained on. `human` and `gpt` are names for the user and the assistant."""
+    # `human` and `gpt` are names for the user and the assistant.
     names = {"human": "user", "gpt": "assistant"}
     trained = {names.get(role, role) for role in c.get(f"{prefix}roles_to_train", words, ["assistant"])}
     if trained != {"assistant"}:
@@ -236,6 +223,15 @@ def _loss(c: Translation, prefix: str) -> None:
             "other roles alone cannot be trained on",
         )
     c.say(f"{prefix}roles_to_train", "same", "format.loss=assistant")
+    for key in ("field_thinking", "template_thinking_key"):
+        known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
+        why = "found automatically" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
+        c.say(f"{prefix}{key}", "same" if known else "refused", why)
+    key = f"{prefix}message_field_training"
+    if c.get(key, text, "train") in _TRAINED:
+        c.say(key, "same", 'a message with "train": false is never trained on')
+    c.say(key, "refused", f"a message says whether it is trained on under one of these names: {', '.join(_TRAINED)}")
+    return made
 
 
 def _own_type(c: Translation, prefix: str) -> dict[str, Any]:

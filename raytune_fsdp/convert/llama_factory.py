@@ -54,8 +54,16 @@ def prepare(c: Translation) -> None:
     _packing(c, pretraining)
     c.carry("cutoff_len", "data.seq_len", c.get("cutoff_len", whole, _LENGTH))
     prepare_data(c, pretraining=pretraining)
-    _loss(c)
-    _checkpointing(c)
+    everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
+    c.say(
+        "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
+    )
+    c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
+    off = c.get("disable_gradient_checkpointing", flag, False)
+    c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
+    if c.get("use_unsloth_gc", flag, False):
+        c.carry("use_unsloth_gc", "parallel.activation_offload", True)
+    c.say("use_unsloth_gc", "same", "off")
     _method(c)
 
 
@@ -131,22 +139,6 @@ def _packing(c: Translation, pretraining: bool) -> None:
     c.carry("packing", "data.packing", ours, note)
     c.say("neat_packing", "same", f"data.packing={ours}")
     c.default("data.packing", ours, "packing is on for stage pt, else off, by default")
-
-
-def _loss(c: Translation) -> None:
-    everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
-    c.say(
-        "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
-    )
-    c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
-
-
-def _checkpointing(c: Translation) -> None:
-    off = c.get("disable_gradient_checkpointing", flag, False)
-    c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
-    if c.get("use_unsloth_gc", flag, False):
-        c.carry("use_unsloth_gc", "parallel.activation_offload", True)
-    c.say("use_unsloth_gc", "same", "off")
 
 
 def finish(c: Translation) -> None:

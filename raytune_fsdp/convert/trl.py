@@ -39,7 +39,13 @@ _LENGTH = 1024
 def prepare(c: Translation) -> None:
     mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
     _precision(c, mixed)
-    _method(c)
+    adapters = c.get("use_peft", flag, False)
+    quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
+    if adapters:
+        carry_lora(c, _LORA, quantized)
+    if quantized is not None and quantized.kind == "nf4":
+        details_of_nf4(c, type_="bnb_4bit_quant_type", nested="use_bnb_nested_quant", nested_by_default=False)
+    c.say("use_peft", "same", "every weight is trained (method.type=full)")
     rows = _format(c)
     _packing(c, texts=rows["type"] == "completion")
     _lengths(c)
@@ -51,16 +57,6 @@ _LORA = Lora(
     saved="lora_modules_to_save", parameters="lora_target_parameters", stabilized="use_rslora", dora="use_dora",
     defaults=(16, 32, 0.05),
 )  # fmt: skip
-
-
-def _method(c: Translation) -> None:
-    adapters = c.get("use_peft", flag, False)
-    quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
-    if adapters:
-        carry_lora(c, _LORA, quantized)
-    if quantized is not None and quantized.kind == "nf4":
-        details_of_nf4(c, type_="bnb_4bit_quant_type", nested="use_bnb_nested_quant", nested_by_default=False)
-    c.say("use_peft", "same", "every weight is trained (method.type=full)")
 
 
 def _precision(c: Translation, mixed: str) -> None:
@@ -164,15 +160,11 @@ def _format(c: Translation) -> dict[str, Any]:
         "assistant_only_loss", "same" if rows["type"] != "chat" else "carried", f"format.loss={rows.get('loss', 'all')}"
     )
     c.say("completion_only_loss", "carried", f"format.loss={rows.get('loss', 'all')}")
-    _end_token(c, rows)
-    return rows
-
-
-def _end_token(c: Translation, rows: dict[str, Any]) -> None:
     if rows["type"] == "chat":
         c.say("eos_token", "left", "only where an answer ends when one is generated; a turn ends as its template says")
     else:
         c.say("eos_token", "refused", "a text ends with the tokenizer's own end token")
+    return rows
 
 
 def _named(c: Translation, rows: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.base.machine import processor
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.data.to_device import to_device
@@ -80,7 +81,7 @@ def calibrate(ranks: int, threads: int) -> Calibration:
     )
     device = torch.device(kind)
     made = Calibration(
-        device=torch.cuda.get_device_name(0) if kind == "cuda" else _processor(),
+        device=torch.cuda.get_device_name(0) if kind == "cuda" else processor() or "CPU",
         kind=kind,
         memory=memory_of(torch.device("cuda", 0) if kind == "cuda" else device),
         ranks=ranks,
@@ -150,13 +151,6 @@ def reference(kind: str, precision: str, ranks: int, width: int) -> FinetuneConf
         "parallel": {"precision": precision, "compile": False},
         "cluster": {"device": kind},
     })  # fmt: skip
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "CPU"
 
 
 # --- On every rank ----------------------------------------------------------------------------------------------------

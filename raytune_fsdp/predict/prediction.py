@@ -15,7 +15,7 @@ from raytune_fsdp.predict.memory import Memory, memory_of
 from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
 from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
-from raytune_fsdp.step.flops import Architecture, training_flops
+from raytune_fsdp.step.flops import training_flops
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.traffic import Traffic
 
@@ -113,7 +113,9 @@ class Prediction:
 def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
     """Predict what a config needs. `plan` is the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
-        plan = resolve(config if config.train.max_steps else _bounded(config), plan)
+        # A length in epochs is not known without the data, and no step depends on it.
+        one_step = config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
+        plan = resolve(config.model_copy(update={"train": one_step}), plan)
     return predict_from(traced(subject, config, plan, cluster), config, plan, cluster)
 
 
@@ -151,6 +153,9 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
     tokens = plan.division.global_batch * config.data.seq_len
     offloaded = memory.sent // max(1, len(found.stands_for))
     changing = memory.total - memory.kept
+    # A step of full samples, each of one document.
+    samples = plan.division.global_batch
+    tokens = samples * config.data.seq_len
     return Prediction(
         world=world,
         plan=plan,
@@ -159,7 +164,12 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         assumed=_assumed(device, changing, offloaded),
         seconds=seconds,
         traffic=found.traffic,
-        flops=_flops(found.architecture, plan, config.data.seq_len),
+        flops=training_flops(
+            found.architecture,
+            tokens=tokens,
+            targets=tokens,
+            attended_pairs=tokens * (config.data.seq_len + 1) // 2,
+        ),
         parameters=found.parameters,
         active=found.parameters.total - found.asleep,
         largest=found.largest,
@@ -182,15 +192,3 @@ def _assumed(device: Device, changing: int, offloaded: int) -> dict[str, int]:
         # (model/offload_activations.py).
         **({"back from the host": 2 * offloaded} if offloaded else {}),
     }
-
-
-def _bounded(config: FinetuneConfig) -> FinetuneConfig:
-    """Return the config with a length: one in epochs is not known without its data, and no step depends on it."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 1, "epochs": None})})
-
-
-def _flops(architecture: Architecture, plan: Plan, length: int) -> float:
-    """Return the operations of a step of full samples, each of one document."""
-    samples = plan.division.global_batch
-    pairs = samples * length * (length + 1) // 2
-    return training_flops(architecture, tokens=samples * length, targets=samples * length, attended_pairs=pairs)

@@ -30,7 +30,7 @@ from raytune_fsdp.predict.host import kept_at_once
 from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict_from
 from raytune_fsdp.predict.subject import with_torch_alone
-from raytune_fsdp.predict.trace.trace import Trace, trace
+from raytune_fsdp.predict.trace.trace import trace
 from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.step.precision import compute_dtype
 
@@ -113,7 +113,17 @@ def predict_for_run(
         return NotPredicted("flash-attn, which alone computes a soft cap without keeping all scores, cannot be traced")
     try:
         until = time.monotonic() + _TRACING_SECONDS if until is None else until
-        found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory), until)
+        found = trace(
+            with_torch_alone(config),
+            prepared.hf_config,
+            prepared.needs,
+            plan,
+            memory=_ONE_TRACE_FOR_ALL if device is None else int(device.memory),
+            device=kind,
+            added=tuple(prepared.added),
+            gloo=kind == "cpu",
+            until=until,
+        )
         memory, assumed, seconds = memory_of(found), PROCESS, None
         here = Cluster(device=device or find_device("H100"), per_node=per_node)
         judged = predict_from(found, config, plan, here)
@@ -132,15 +142,6 @@ def predict_for_run(
         checkpoint=judged.checkpoint,
         seconds=seconds,
     )
-
-
-def _trace(
-    config: FinetuneConfig, prepared: RunInputs, plan: Plan, kind: str, memory: int | None, until: float
-) -> Trace:
-    return trace(
-        with_torch_alone(config), prepared.hf_config, prepared.needs, plan,
-        memory=memory or _ONE_TRACE_FOR_ALL, device=kind, added=tuple(prepared.added), gloo=kind == "cpu", until=until,
-    )  # fmt: skip
 
 
 def device_named(name: str | None) -> Device | None:

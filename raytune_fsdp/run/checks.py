@@ -35,7 +35,18 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
     """
     check_config(config, world)
     place = RunDir.of(config)
-    _check_places(config, place)
+    check_links(place.path)
+    _check_storage("run.storage", place.path)
+    if config.export.at_end:
+        export = Path(os.path.realpath(place.export))
+        check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
+    if not is_url(place.checkpoints):
+        if config.checkpoint.storage is not None:
+            check_checkpoint_links(place.checkpoints)
+        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
+    for file in (place.metrics, place.events):
+        if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
+            raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
     return place
 
 
@@ -89,27 +100,9 @@ def check_trackers(config: FinetuneConfig) -> None:
         )
 
 
-def _check_places(config: FinetuneConfig, place: RunDir) -> None:
-    check_links(place.path)
-    _check_storage("run.storage", place.path)
-    if config.export.at_end:
-        export = Path(os.path.realpath(place.export))
-        check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
-    if not is_url(place.checkpoints):
-        if config.checkpoint.storage is not None:
-            check_checkpoint_links(place.checkpoints)
-        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
-    for file in (place.metrics, place.events):
-        if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
-            raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
-
-
 def warn_of_method(config: FinetuneConfig) -> None:
     """Warn of settings that can be meant, and mostly are not."""
-    method = config.method
-    if not isinstance(method, AdapterMethod):
-        return
-    if config.optim.lr <= _LR_OF_ALL:
+    if isinstance(config.method, AdapterMethod) and config.optim.lr <= _LR_OF_ALL:
         logger.warning(
             "optim.lr=%g is a rate for training every weight: adapters mostly want about ten times that (2e-4)",
             config.optim.lr,
@@ -241,10 +234,9 @@ def check_where(config: FinetuneConfig) -> None:
 
 def check_export(config: FinetuneConfig, plan: Plan) -> None:
     """Refuse exports during training at steps without a checkpoint."""
-    every = plan.export_every
-    if every is None or is_multiple(every, of=plan.save_every):
-        return
-    raise ConfigError(
-        f"export.every={config.export.every}, but there is a checkpoint to export only {in_words(plan.save_every)}: "
-        f"make export.every a multiple of checkpoint.every, for example with checkpoint.every={config.export.every}"
-    )
+    if plan.export_every is not None and not is_multiple(plan.export_every, of=plan.save_every):
+        raise ConfigError(
+            f"export.every={config.export.every}, but there is a checkpoint to export only "
+            f"{in_words(plan.save_every)}: make export.every a multiple of checkpoint.every, for example with "
+            f"checkpoint.every={config.export.every}"
+        )

@@ -84,7 +84,10 @@ def prepare(
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     network = build_network(hf_config, config, added)
-    _name_class(hf_config, network)
+    # For those who load the exported model.
+    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
+    if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
+        del hf_config.auto_map  # it would load other code; this network is transformers' own
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
     check_network(config, network, needs, world)
@@ -262,10 +265,3 @@ def _generation_config(network: PreTrainedModel, directory: Path | None) -> Gene
         except Exception as error:  # its checks may raise anything
             logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, first_line(error))
     return network.generation_config
-
-
-def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
-    """Name the network's class in its config, for those who load the exported model."""
-    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
-    if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
-        del hf_config.auto_map  # it would load other code; this network is transformers' own

@@ -73,18 +73,14 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> PreTrainedToken
                 if isinstance(value, str) and value.startswith(str(place)):
                     found[name] = str(directory) + value.removeprefix(str(place))
     vocabulary_of(tokenizer)
-    _check_template(tokenizer.chat_template, directory)
-    return tokenizer
-
-
-def _check_template(template: Any, directory: Path) -> None:
-    """Refuse a chat template that is neither a text nor texts by name."""
+    template = tokenizer.chat_template
     named = isinstance(template, dict) and all(isinstance(each, str) for each in [*template, *template.values()])
     if template is not None and not isinstance(template, str) and not (template and named):
         raise ModelError(
             f"{directory} has a tokenizer with the chat_template {shown(template)}, which is neither a text nor texts "
             "by name: correct tokenizer_config.json, or download it again"
         )
+    return tokenizer
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -184,7 +184,8 @@ def _alternative(each: Alternative, price: float | None) -> str:
     numbers = f"{found.tokens_per_second:>14,.0f}{hours(found):>8,.1f}{hours(found) * found.world:>9,.0f}"
     whole = cost(found, price)
     numbers += "" if whole is None else f"{whole:>9,.0f}"
-    what = _cut(change_in_words(each.changes) or "as it is", _CHANGES)
+    text = change_in_words(each.changes) or "as it is"
+    what = text if len(text) <= _CHANGES else f"{text[: _CHANGES - 1]}…"
     return f"  {what:{_CHANGES}}{_gib(found.needed):>10}{numbers if found.fits else '  does not fit'}".rstrip()
 
 
@@ -220,10 +221,6 @@ def _a(name: str) -> str:
 
 def _bar(share: float) -> str:
     return "#" * max(1, min(16, round(16 * share)))
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _gib(size: float) -> str:

@@ -115,7 +115,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look_at_resized()
         moves = func.namespace in _MOVES
         if moves and self._copies_to_reduce and "reduce" in func.__name__:
-            self._pass_by(sum(each.nbytes for each in _summed(func, args)), "gathered")
+            # A reduce-scatter sums its second argument, an all-reduce its first.
+            self._pass_by(
+                sum(each.nbytes for each in tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])),
+                "gathered",
+            )
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self._see(tensor, moves=moves)
@@ -217,11 +221,6 @@ class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             self._live.name([args[0]], "host")
         return func(*args, **(kwargs or {}))
-
-
-def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    """Return what a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
-    return tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])
 
 
 def _promoted(args: Sequence[Any]) -> int:

@@ -229,7 +229,11 @@ class Talk:
         before = self.turns
         self.turns = [*before, {"role": "user", "content": text}]
         try:
-            forgotten = self._make_room()
+            # Forget the oldest turns until an answer of the full length fits, or only the question is left.
+            positions, forgotten = positions_of(self._model.config), 0
+            while len(self.turns) > 1 and not self._fits(positions):
+                self.turns = self.turns[2:]
+                forgotten += 2
             if forgotten:
                 note(f"the conversation is longer than the model can read: forgot its first {forgotten} message(s)")
             said = _Shown(self._tokenizer, show)
@@ -246,14 +250,6 @@ class Talk:
             raise
         self.turns.append({"role": "assistant", "content": whole})
         return whole
-
-    def _make_room(self) -> int:
-        """Forget the oldest turns until an answer of the full length fits, or only the question is left."""
-        positions, forgotten = positions_of(self._model.config), 0
-        while len(self.turns) > 1 and not self._fits(positions):
-            self.turns = self.turns[2:]
-            forgotten += 2
-        return forgotten
 
     def _fits(self, positions: int) -> bool:
         ids = encode_prompt(self._tokenizer, self.messages, positions=sys.maxsize)
