@@ -98,7 +98,12 @@ def calibrate(ranks: int, threads: int) -> Calibration:
     for _ in range(_ROUNDS):  # each of the two numbers is in the other's step, a little
         made = replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
         if ranks > 1:
-            made = replace(made, per_collective=_per_collective(made, steps[_LIGHT]))
+            # From a light step, the seconds of a collective.
+            seconds = steps[_LIGHT]
+            config = reference(made.kind, "bf16", made.ranks, width=64)
+            without, one = (_predicted(replace(made, per_collective=each), config) for each in (0.0, 1.0))
+            many = one.moving - without.moving
+            made = replace(made, per_collective=max(seconds - without.step, 0.1 * seconds) / many)
     return made
 
 
@@ -118,14 +123,6 @@ def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
 def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:
     cluster = Cluster(device=device_of(made), per_node=made.ranks)
     return predict(ModelSpec.of(config), config, resolve(config, made.ranks), cluster).seconds
-
-
-def _per_collective(made: Calibration, seconds: float) -> float:
-    """Return the seconds of a collective, from a light step that took `seconds`."""
-    config = reference(made.kind, "bf16", made.ranks, width=64)
-    without, one = (_predicted(replace(made, per_collective=each), config) for each in (0.0, 1.0))
-    many = one.moving - without.moving
-    return max(seconds - without.step, 0.1 * seconds) / many
 
 
 def _reached(made: Calibration, key: str, seconds: float) -> float:

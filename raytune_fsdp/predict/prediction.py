@@ -150,18 +150,26 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         itemsize=compute_dtype(precision).itemsize, narrow=precision == "fp8",
     )  # fmt: skip
     seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
-    tokens = plan.division.global_batch * config.data.seq_len
+    tokens = plan.division.global_batch * config.data.seq_len  # of full samples, each of one document
     offloaded = memory.sent // max(1, len(found.stands_for))
     changing = memory.total - memory.kept
-    # A step of full samples, each of one document.
-    samples = plan.division.global_batch
-    tokens = samples * config.data.seq_len
+    # Bytes of the device that no tensor of the trace has.
+    if device.kind == "cpu":
+        assumed = {"process and libraries": PROCESS}
+    else:
+        assumed = {
+            "context and libraries": CONTEXT,
+            "holes of the allocator": int(HOLES * changing),
+            # For the layer that computes, and for the next one, whose copies are on their way
+            # (model/offload_activations.py).
+            **({"back from the host": 2 * offloaded} if offloaded else {}),
+        }
     return Prediction(
         world=world,
         plan=plan,
         cluster=cluster,
         memory=memory,
-        assumed=_assumed(device, changing, offloaded),
+        assumed=assumed,
         seconds=seconds,
         traffic=found.traffic,
         flops=training_flops(
@@ -179,16 +187,3 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         attention=found.attention,
         tokens=tokens,
     )
-
-
-def _assumed(device: Device, changing: int, offloaded: int) -> dict[str, int]:
-    """Return bytes of the device that no tensor of the trace has."""
-    if device.kind == "cpu":
-        return {"process and libraries": PROCESS}
-    return {
-        "context and libraries": CONTEXT,
-        "holes of the allocator": int(HOLES * changing),
-        # For the layer that computes, and for the next one, whose copies are on their way
-        # (model/offload_activations.py).
-        **({"back from the host": 2 * offloaded} if offloaded else {}),
-    }

@@ -199,10 +199,8 @@ def _lacking(found: Predicted, memory: int, ranks: int) -> str | None:
     if found.kept <= room and found.needed <= room:
         return None
     needs, has = apart(found.kept if found.kept > room else found.needed, room)
-    if ranks > 1:
-        has = f"it has {has} of the {memory / GIB:.1f} GiB that {ranks} ranks share"
-    else:
-        has = f"its device has {has}"
+    shared = f"it has {has} of the {memory / GIB:.1f} GiB that {ranks} ranks share"
+    has = shared if ranks > 1 else f"its device has {has}"
     if found.kept > room:
         return (
             f"a rank keeps {needs} of weights, buffers and the optimizer's state from step to step (counted, not "

@@ -78,20 +78,16 @@ class Rates(Protocol):
     @property
     def reached(self) -> float:
         """What real steps reach of the sum of their operations."""
-        ...
 
     @property
     def hides(self) -> bool:
         """Whether collectives run during the computation, and take none of its time."""
-        ...
 
     def seconds(self, operations: Sequence[Operation]) -> float:
         """Return the seconds of these operations, one after the other."""
-        ...
 
     def uncompiled(self) -> Rates:
         """Return the rates where no graph is made of operations."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,13 +158,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Look for the memory that gathered weights come into, which FSDP keeps between passes without bytes."""
         self._groups = fsdp_groups_of(model)
 
-    def _find_gathered(self) -> None:
-        for group in [*self._groups]:  # made one after the other, when they are first gathered
-            made = [getattr(each, "all_gather_outputs", ()) for each in group.fsdp_params]
-            if all(made):
-                self._groups.remove(group)
-                self._resized += [self._see(tensor, moves=True) for tensors in made for tensor in tensors]
-
     @contextmanager
     def sending_to_host(self) -> Iterator[None]:
         """Count what is first written in here as memory of the host."""
@@ -177,14 +170,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             number = len(self._storages)
             self._numbers[storage] = number
-            self._storages[number] = _Storage(ref=weakref.ref(storage, lambda _: self._gone(number)), size=0)
+            self._storages[number] = _Storage(ref=weakref.ref(storage, lambda _: self._resize(number, 0)), size=0)
             self._resize(number, storage.nbytes())
         if moves and number not in self.timeline.kinds:
             self.timeline.kinds[number] = "gathered"
         return number
-
-    def _gone(self, number: int) -> None:
-        self._resize(number, 0)
 
     def _resize(self, number: int, size: int) -> None:
         each = self._storages[number]
@@ -193,8 +183,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each.size = size
 
     def _look_at_resized(self) -> None:
-        if self._groups:
-            self._find_gathered()
+        for group in [*self._groups]:  # made one after the other, when they are first gathered
+            made = [getattr(each, "all_gather_outputs", ()) for each in group.fsdp_params]
+            if all(made):
+                self._groups.remove(group)
+                self._resized += [self._see(tensor, moves=True) for tensors in made for tensor in tensors]
         for number in self._resized:
             storage = self._storages[number].ref()
             if storage is not None:
