@@ -157,7 +157,14 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
     if formatting not in ("alpaca", "sharegpt", "openai"):
         raise _NotHereError(f"formatting must be alpaca, sharegpt or openai; {formatting!r} is not known here")
     if pretraining:
-        return _text(columns, formatting)
+        # Stage pt trains on the column of the question alone.
+        if formatting != "alpaca":
+            raise _NotHereError(
+                "stage pt trains on the first message of a conversation only; see format of type python"
+            )
+        if "prompt" not in columns:
+            raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
+        return _joined(columns, {"type": "completion", "text": columns["prompt"]})
     loss = "all" if c.get("train_on_prompt", flag, False) else ""
     if formatting == "alpaca":
         if columns.get("tools"):
@@ -168,15 +175,6 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
             made["system"] = columns["system"]
         return _joined(columns, {**made, **({"loss": loss} if loss else {})})
     return _chat(columns, tags, loss or ("last_turn" if c.get("mask_history", flag, False) else ""))
-
-
-def _text(columns: dict[str, str], formatting: str) -> dict[str, Any]:
-    """Return the format of stage pt, which trains on the column of the question alone."""
-    if formatting != "alpaca":
-        raise _NotHereError("stage pt trains on the first message of a conversation only; see format of type python")
-    if "prompt" not in columns:
-        raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
-    return _joined(columns, {"type": "completion", "text": columns["prompt"]})
 
 
 def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:

@@ -258,7 +258,18 @@ def _why_step(config: FinetuneConfig) -> str:
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """Return the layout for this world size; ConfigError if there is none. Needs no census."""
     parallel, mesh = config.parallel, config.parallel.mesh
-    _check_divides(config, world)
+    if world % mesh.together:  # groups of ranks that compute the same samples do not fill the world
+        axis = "sequence" if mesh.sequence > 1 else "tensor"
+        valid = [d for d in range(1, world + 1) if world % d == 0]
+        what = f"parallel.mesh.{axis}={mesh.together}"
+        if mesh.together != getattr(mesh, axis):
+            what = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
+        ways = [f"cluster.workers={below}"] if (below := world // mesh.together * mesh.together) else []
+        ways.append(f"cluster.workers={below + mesh.together}")
+        raise ConfigError(
+            f"{what} does not divide the world size {world}; valid: {valid}; or set {' or '.join(ways)}, if there are "
+            "as many GPUs"
+        )
     _check_micro_batches(config, world)
     slices = world // mesh.tensor  # ranks that have the same part of every layer
     if parallel.strategy == "replicate":
@@ -287,24 +298,6 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
                 "or use another number of ranks or another parallel.strategy"
             )
     return layout
-
-
-def _check_divides(config: FinetuneConfig, world: int) -> None:
-    """Check that groups of ranks that compute the same samples fill the world."""
-    mesh = config.parallel.mesh
-    if world % mesh.together == 0:
-        return
-    axis = "sequence" if mesh.sequence > 1 else "tensor"
-    valid = [d for d in range(1, world + 1) if world % d == 0]
-    found = f"parallel.mesh.{axis}={mesh.together}"
-    if mesh.together != getattr(mesh, axis):
-        found = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
-    ways = [f"cluster.workers={below}"] if (below := world // mesh.together * mesh.together) else []
-    ways.append(f"cluster.workers={below + mesh.together}")
-    raise ConfigError(
-        f"{found} does not divide the world size {world}; valid: {valid}; or set {' or '.join(ways)}, if there are as "
-        "many GPUs"
-    )
 
 
 def _shard_size(config: FinetuneConfig, world: int) -> int:

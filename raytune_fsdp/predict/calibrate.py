@@ -72,7 +72,18 @@ def calibrate(ranks: int, threads: int) -> Calibration:
     """Measure `ranks` ranks of this machine, each with a GPU of its own, if it has GPUs. This takes about a minute."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as directory:
-        _on_ranks(ranks, kind, threads, directory)
+        # Daemons: they end with this process, also where that is interrupted.
+        context = torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
+            _measure, (ranks, kind, threads, directory), nprocs=ranks, join=False, daemon=True
+        )
+        try:
+            while not context.join():
+                pass
+        except torch.multiprocessing.ProcessException as error:  # type: ignore[attr-defined]
+            last = str(error).strip().splitlines()[-1]
+            raise TrainingError(
+                f"measuring this machine failed: {last}; end what else uses it, and try again"
+            ) from error
         found = json.loads((Path(directory) / "found.json").read_text())
     steps = found.pop("steps")
     products, attention = (
@@ -105,19 +116,6 @@ def calibrate(ranks: int, threads: int) -> Calibration:
             many = one.moving - without.moving
             made = replace(made, per_collective=max(seconds - without.step, 0.1 * seconds) / many)
     return made
-
-
-def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
-    # Daemons: they end with this process, also where that is interrupted.
-    context = torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
-        _measure, (ranks, kind, threads, directory), nprocs=ranks, join=False, daemon=True
-    )
-    try:
-        while not context.join():
-            pass
-    except torch.multiprocessing.ProcessException as error:  # type: ignore[attr-defined]
-        last = str(error).strip().splitlines()[-1]
-        raise TrainingError(f"measuring this machine failed: {last}; end what else uses it, and try again") from error
 
 
 def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:

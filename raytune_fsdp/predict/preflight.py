@@ -224,7 +224,16 @@ def _remedy(config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, 
     The method, and so what is learned, stays.
     """
     until, made = time.monotonic() + seconds, dict[str, Any]()
-    for changes in _changes(config, world):
+    parallel, train, wanted = config.parallel, config.train, list[Mapping[str, Any]]()
+    if world > 1 and parallel.strategy != "full_shard":
+        wanted.append({"parallel.strategy": "full_shard"})
+    if parallel.activation_checkpointing in ("none", "every_n"):
+        wanted.append({"parallel.activation_checkpointing": "selective"})
+    if parallel.activation_checkpointing != "full":
+        wanted.append({"parallel.activation_checkpointing": "full"})
+    if train.micro_batch > 1:
+        wanted.append({"train.micro_batch": 1})
+    for changes in wanted:
         made |= changes
         if time.monotonic() < until and _fits(config, prepared, made, world, kind, room, until):
             return f"It fits with {_in_words(made)}"
@@ -245,19 +254,6 @@ def _more_workers(config: FinetuneConfig, ranks: int) -> str:
     if not isinstance(workers, Between):
         return f"cluster.workers={ranks}"
     return f"cluster.workers.max={ranks}" if ranks > workers.max else "add nodes: the cluster has no room for them"
-
-
-def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
-    parallel, train, wanted = config.parallel, config.train, list[Mapping[str, Any]]()
-    if world > 1 and parallel.strategy != "full_shard":
-        wanted.append({"parallel.strategy": "full_shard"})
-    if parallel.activation_checkpointing in ("none", "every_n"):
-        wanted.append({"parallel.activation_checkpointing": "selective"})
-    if parallel.activation_checkpointing != "full":
-        wanted.append({"parallel.activation_checkpointing": "full"})
-    if train.micro_batch > 1:
-        wanted.append({"train.micro_batch": 1})
-    return wanted
 
 
 def _fits(

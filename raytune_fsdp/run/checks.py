@@ -56,18 +56,7 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
     check_trackers(config)
     check_early_stop(config)
     check_where(config)
-    check_sequence_length(config)
-    if config.train.max_steps is None:
-        if world is not None:
-            layout_of(config, world)
-    else:
-        plan = resolve(config, world or least_ranks(config))  # the fewest ranks have the fewest demands
-        check_best(config, plan)
-        check_export(config, plan)
-
-
-def check_sequence_length(config: FinetuneConfig) -> None:
-    """Refuse samples that ranks cannot share evenly, and an attention that cannot be shared."""
+    # Refuse samples that ranks cannot share evenly, and an attention that cannot be shared.
     sequence, length, attention = config.parallel.mesh.sequence, config.data.seq_len, config.model.attention
     if length % sequence:
         raise ConfigError(
@@ -79,6 +68,13 @@ def check_sequence_length(config: FinetuneConfig) -> None:
             f"model.attention={attention} with parallel.mesh.sequence={sequence}: only attention that is given the "
             "borders of documents can be shared by ranks; set model.attention=auto"
         )
+    if config.train.max_steps is None:
+        if world is not None:
+            layout_of(config, world)
+    else:
+        plan = resolve(config, world or least_ranks(config))  # the fewest ranks have the fewest demands
+        check_best(config, plan)
+        check_export(config, plan)
 
 
 def check_trackers(config: FinetuneConfig) -> None:

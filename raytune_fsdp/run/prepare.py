@@ -7,7 +7,7 @@ need not see the model's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.questions import Questions, check_names, open_tasks
+from raytune_fsdp.data.questions import check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -129,7 +129,16 @@ def prepare(
         commit=commit_here(),
     )
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
-    _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
+    # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
+    # evaluations are known.
+    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
+    metrics += [name for task in tasks for name in metrics_of(task)]
+    check_best(config, standing.plan, metrics)
+    check_early_stop(config, metrics)
+    check_export(config, standing.plan)
+    if found.checkpoint is None and not dry:
+        warn_of_schedule(config, standing.plan)
+        warn_of_saves(config)
     return prepared, confirm_complete(config, prepared, standing)
 
 
@@ -149,21 +158,6 @@ def _counted(
         return counted, built + counted.built
     # Only the first window; the others are built during training. A wrong column or template shows in it already.
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
-
-
-def _check_plan(
-    config: FinetuneConfig, standing: ResumePoint, evals: Iterable[str], tasks: Sequence[Questions], *, new: bool
-) -> None:
-    """Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
-    evaluations are known."""
-    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
-    metrics += [name for task in tasks for name in metrics_of(task)]
-    check_best(config, standing.plan, metrics)
-    check_early_stop(config, metrics)
-    check_export(config, standing.plan)
-    if new:
-        warn_of_schedule(config, standing.plan)
-        warn_of_saves(config)
 
 
 def _origin(

@@ -71,8 +71,13 @@ def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | Non
     """Keep the hashes of a local file's chunks in a directory of the cache. Return the hash of the whole file."""
     if file.remote:
         return ""
+    hashing, done = ChunkHashing(), 0
     with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
-        hashing = hash_chunks(opened.read, report)
+        while piece := opened.read(_AT_ONCE * CHUNK_BYTES):
+            hashing.update(piece)
+            done += len(piece)
+            if report is not None:
+                report(done)
     (directory / NAME).write_bytes(hashing.blocks())
     return hashing.content
 
@@ -313,14 +318,3 @@ class ChunkHashing:
         self._blocks.append(self._block.intdigest())
         self._block.reset()
         self._in_block = 0
-
-
-def hash_chunks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> ChunkHashing:
-    """Hash a file, reading it from its start to its end."""
-    hashing, done = ChunkHashing(), 0
-    while piece := read(_AT_ONCE * CHUNK_BYTES):
-        hashing.update(piece)
-        done += len(piece)
-        if report is not None:
-            report(done)
-    return hashing

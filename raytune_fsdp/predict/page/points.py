@@ -132,22 +132,19 @@ def changed(config: FinetuneConfig, choice: Chosen, per_node: int) -> FinetuneCo
     if changes.get("parallel.strategy") == "hybrid_shard":
         changes["parallel.shard_size"] = per_node
     if choice.method != start.method:
-        changes["method"] = _method(config, choice.method)
+        # As the config writes it, with the adapters that the config describes, if it has some.
+        if choice.method not in METHODS:
+            changes["method"] = {"type": choice.method}
+        elif config.method.type not in METHODS:
+            changes["method"] = METHODS[choice.method]
+        else:
+            values = config.method.model_dump(exclude_unset=True)
+            values.pop("quantization", None)
+            changes["method"] = {**values, "type": choice.method}
     try:
         return with_changes(config, changes)
     except ValidationError as error:
         raise ConfigError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from None
-
-
-def _method(config: FinetuneConfig, wanted: str) -> Mapping[str, Any]:
-    """Return the method as the config writes it, with the adapters that the config describes, if it has some."""
-    if wanted not in METHODS:
-        return {"type": wanted}
-    if config.method.type not in METHODS:
-        return METHODS[wanted]
-    values = config.method.model_dump(exclude_unset=True)
-    values.pop("quantization", None)
-    return {**values, "type": wanted}
 
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,24 @@ def as_page(planned: Planned) -> str:
         lines += _row("note" if number == 0 else "", f"{each.text} [{each.id}; {each.source}]")
     if planned.alternatives:
         lines += ["", *_alternatives(planned)]
-    lines += ["", *_row("basis", _basis(found, planned.basis))]
+    traced = "memory: one step traced on tensors without data, exact but for what is assumed"
+    device = found.cluster.device
+    speed = (
+        f"a roofline over the traced operations ({found.rates}), of which published runs reach about 70 % (54 scored: "
+        "50 within 30 %, the median off by 11 %)"
+    )
+    if device.measured is not None:
+        speed = f"the sum of the traced operations ({found.rates}), of which real steps there reach {found.reached:.0%}"
+    total, active = found.parameters.total / 1e9, found.active / 1e9
+    experts = f", {active:,.2f} for a token" if active < 0.9 * total else ""
+    lines += [
+        "",
+        *_row(
+            "basis",
+            f"network: {planned.basis}, {total:,.2f} billion weights{experts}. {traced} ({device.name}: memory "
+            f"{device.memory_basis}). Speed: {speed}. Full samples of one document each.",
+        ),
+    ]
     return "\n".join(lines)
 
 
@@ -183,23 +200,6 @@ def _alternative(each: Alternative, price: float | None) -> str:
     text = change_in_words(each.changes) or "as it is"
     what = text if len(text) <= _CHANGES else f"{text[: _CHANGES - 1]}…"
     return f"  {what:{_CHANGES}}{_gib(found.needed):>10}{numbers if found.fits else '  does not fit'}".rstrip()
-
-
-def _basis(found: Prediction, network: str) -> str:
-    traced = "memory: one step traced on tensors without data, exact but for what is assumed"
-    device = found.cluster.device
-    speed = (
-        f"a roofline over the traced operations ({found.rates}), of which published runs reach about 70 % (54 scored: "
-        "50 within 30 %, the median off by 11 %)"
-    )
-    if device.measured is not None:
-        speed = f"the sum of the traced operations ({found.rates}), of which real steps there reach {found.reached:.0%}"
-    total, active = found.parameters.total / 1e9, found.active / 1e9
-    experts = f", {active:,.2f} for a token" if active < 0.9 * total else ""
-    return (
-        f"network: {network}, {total:,.2f} billion weights{experts}. {traced} ({device.name}: memory "
-        f"{device.memory_basis}). Speed: {speed}. Full samples of one document each."
-    )
 
 
 def _row(label: str, text: str) -> list[str]:

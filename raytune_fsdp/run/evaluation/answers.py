@@ -88,7 +88,13 @@ def answer(
     (collective).
     """
     ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
-    check_ids(ids, model)
+    # A token that the model has no row for would end in an error of its embedding or of the device.
+    rows = model.config.get_text_config().vocab_size
+    if (most := int(ids.max())) >= rows:
+        raise DataError(
+            f"the prompt has a token with the id {most}, and the model has only {rows}: its tokenizer is another "
+            "model's, so take the one that belongs to it"
+        )
     room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with nullcontext() if together else errors_of_generate(model):
@@ -105,16 +111,6 @@ def answer(
         )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text.strip()
-
-
-def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
-    """Refuse tokens that the model has no row for: they would end in an error of its embedding or of the device."""
-    rows = model.config.get_text_config().vocab_size
-    if (most := int(ids.max())) >= rows:
-        raise DataError(
-            f"the prompt has a token with the id {most}, and the model has only {rows}: its tokenizer is another "
-            "model's, so take the one that belongs to it"
-        )
 
 
 @contextmanager
