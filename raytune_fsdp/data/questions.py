@@ -154,9 +154,14 @@ def _read(source: Source, task: ChoicesTask | ExactTask, field: str) -> list[_As
         subject = row.get(task.subject) if task.subject is not None else None
         # It becomes a part of metrics' names, where / separates.
         subject = None if subject is None else re.sub(r"[^\w.-]+", "_", str(subject)).strip("_")[:100]
+        value = _value(row, task.question, where)
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(
+                f"{where}: {task.question}='{shorten(value)}' is no text; correct the row, or name another column"
+            )
         asked = _Asked(
             where=where,
-            question=_text(row, task.question, where),
+            question=value.strip(),
             answer=_value(row, task.answer, where),
             choices=choices,
             labels=labels,
@@ -177,13 +182,6 @@ def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
         known = ", ".join(map(shorten, row)) or "none"
         raise DataError(f"{where}: the row has no {column!r} (it has {known}); correct it, or name another column")
     return row[column]
-
-
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    value = _value(row, column, where)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: {column}='{shorten(value)}' is no text; correct the row, or name another column")
-    return value.strip()
 
 
 def _choices_of(row: Mapping[str, Any], column: str | list[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

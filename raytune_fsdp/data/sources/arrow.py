@@ -19,6 +19,7 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
+    BLOCKS,
     CHUNK_BYTES,
     DECODED,
     OPEN,
@@ -30,7 +31,6 @@ from raytune_fsdp.data.sources.handles import (
     content_hash,
     keep_hashes,
 )
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
 from raytune_fsdp.data.sources.source import (

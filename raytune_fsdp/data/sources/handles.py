@@ -78,7 +78,7 @@ def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | Non
             done += len(piece)
             if report is not None:
                 report(done)
-    (directory / NAME).write_bytes(hashing.blocks())
+    (directory / BLOCKS).write_bytes(hashing.blocks())
     return hashing.content
 
 
@@ -234,7 +234,7 @@ CHUNK_BYTES = 1 << 14
 """The size of a chunk. For a row of 16 KiB, half of what is read is read in vain on average; the hashes, 8 bytes a
 chunk, are 0.05 % of the data."""
 
-NAME = "blocks"
+BLOCKS = "blocks"
 """The file of hashes in a directory of the cache."""
 
 _AT_ONCE = 512  # chunks: 8 MiB, which one read of a network file system brings

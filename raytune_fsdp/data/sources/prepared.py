@@ -26,8 +26,7 @@ import xxhash
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import sync_directory, write_durably
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
+from raytune_fsdp.data.sources.handles import BLOCKS, DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
 from raytune_fsdp.data.sources.source import File
 
 # Part of every key. Raise it when the format of any prepared file changes.
