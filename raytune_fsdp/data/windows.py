@@ -295,9 +295,11 @@ class Windows:
         places_of: dict[int, list[int]] = {}
         for place, (dataset, _) in enumerate(rows):
             places_of.setdefault(dataset, []).append(place)
-        batches = []
-        for dataset, places in sorted(places_of.items()):
-            batches += [(dataset, places[i : i + _BATCH_ROWS]) for i in range(0, len(places), _BATCH_ROWS)]
+        batches = [
+            (dataset, places[first : first + _BATCH_ROWS])
+            for dataset, places in sorted(places_of.items())
+            for first in range(0, len(places), _BATCH_ROWS)
+        ]
 
         def read(batch: tuple[int, list[int]]) -> list[tuple[Document | RowError, str]]:
             dataset, places = batch
