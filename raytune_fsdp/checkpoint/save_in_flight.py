@@ -253,12 +253,12 @@ class SaveInFlight:
         file = f"__{job.rank}_{job.serial}{PIECES}"
         try:
             job.ready()
-            written = write_pieces(job.draft, file, job.pieces, job.layout.mine)
+            total, spans = write_pieces(job.draft, file, job.pieces, job.layout.mine)
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
             return {"problem": in_one_line(error), "no_room": lacks_room(error)}
-        return {"file": file, "sum": asdict(written.sum), "spans": written.spans}
+        return {"file": file, "sum": asdict(total), "spans": spans}
 
     def _send(self, message: dict[str, Any]) -> None:
         self.sent_at = time.monotonic()
@@ -300,8 +300,7 @@ class SaveInFlight:
             METADATA_FILE: job.layout.metadata_file(files, spans, job.path),
             STATE_FILE: job.state.encode(),
         }
-        for name, content in small.items():
-            sums[name] = write_small(job.draft, name, content)
+        sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.

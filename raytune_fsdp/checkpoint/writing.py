@@ -249,12 +249,6 @@ class Sum:
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    sum: Sum
-    spans: tuple[Span, ...]
-
-
 class NotFiniteError(Exception):
     """The state has an infinity or a NaN, so it is not worth a checkpoint."""
 
@@ -296,16 +290,16 @@ class Hashing:
         return Sum(self.size, self._digest.hexdigest())
 
 
-def write_pieces(draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], order: Sequence[str]) -> WrittenFile:
+def write_pieces(
+    draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], order: Sequence[str]
+) -> tuple[Sum, list[Span]]:
     """Write a file of tensors, each by torch.save, which is what torch.distributed.checkpoint reads."""
 
-    def write() -> WrittenFile:
-        spans = []
+    def write() -> tuple[Sum, list[Span]]:
         with draft.create(file) as sink:
             target = Hashing(sink)
-            for name in order:
-                spans.append(_write_piece(target, pieces[name].cpu(), name))
-        return WrittenFile(target.sum, tuple(spans))
+            spans = [_write_piece(target, pieces[name].cpu(), name) for name in order]
+        return target.sum, spans
 
     return _tried(draft, file, write)
 

@@ -191,9 +191,7 @@ def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
 
 def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str, Any]:
     made: dict[str, Any] = {"type": "chat", "messages": columns.get("messages", "conversations")}
-    for tag, field in (("role_tag", "role"), ("content_tag", "content")):
-        if tag in tags:
-            made[field] = tags[tag]
+    made |= {field: tags[f"{field}_tag"] for field in ("role", "content") if f"{field}_tag" in tags}
     roles = {tags[tag]: role for tag, (usual, role) in _ROLES.items() if tags.get(tag, usual) not in (usual, role)}
     if roles:
         made["roles"] = roles

@@ -199,13 +199,13 @@ def _candidates(
     for method in methods:
         for recompute in ("none", "selective", "full"):
             for strategy in strategies:
-                changes: dict[str, Any] = {}
-                if method is not None:
-                    changes["method.type"] = method["type"]
-                for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
-                    if getattr(config.parallel, name) != value:
-                        changes[f"parallel.{name}"] = value
-                written = {name: value for name, value in changes.items() if name != "method.type"}
+                asked = {**strategy, "activation_checkpointing": recompute}
+                written = {
+                    f"parallel.{name}": value
+                    for name, value in asked.items()
+                    if getattr(config.parallel, name) != value
+                }
+                changes = written if method is None else {"method.type": method["type"], **written}
                 changed = with_changes(config, written if method is None else {**written, "method": method})
                 yield (str(method), recompute), changes, changed
 

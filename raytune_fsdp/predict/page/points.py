@@ -121,14 +121,14 @@ def _shown(text: str) -> str:
 
 def changed(config: FinetuneConfig, choice: Chosen, per_node: int) -> FinetuneConfig:
     """Return the config with what was chosen."""
-    start, changes = start_of(config, choice.device, choice.gpus), dict[str, Any]()
+    start = start_of(config, choice.device, choice.gpus)
     written = {
         "data.seq_len": "seq_len", "train.micro_batch": "micro_batch", "train.global_batch": "global_batch",
         "parallel.activation_checkpointing": "recompute", "parallel.strategy": "strategy",
     }  # fmt: skip
-    for path, name in written.items():
-        if getattr(choice, name) != getattr(start, name):
-            changes[path] = getattr(choice, name)
+    changes: dict[str, Any] = {
+        path: getattr(choice, name) for path, name in written.items() if getattr(choice, name) != getattr(start, name)
+    }
     if changes.get("parallel.strategy") == "hybrid_shard":
         changes["parallel.shard_size"] = per_node
     if choice.method != start.method:
