@@ -43,9 +43,7 @@ def as_checkpoint(path: str) -> CommittedCheckpoint | None:
     """Return the committed checkpoint at a path or URL; None if it is not one."""
     root, _, name = path.rstrip("/").rpartition("/")
     found = parse_directory_name(name)
-    if found is None or MANIFEST_FILE not in storage_at(root).sizes(name):
-        return None
-    return _at(found, root)
+    return _at(found, root) if found is not None and MANIFEST_FILE in storage_at(root).sizes(name) else None
 
 
 def committed(root: str) -> list[CommittedCheckpoint]:

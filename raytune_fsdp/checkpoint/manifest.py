@@ -178,8 +178,7 @@ def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
             chunk = view[: min(_CHUNK_BYTES, size - start)]
             source.read_into(start, chunk)
             digest.update(chunk)
-    found: str = digest.hexdigest()
-    return found
+    return digest.hexdigest()
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:

@@ -67,19 +67,15 @@ def recipe_text(name: str) -> str:
     return own.sub(lambda found: json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False), text)
 
 
-def _text_of(path: str | Path) -> str:
-    """Return the text of a file, which may also be a pipe of the user's."""
-    with open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"config file {path}: has more than {MAX_BYTES} bytes, more than any config has")
-    return content.decode()
-
-
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     """Return the tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
-        text = _text_of(path)
+        # It may also be a pipe of the user's.
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"config file {path}: has more than {MAX_BYTES} bytes, more than any config has")
+        text = content.decode()
     except FileNotFoundError:
         if str(path) not in recipes():
             hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"

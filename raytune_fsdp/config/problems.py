@@ -85,7 +85,10 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
     if kind == "value_error":
         # Raised by a rule of ours. A rule about several fields names them itself, and belongs to their section.
         rule = str(detail["ctx"]["error"])
-        origin = _origin(_mentioned(rule, path, sources), sources)
+        # The fields that a rule names and the user has set; if there is none, the place of the error.
+        named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
+        written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
+        origin = _origin(written or [path], sources)
         section = place is not None and bool(place.sections)
         if rule.startswith(f"{name}.") or not path:
             return f"{rule}{origin}"
@@ -133,13 +136,6 @@ def _elsewhere(path: Loc, root: Place) -> str | None:
     # 0.75, above difflib's 0.6: a whole path shares much with others, and a wrong hint is worse than none.
     near = same or get_close_matches(".".join(path), known, n=1, cutoff=0.75)
     return near[0] if near else None
-
-
-def _mentioned(rule: str, path: Loc, sources: Mapping[Loc, str]) -> list[Loc]:
-    """Return the fields that a rule names and the user has set; if there is none, the place of the error."""
-    named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
-    written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
-    return written or [path]
 
 
 def _origin(paths: list[Loc], sources: Mapping[Loc, str]) -> str:

@@ -128,7 +128,13 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
         parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
-    _log_compiler(parts, step)
+    if parts.compiler is not None:
+        parts.compiler.agree()
+        graphs, failure = parts.compiler.news()
+        if graphs:
+            parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
+        if failure is not None:
+            parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
     for fields in parts.meter.slow():
         parts.tracker.event(names.SLOW_RANK, step=step, **fields)
     for fields in parts.meter.forecast():
@@ -136,17 +142,6 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
     parts.meter.check(rows)
-
-
-def _log_compiler(parts: RankRun, step: int) -> None:
-    if parts.compiler is None:
-        return
-    parts.compiler.agree()
-    graphs, failure = parts.compiler.news()
-    if graphs:
-        parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
-    if failure is not None:
-        parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
 
 
 def _evaluate(parts: RankRun, step: int) -> None:

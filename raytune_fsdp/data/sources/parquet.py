@@ -32,6 +32,7 @@ from raytune_fsdp.data.sources.arrow import (
 )
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
+    BLOCKS,
     CHUNK_BYTES,
     DECODED,
     OPEN,
@@ -40,7 +41,6 @@ from raytune_fsdp.data.sources.handles import (
     check_unchanged,
     keep_hashes,
 )
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import prepare, touch
 from raytune_fsdp.data.sources.remote import with_version
