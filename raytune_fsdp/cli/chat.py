@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.base.untrusted import printable, without_controls
 from raytune_fsdp.cli.common import ModelParser, run
-
-if TYPE_CHECKING:
-    pass
 
 _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
