@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import check
+from raytune_fsdp.checkpoint.manifest import check_files
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, parse_directory_name
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def verify(
 ) -> str | None:
     """Return the problem with a committed checkpoint; None if it is intact. See `manifest.check`."""
     try:
-        return check(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
+        return check_files(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
     except OSError as error:  # this says nothing about the checkpoint: the storage may answer later
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 

@@ -80,7 +80,7 @@ def read_manifest(storage: Storage, name: str) -> Listed:
     return found
 
 
-def check(
+def check_files(
     storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
 ) -> str | None:
     """Compare sizes and hashes of a checkpoint's files with its manifest. Return the problem; None if it is intact.

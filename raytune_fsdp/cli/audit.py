@@ -8,8 +8,8 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, config_of_run, run
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, config_of_run, run_command
+from raytune_fsdp.cli.progress import show_progress
 
 DIFFERS = 4
 """The exit code if the segment is not what the record says; no other failure has this code."""
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         help="take tokenized rows from the run's cache, which is faster and proves less: not that they are its data's",
     )
     add_trust(parser, code=RUNS_CODE)
-    return run(parser, argv, _audit)
+    return run_command(parser, argv, _audit)
 
 
 def _audit(parser: ConfigParser, arguments: list[str]) -> int:
@@ -73,7 +73,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--scratch {scratch}: {error.strerror}; name a directory that can be written") from None
     try:
-        with directory as name, shown() as progress:
+        with directory as name, show_progress() as progress:
             outcome = audit(config, place, segment, Path(name), progress, use_cache=found.use_cache)
     except Interrupted:
         # Training's message says that what it has saved is there to go on from, which is not so here.

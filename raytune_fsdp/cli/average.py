@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command, say
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     add_trust(parser, base=BASE, code=f"{TRUST}; it is copied, not run")
-    return run(parser, argv, _average)
+    return run_command(parser, argv, _average)
 
 
 def _average(parser: Parser, arguments: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.base.untrusted import printable, without_controls
-from raytune_fsdp.cli.common import ModelParser, run
+from raytune_fsdp.cli.common import ModelParser, run_command
 
 _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> 
         max_new_tokens=512,
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    return run(parser, argv, _chat)
+    return run_command(parser, argv, _chat)
 
 
 def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:

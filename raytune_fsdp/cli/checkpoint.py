@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, add_trust, run, say
+from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
 from raytune_fsdp.cli.runs import check_run
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
         "--wait", type=float, default=600.0, metavar="SECONDS", help="how long `now` waits (default: 600)"
     )
     add_trust(parser)
-    return run(parser, argv, _run)
+    return run_command(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:

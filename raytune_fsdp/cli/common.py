@@ -100,7 +100,7 @@ def _code_of(work: Callable[[], int]) -> int:
         return Interrupted.exit_code
 
 
-def run(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
+def run_command(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
     """Run a command with its parser and its arguments: these, or those of the process."""
     return exit_code(lambda: command(parser, list(sys.argv[1:] if argv is None else argv)))
 

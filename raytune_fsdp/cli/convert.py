@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.cli.common import Parser, run, say, write_new
+from raytune_fsdp.cli.common import Parser, run_command, say, write_new
 
 _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") 
         help="convert as if the file did not have these; may be given again",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the config there (default: print it)")
-    return run(parser, argv, _run)
+    return run_command(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:

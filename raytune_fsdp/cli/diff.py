@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run
+from raytune_fsdp.cli.common import Parser, run_command
 
 PART = 1
 """The exit code for runs that part; `diff` has the same for files that differ."""
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> 
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("other", type=Path, help="the other run's directory")
-    return run(parser, argv, _diff)
+    return run_command(parser, argv, _diff)
 
 
 def _diff(parser: Parser, arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, add_trust, run, say
+from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
 from raytune_fsdp.cli.diff import PART
 
 _MOST = 10
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp digest") -
     parser.add_argument("other", nargs="?", help="another, to compare with")
     parser.add_argument("--tensors", action="store_true", help="also print the digest of each tensor")
     add_trust(parser)
-    return run(parser, argv, _digest)
+    return run_command(parser, argv, _digest)
 
 
 def _digest(parser: Parser, arguments: Sequence[str]) -> int:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run_command
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.names import ANSWERED, with_perplexity
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
         help="print the numbers alone as one line of JSON; null is for what is not finite",
     )
     add_trust(parser, base=BASE, code=f"{TRUST}; and {RUNS_CODE}")
-    return run(parser, argv, _eval)
+    return run_command(parser, argv, _eval)
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
@@ -135,7 +135,7 @@ def _measure(
     check_prompts(config, tokenizer, positions)
     orders = _orders_of_run(config, own)
     rules = Order.of(**orders).rules
-    with shown() as progress:
+    with show_progress() as progress:
         evals = open_evals(config, tokenizer, vocabulary, progress, **orders)
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)

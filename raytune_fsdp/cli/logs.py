@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular, reason
-from raytune_fsdp.cli.common import Parser, run
+from raytune_fsdp.cli.common import Parser, run_command
 from raytune_fsdp.cli.region import clean
 from raytune_fsdp.cli.runs import check_run
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp logs") -> 
     parser.add_argument("--attempt", type=int, metavar="N", help="this attempt (default: the newest)")
     parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of each rank")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    return run(parser, argv, _logs)
+    return run_command(parser, argv, _logs)
 
 
 def _logs(parser: Parser, arguments: Sequence[str]) -> int:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
-from raytune_fsdp.cli.common import ConfigParser, run, say_lines
+from raytune_fsdp.cli.common import ConfigParser, run_command, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
-from raytune_fsdp.plan.cadence import in_words
+from raytune_fsdp.plan.cadence import cadence_in_words
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
     plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return run(parser, argv, _plan)
+    return run_command(parser, argv, _plan)
 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
@@ -112,7 +112,7 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     over = layout.shard_size * layout.tensor
     rounds = f"{division.full_rounds} a step"
     by_clock = ["by the clock (checkpoint.every)"] if config.checkpoint.by_clock else []
-    saved = [*([in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []), *by_clock]
+    saved = [*([cadence_in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []), *by_clock]
     rows = {
         "run": str(run_dir),
         "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(over)} ({parallel.strategy})",
@@ -123,7 +123,7 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",
         "saved": f"{', '.join(saved)}, and at the end",
-        "evaluated": f"{in_words(plan.eval_every)}, and at the end"
+        "evaluated": f"{cadence_in_words(plan.eval_every)}, and at the end"
         if data.eval or config.eval.tasks or config.eval.prompts
         else "never",
     }

@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, nearest, run, write_new
+from raytune_fsdp.cli.common import Parser, nearest, run_command, write_new
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") 
     parser.add_argument(
         "destination", nargs="?", type=Path, metavar="DEST", help="file or directory to copy to (default: NAME.yaml)"
     )
-    return run(parser, argv, _run)
+    return run_command(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from raytune_fsdp.cli.common import Parser, run
+from raytune_fsdp.cli.common import Parser, run_command
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
     """Print the schema; return the exit code."""
-    return run(Parser(prog, "Print the JSON schema of a run's config, for editors."), argv, _schema)
+    return run_command(Parser(prog, "Print the JSON schema of a run's config, for editors."), argv, _schema)
 
 
 def _schema(parser: Parser, arguments: Sequence[str]) -> int:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import printable, printable_json
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust, config_of_run, run
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust, config_of_run, run_command
+from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
     add_trust(parser, base=BASE, code=RUNS_CODE)
-    return run(parser, argv, _step)
+    return run_command(parser, argv, _step)
 
 
 def _step(parser: ConfigParser, arguments: list[str]) -> int:
@@ -69,7 +69,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     )
     place = past_place(found.run)
     config = placed(config, place)
-    with shown() as progress:
+    with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
     whence = "losses by document, as recorded"

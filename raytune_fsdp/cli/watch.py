@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run, say
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") ->
         prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
     )
     parser.add_argument("run", type=Path, help="run directory")
-    return run(parser, argv, _watch)
+    return run_command(parser, argv, _watch)
 
 
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     signs = Signs(place)
     state = signs.look()
     try:
-        with shown():
+        with show_progress():
             watched = _Watched(place)
             while state in ("running", None):
                 watched.look()

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config.rules import CredentialsError
-from raytune_fsdp.config.schema import TAG, Place, describe, find, tags, type_in_words
+from raytune_fsdp.config.schema import TAG, Place, describe, find_place, tags, type_in_words
 from raytune_fsdp.config.text import Loc
 
 _MOST_LINES = 100
@@ -120,7 +120,7 @@ def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
     *parents, last = path
     for near in get_close_matches(last, names, n=1):
         return ".".join([*parents, near])
-    union = find(root, tuple(parents))
+    union = find_place(root, tuple(parents))
     if union is None:
         return None
     for near in get_close_matches(last, union.fields(), n=1):

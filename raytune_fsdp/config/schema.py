@@ -101,7 +101,7 @@ class Place:
 ANYTHING = Place()
 
 
-def find(root: Place, path: tuple[str, ...]) -> Place | None:
+def find_place(root: Place, path: tuple[str, ...]) -> Place | None:
     place: Place | None = root
     for part in path:
         place = place.child(part) if place is not None else None

@@ -62,7 +62,7 @@ def run(
             # Import while Ray starts, which mostly waits for its processes.
             from raytune_fsdp.launch.ray import driver
 
-            found = driver.run(
+            found = driver.run_on_ray(
                 config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force,
                 trust_places=trust_places,
             )  # fmt: skip

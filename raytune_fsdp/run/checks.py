@@ -16,7 +16,7 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.export.mark import check_replaceable
-from raytune_fsdp.plan.cadence import in_words, is_multiple
+from raytune_fsdp.plan.cadence import cadence_in_words, is_multiple
 from raytune_fsdp.plan.plan import Plan, layout_of, least_ranks, resolve
 from raytune_fsdp.plan.run_dir import RunDir, check_checkpoint_links, check_links, is_place_of_exports
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
@@ -169,9 +169,9 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
     if keep and not is_multiple(plan.save_every, of=plan.eval_every):
         raise ConfigError(
-            f"checkpoint.keep_best={keep}, but only some of the checkpoints ({in_words(plan.save_every)}) would be "
-            f"evaluated ({in_words(plan.eval_every)}): make checkpoint.every a multiple of eval.every, or leave "
-            "checkpoint.every out"
+            f"checkpoint.keep_best={keep}, but only some of the checkpoints ({cadence_in_words(plan.save_every)}) "
+            f"would be evaluated ({cadence_in_words(plan.eval_every)}): make checkpoint.every a multiple of "
+            "eval.every, or leave checkpoint.every out"
         )
 
 
@@ -233,6 +233,6 @@ def check_export(config: FinetuneConfig, plan: Plan) -> None:
     if plan.export_every is not None and not is_multiple(plan.export_every, of=plan.save_every):
         raise ConfigError(
             f"export.every={config.export.every}, but there is a checkpoint to export only "
-            f"{in_words(plan.save_every)}: make export.every a multiple of checkpoint.every, for example with "
+            f"{cadence_in_words(plan.save_every)}: make export.every a multiple of checkpoint.every, for example with "
             f"checkpoint.every={config.export.every}"
         )

@@ -74,7 +74,7 @@ class SumsInOrder:
         return Totals(total[0], norm, torch.cat([total[1:], load]))
 
 
-def in_order(each: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def sum_in_order(each: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return the sum of vectors by their numbers, of which each rank has some. Collective. `like`: such a vector."""
     count = torch.full((), max(each, default=-1) + 1, dtype=torch.int64, device=like.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)

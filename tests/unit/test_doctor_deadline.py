@@ -108,7 +108,9 @@ def test_a_process_that_is_slow_is_told_from_what_it_asks(monkeypatch: pytest.Mo
         dies: (60, [("problem", "one", "look at one")]),
     }
     asked = {
-        work: in_thread(partial(own_process.run, work, checks=BOTH, deadline=Deadline(began, began + seconds)), "test")
+        work: in_thread(
+            partial(own_process.run_apart, work, checks=BOTH, deadline=Deadline(began, began + seconds)), "test"
+        )
         for work, (seconds, _) in cases.items()
     }
     for work, (seconds, expected) in cases.items():

@@ -32,7 +32,7 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import keys_of_schema
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     Columns,
@@ -166,7 +166,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
     if not foreign:
         identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     if made.meta["copied"]:
         return prepared_rows(made, shown=file.shown, columns=columns)
     return ArrowRows(

@@ -24,7 +24,7 @@ from raytune_fsdp.data.sources.arrow import (
     prepared_rows,
     write_batches,
 )
-from raytune_fsdp.data.sources.prepared import key_of, prepare
+from raytune_fsdp.data.sources.prepared import key_of, prepare_file
 from raytune_fsdp.data.sources.source import Columns, File, reading, shorten
 
 # A hub that does not answer must not hold up a run whose data is in the cache.
@@ -51,7 +51,7 @@ def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: 
         return {"content": content, "rows": index_batches(mapped(rows), directory, shown=name)}
 
     identity = {"preparation": "hub", **wanted, "revision": commit or dataset.revision}
-    made = prepare(cache, identity, make, shown=name, progress=progress)
+    made = prepare_file(cache, identity, make, shown=name, progress=progress)
     if commit is not None and _noted(noted) != commit:
         with suppress(OSError):  # it only helps processes that cannot reach the hub
             replace_at_once(noted, json.dumps({"commit": commit}).encode())

@@ -58,7 +58,7 @@ class PreparedRows:
         return BLOCKS not in self.meta["files"] or ChunkHashes(str(self.path / BLOCKS)).hold(file, every)
 
 
-def prepare(
+def prepare_file(
     cache: Path,
     identity: Mapping[str, object],
     make: Callable[[Path], Mapping[str, Any]],

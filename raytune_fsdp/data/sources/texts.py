@@ -31,7 +31,7 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import KeySearch, cached_keys, keys_of_columns
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
@@ -189,7 +189,7 @@ def open_text(
     if not copied:
         identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
     rows = text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
     return with_keys([rows], [made.meta], made)[0] if keys else rows
@@ -331,4 +331,4 @@ def open_small_texts(
         "whole": xxhash.xxh3_128_hexdigest(facts.encode("utf-8", "surrogateescape")),
         "blocks": CHUNK_BYTES,
     }
-    return parts(prepare(cache, identity, make, shown=shown, progress=progress, holds=holds))
+    return parts(prepare_file(cache, identity, make, shown=shown, progress=progress, holds=holds))

@@ -26,8 +26,8 @@ from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.launch.ray.attempt import RayAttempt
 from raytune_fsdp.launch.ray.failures import (
     MORE_MEMORY,
+    failure_in_words,
     first_cause,
-    in_words,
     is_death,
     is_final,
     is_from_within,
@@ -125,7 +125,7 @@ class Attempts:
             return  # Ray Train has waited for resources as long as it does
         if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not self.number):
             raise inner  # a UserError: refused before anything was written
-        words = in_words(cause)
+        words = failure_in_words(cause)
         lost: int | None = None
         if not is_ours(cause) and self._answers():
             lost = self.current.rank_without({node.id for node in answering(nodes())})

@@ -46,7 +46,7 @@ from raytune_fsdp.launch.ray.resources import (
     Request,
     able,
     accelerators_of,
-    check,
+    check_resources,
     gpus_of,
     may_grow,
     nodes,
@@ -108,7 +108,7 @@ RAY_TRAIN = {
 """Settings of Ray Train, which it reads from the environment when a run starts."""
 
 
-def run(
+def run_on_ray(
     config: FinetuneConfig,
     connecting: Future[Session],
     *,
@@ -144,7 +144,7 @@ def run(
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
     valid = sizes_of(config, asked.workers)
-    check(replace(asked, workers=valid[0]), found, growing=growing)
+    check_resources(replace(asked, workers=valid[0]), found, growing=growing)
     check_device(config, asked.device)
     if idle := idle_gpus(config.cluster, asked.device, valid[0], gpus_of(config.cluster, found)):
         say("; ".join(idle))

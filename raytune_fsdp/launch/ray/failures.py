@@ -108,7 +108,7 @@ def is_ours(error: BaseException) -> bool:
     return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)
 
 
-def in_words(error: BaseException) -> str:
+def failure_in_words(error: BaseException) -> str:
     """Describe a failure in one line."""
     death = _death(error)
     if _out_of_memory(error):

@@ -152,7 +152,7 @@ def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "
     return "cuda" if gpus >= wanted else "cpu"
 
 
-def check(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
+def check_resources(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
     """Refuse what the cluster can never provide, even when nothing else runs on it.
 
     With `growing`, what added nodes could provide is waited for. Ray does not say which kinds of nodes can be added.

@@ -20,7 +20,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
-from raytune_fsdp.step.in_order import in_order
+from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
 
@@ -53,7 +53,7 @@ def losses(
                 else:
                     sums += found
             if exact:
-                sums = in_order(each, sums)
+                sums = sum_in_order(each, sums)
             else:
                 dist.all_reduce(sums)
             total, right, targets = sums.tolist()

@@ -180,7 +180,7 @@ class Checkup:
 
         def work() -> list[Finding]:
             try:
-                return own_process.run(
+                return own_process.run_apart(
                     check_with_torch, self.config, is_local, self.network, token is not None,
                     checks=dict.fromkeys(names, _WITH_TORCH), deadline=self._deadline.sooner(2 * _JUDGE_SECONDS),
                     take=lambda sizes: self._sizing.set_result(sizes if isinstance(sizes, CheckpointSizes) else None),
@@ -197,7 +197,7 @@ class Checkup:
         deadline = Deadline(self.began, time.monotonic() + _NETWORK_SECONDS) if network else self._deadline
         within = deadline.sooner(_JUDGE_SECONDS)
         name, alone = next(iter(checks.items()))
-        asking = partial(own_process.run, work, *arguments, within, checks=checks, deadline=within)
+        asking = partial(own_process.run_apart, work, *arguments, within, checks=checks, deadline=within)
         return _Check(name, in_thread(asking, name), deadline, alone)
 
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:

@@ -73,12 +73,12 @@ def check_cluster(
     deadline: Deadline,
 ) -> None:
     """Send findings about the cluster that a run would join, if there is one."""
-    from raytune_fsdp.launch.ray.nodes.checked import connected, find
+    from raytune_fsdp.launch.ray.nodes.checked import connected, find_cluster
 
     cluster, here = config.cluster if config else ClusterConfig(), node.look(try_torch=False)
     send(Question("Ray", "the head of the Ray cluster that a run would join", _HUNG))
     try:
-        address = find()
+        address = find_cluster()
     except RaytuneError as error:
         send(_not_joined(error))
         return
@@ -218,7 +218,7 @@ def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
 def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:
     """Check the run's resources against the cluster's, as its start does, and against what is free now."""
     from raytune_fsdp.launch.ray.nodes.checked import check_not_in_a_copy
-    from raytune_fsdp.launch.ray.resources import check, gpus_of, request, room, shortage
+    from raytune_fsdp.launch.ray.resources import check_resources, gpus_of, request, room, shortage
     from raytune_fsdp.plan.plan import sizes_of
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.run.checks import check_device, idle_gpus
@@ -227,7 +227,7 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
         check_not_in_a_copy(config, RunDir.of(config).path)
         asked = request(config.cluster, there, growing=growing)
         fewest = replace(asked, workers=sizes_of(config, asked.workers)[0])
-        check(fewest, there, growing=growing)
+        check_resources(fewest, there, growing=growing)
         check_device(config, asked.device)
         if idle := idle_gpus(config.cluster, asked.device, fewest.workers, gpus_of(config.cluster, there)):
             send(warning("resources", *idle))
@@ -280,14 +280,14 @@ def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], t
 def _measure(send: Send, config: FinetuneConfig, nominal: float | None) -> None:
     from raytune_fsdp.launch.ray.nodes.checked import LateError, on_ranks
     from raytune_fsdp.launch.ray.resources import may_grow, nodes, request
-    from raytune_fsdp.tools.doctor.network import judge, measure, prepare
+    from raytune_fsdp.tools.doctor.network import judge, measure, preload
 
     asked = request(config.cluster, nodes(), growing=may_grow())
     if asked.workers < 2:
         send(ok("network", "one rank: nothing crosses a network"))
         return
     try:
-        ranks = on_ranks(config, asked, measure, first=prepare, wait=20.0, seconds=_NETWORK_SECONDS)
+        ranks = on_ranks(config, asked, measure, first=preload, wait=20.0, seconds=_NETWORK_SECONDS)
         for finding in judge(ranks, nominal):
             send(finding)
     except LateError as error:

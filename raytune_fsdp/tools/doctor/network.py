@@ -34,7 +34,7 @@ def parse_speed(text: str) -> float:
     return float(found[1]) * unit * (8 if found[3].startswith("B") else 1)
 
 
-def prepare() -> None:
+def preload() -> None:
     """Import what `measure` needs, before its clock runs."""
     import torch.distributed  # noqa: F401
 

@@ -22,7 +22,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray.private import KNOCK
 from raytune_fsdp.launch.ray.resources import Node, Request, bundle, local_cpus, nodes, shortage
-from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find
+from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find_cluster
 
 __all__ = [
     "LateError",
@@ -30,7 +30,7 @@ __all__ = [
     "asks_for_a_token",
     "check_not_in_a_copy",
     "connected",
-    "find",
+    "find_cluster",
     "on_ranks",
     "this_machine",
 ]
