@@ -293,12 +293,6 @@ def _join(config: FinetuneConfig, device: torch.device) -> None:
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
-def prepare_on_rank0(config: FinetuneConfig) -> tuple[RunInputs, ResumePoint]:
-    """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
-    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
-    return prepared, agree(config, prepared, lambda: standing)
-
-
 def _cause(failed: ChildFailedError) -> RaytuneError:
     """Return the error that the first failing rank raised."""
     rank, failure = failed.get_first_failure()

@@ -246,10 +246,10 @@ def _train_otherwise(values: dict[str, Any], what: str) -> None:
 
     from raytune_fsdp.data.batches import rank_batches
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from raytune_fsdp.run import loop
     from raytune_fsdp.run.assemble import LauncherHooks
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

@@ -10,11 +10,10 @@ import torch
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.record.jsonl import read_evaluations
 from tests.checkpoints import checkpoints, tensors_in
 from tests.ranks import resident_ranks, run_ranks
-from tests.runs import LLAMA, largest_difference, make_config, train_rank, trajectory
+from tests.runs import LLAMA, largest_difference, make_config, prepare_on_rank0, train_rank, trajectory
 
 pytest.importorskip("torchao")
 

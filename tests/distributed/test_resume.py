@@ -341,8 +341,8 @@ def train_and_die(values: dict[str, Any], at: int) -> bool:
     import torch.distributed as dist
 
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     calls = iter(range(1, 10**9))

@@ -31,11 +31,11 @@ def moved(
 
 
 def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], dict[str, float], ParameterCount]:
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.model.network import build_network
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.parallel import sharding_units, traffic_of
     from raytune_fsdp.step.train_step import train_step
+    from tests.runs import prepare_on_rank0
 
     prepared, standing = prepare_on_rank0(config)
     plan = standing.plan
