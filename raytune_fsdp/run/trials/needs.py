@@ -25,11 +25,13 @@ from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.model.attention.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose, logits_of, set_attention, takes_position_ids
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
+from raytune_fsdp.model.attention.mixers import is_split, split_mixers
 from raytune_fsdp.model.layers import ends_of
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.chunked_head import has_plain_head, install_chunked_loss
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
 from raytune_fsdp.model.split.draws import draws_of, rates_of
+from raytune_fsdp.run.trials.mixers import find_mixers
 from raytune_fsdp.run.trials.probe import small_network
 
 logger = logging.getLogger(__name__)
@@ -61,13 +63,15 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     eager = _eager(model)
     plain_loss = _plain_loss(config, model)
     ends = _has_ends(model)
-    refused, heads, unshared = _borders(config, network, model)
+    (refused, heads, unshared), mixers = _borders_and_mixers(config, network, model)
     # The heads of the small network are narrower.
     narrow = () if refused else heads
-    heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
+    full = narrow and _heads_in_full(network, mixers)
+    heads = full or tuple(replace(each, width=_width(hf_config)) for each in narrow)
     return KernelNeeds(
         refused=refused,
         unshared=unshared or _turns_by_length(config, hf_config),
+        mixers=mixers,
         softcap=any(each.softcap is not None for each in heads),
         sinks=any(each.sinks for each in heads),
         heads=heads,
@@ -84,6 +88,8 @@ def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, d
     Transformers' own lets packed documents of some networks (gpt-oss) see each other.
     """
     needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
+    if needs.mixers:
+        split_mixers(network, needs.mixers)
     dtype = network.dtype
     set_attention(network, choose(
         "auto", needs, kept=None, device=device, dtype=dtype,
@@ -175,15 +181,44 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _borders(
+_Tried = tuple[str | None, tuple[Heads, ...], str | None]
+"""Why a network cannot be given the borders of documents, what the small one asks of a kernel, and why ranks cannot
+share samples even if it can be given them."""
+
+
+def _borders_and_mixers(
     config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel
-) -> tuple[str | None, tuple[Heads, ...], str | None]:
-    """Return why the network cannot be given the borders of documents, what the small one asks of a kernel, and why
-    ranks cannot share samples even if it can be given them."""
+) -> tuple[_Tried, tuple[str, ...]]:
+    """Return what is right for the network's attention, and the classes of its mixers that have to be split for it."""
     if config.model.attention in ("eager", "sdpa", "flex_attention"):
-        return "model.attention says otherwise", (), None
-    if not takes_position_ids(network):
-        return "it takes no position_ids", (), None
+        tried: _Tried = ("model.attention says otherwise", (), None)
+    elif not takes_position_ids(network):
+        tried = ("it takes no position_ids", (), None)
+    else:
+        tried = _borders(network, model)
+        if tried[0] is None:
+            return tried, ()
+    if config.data.packing == "none":  # a sample is one document
+        return tried, ()
+    mixers = _found(model)
+    if not mixers:
+        return tried, ()
+    split_mixers(model, mixers)
+    again = _borders(network, model)
+    if again[0] is not None:
+        return tried, ()
+    return (tried if tried[0] == "model.attention says otherwise" else again), mixers
+
+
+def _found(model: PreTrainedModel) -> tuple[str, ...]:
+    try:
+        return find_mixers(model)
+    except Exception as error:  # the code of any model
+        logger.debug("state mixers were looked for and the network failed: %s", in_one_line(error))
+        return ()
+
+
+def _borders(network: PreTrainedModel, model: PreTrainedModel) -> _Tried:
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
     try:
@@ -195,7 +230,7 @@ def _borders(
     except Exception as error:  # the code of any model
         logger.debug("a network with borders was tried and failed: %s", in_one_line(error))
         return _UNTRIED, (), None
-    if not seen:
+    if not seen and not is_split(model):
         return "its attention is its own", (), None
     refused = None if difference < _BOUND else "it needs more than borders to compute the same"
     return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
@@ -256,13 +291,15 @@ def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
 
 
 @torch.no_grad()
-def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
+def _heads_in_full(network: PreTrainedModel, mixers: Sequence[str]) -> tuple[Heads, ...]:
     """Return what a network on the meta device asks of a kernel; nothing if that is not found out."""
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
     meta = torch.device("meta")
     try:
         model = copy.deepcopy(network).eval()
+        if mixers:
+            split_mixers(model, mixers)
         model.set_attn_implementation(_TRIED)
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # others ask how many tokens an expert gets

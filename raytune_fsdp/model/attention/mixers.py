@@ -1,0 +1,153 @@
+"""Have state mixers begin anew with each document, on every device and without any package.
+
+A state mixer is what looks back at earlier tokens without attention: a state space (Mamba), a delta rule, a short
+convolution. It runs through the whole row that it gets, and a micro-batch is one row of documents. So each mixer is
+called for the documents themselves, several of about the same length side by side: one that is shorter repeats its last
+token, and nothing in a mixer looks ahead. Which modules these are, `run/trials/mixers.py` finds out.
+
+A mixer's forward is replaced on the instance, and all mixers of a network read the borders of the micro-batch from one
+`Documents`. A layer that is computed again in backward finds those of the same micro-batch there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import Borders
+from raytune_fsdp.model.attention.calls import Unfit
+
+BY_DOCUMENT = "by_document"
+"""The name, in records and checkpoints, of mixers that are called for documents."""
+
+BORDERS = "document_borders"
+"""The argument with which a split network gets its `Borders`: they are on the host, where its layers need them."""
+
+_OF_THE_ROW = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx"})
+"""Arguments that describe the whole row to a mixer or to its kernels."""
+
+_SPARE = 8
+"""Of so many tokens that a mixer computes, at most one is there because documents differ in length."""
+
+
+class Documents:
+    """The documents of the micro-batch that a network computes."""
+
+    def __init__(self) -> None:
+        self.batches: Sequence[torch.Tensor] = ()
+        """For each call of a mixer, the places of its tokens in the row, (documents, tokens). Empty: call it once."""
+        self.back: torch.Tensor | None = None
+        """For each token of the row, its place in the results of all calls."""
+
+    def begin(self, lengths: Sequence[int], device: torch.device) -> None:
+        """Prepare for a micro-batch of documents of these lengths."""
+        batches, back = _places(lengths)
+        sent = torch.from_numpy(np.concatenate([back, *(batch.reshape(-1) for batch in batches)]))
+        sent = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
+        self.back, *flat = sent.split([back.size, *(batch.size for batch in batches)])
+        self.batches = tuple(each.view(batch.shape) for each, batch in zip(flat, batches, strict=True))
+
+    def end(self) -> None:
+        """Have mixers called once, as for a text that is generated."""
+        self.batches, self.back = (), None
+
+
+def split_mixers(network: PreTrainedModel, names: Iterable[str]) -> None:
+    """Have the modules of these classes called for the documents of each micro-batch."""
+    documents, wanted = Documents(), {*names}
+    for module in network.modules():
+        if type(module).__name__ in wanted:
+            module.forward = partial(_by_document, documents, module)
+    network.register_forward_pre_hook(partial(_begin, documents), with_kwargs=True)
+    network.documents = documents  # type: ignore[assignment]
+
+
+def is_split(network: nn.Module) -> bool:
+    """Return whether a network's mixers are called for documents."""
+    return hasattr(network, "documents")
+
+
+def _begin(documents: Documents, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Note the borders that a network is called with."""
+    borders, positions = kwargs.pop(BORDERS, None), kwargs.get("position_ids")
+    if kwargs.get("use_cache") is not False or (borders is None and positions is None):
+        documents.end()
+    elif borders is not None:
+        documents.begin(_lengths(borders), borders.starts.device)
+    else:  # the host waits for the device here: a run has borders
+        starts = positions.reshape(-1).eq(0).nonzero().flatten().tolist()
+        documents.begin(np.diff([*starts, positions.numel()]).tolist(), positions.device)
+    return args, kwargs
+
+
+def _lengths(borders: Borders) -> Sequence[int]:
+    return borders.lengths or np.diff(borders.starts.tolist()).tolist()
+
+
+def _places(lengths: Sequence[int]) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """Return the places of tokens in the row for each call, and of the row's tokens in the results of all calls."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    batches, back, computed = [], np.empty(sizes.sum(), dtype=np.int64), 0
+    for numbers in _alike(lengths):
+        columns = np.arange(sizes[numbers[0]])
+        batches.append(starts[numbers, None] + np.minimum(columns, sizes[numbers, None] - 1))
+        for number in numbers:
+            back[starts[number] : starts[number] + sizes[number]] = computed + columns[: sizes[number]]
+            computed += columns.size
+    return batches, back
+
+
+def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield documents, by their numbers, that are computed side by side. The first of each is the longest."""
+    group: list[int] = []
+    own = 0
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        filled = own + lengths[number]
+        if group and (len(group) + 1) * lengths[group[0]] * (_SPARE - 1) > filled * _SPARE:
+            yield group
+            group, filled = [], lengths[number]
+        group, own = [*group, number], filled
+    yield group
+
+
+# Not compiled: each mixture of lengths would be a graph of its own.
+@torch.compiler.disable
+def _by_document(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(mixer).forward
+    if not documents.batches:
+        return forward(mixer, *args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
+    values, shape = pytree.tree_flatten((args, kwargs))
+    row = next(each.shape[:2] for each in values if isinstance(each, torch.Tensor))
+    assert documents.back is not None and row.numel() == documents.back.numel(), (row, documents.back)
+    found = []
+    for batch in documents.batches:
+        own = [each.flatten(0, 1)[batch] if _is_of(row, each) else each for each in values]
+        args, kwargs = pytree.tree_unflatten(own, shape)
+        found.append(forward(mixer, *args, **kwargs))
+    return _together(found, documents, row)
+
+
+def _is_of(row: torch.Size, value: Any) -> bool:
+    """Return whether a value has something for each token."""
+    return isinstance(value, torch.Tensor) and value.shape[:2] == row
+
+
+def _together(found: list[Any], documents: Documents, row: torch.Size) -> Any:
+    """Return the results of all calls as one, in the order of the row."""
+    first, shape = pytree.tree_flatten(found[0])
+    values = []
+    for calls in zip(*(pytree.tree_leaves(each) for each in found), strict=True):
+        if not all(_is_of(batch.shape, each) for each, batch in zip(calls, documents.batches, strict=True)):
+            raise Unfit("what its state mixers return is not a tensor for each token")
+        values.append(torch.cat([each.flatten(0, 1) for each in calls])[documents.back].unflatten(0, row))
+    assert len(values) == len(first)
+    return pytree.tree_unflatten(values, shape)
