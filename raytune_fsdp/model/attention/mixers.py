@@ -5,6 +5,9 @@ convolution. It runs through the whole row that it gets, and a micro-batch is on
 called for the documents themselves, several of about the same length side by side: one that is shorter repeats its last
 token, and nothing in a mixer looks ahead. Which modules these are, `run/trials/mixers.py` finds out.
 
+Packages have kernels that take borders themselves. The mixer is then called once, with the names that it and its
+kernels have for them, where a trial has shown that all of them, its convolution included, do as they are told.
+
 A mixer's forward is replaced on the instance, and all mixers of a network read the borders of the micro-batch from one
 `Documents`. A layer that is computed again in backward finds those of the same micro-batch there.
 """
@@ -27,6 +30,10 @@ from raytune_fsdp.model.attention.calls import Unfit
 BY_DOCUMENT = "by_document"
 """The name, in records and checkpoints, of mixers that are called for documents."""
 
+WITH_BORDERS = {"borders_cu_seq_lens_q": ("cu_seq_lens_q", "seq_idx"), "borders_cu_seqlens": ("cu_seqlens", "seq_idx")}
+"""By their names in records, the ways to call mixers once: the names of two arguments. The first is where documents
+begin, for delta rules, the second the number of each token's document, for convolutions and Mamba's kernels."""
+
 BORDERS = "document_borders"
 """The argument with which a split network gets its `Borders`: they are on the host, where its layers need them."""
 
@@ -38,35 +45,52 @@ _SPARE = 8
 
 
 class Documents:
-    """The documents of the micro-batch that a network computes."""
+    """The documents of the micro-batch that a network computes, as its mixers get them."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.borders: dict[str, torch.Tensor] = {}
+        """Arguments of a mixer that takes borders."""
         self.batches: Sequence[torch.Tensor] = ()
-        """For each call of a mixer, the places of its tokens in the row, (documents, tokens). Empty: call it once."""
+        """For each call of a mixer that takes none, the places of its tokens in the row, (documents, tokens)."""
         self.back: torch.Tensor | None = None
         """For each token of the row, its place in the results of all calls."""
 
     def begin(self, lengths: Sequence[int], device: torch.device) -> None:
         """Prepare for a micro-batch of documents of these lengths."""
-        batches, back = _places(lengths)
-        sent = torch.from_numpy(np.concatenate([back, *(batch.reshape(-1) for batch in batches)]))
-        sent = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
-        self.back, *flat = sent.split([back.size, *(batch.size for batch in batches)])
-        self.batches = tuple(each.view(batch.shape) for each, batch in zip(flat, batches, strict=True))
+        if self.way == BY_DOCUMENT:
+            batches, back = _places(lengths)
+            self.back, *self.batches = _sent([back, *batches], device)
+            return
+        starts = np.cumsum([0, *lengths], dtype=np.int32)
+        numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+        self.borders = dict(zip(WITH_BORDERS[self.way], _sent([starts, numbers], device), strict=True))
 
     def end(self) -> None:
-        """Have mixers called once, as for a text that is generated."""
-        self.batches, self.back = (), None
+        """Have mixers called as upstream does, as for a text that is generated."""
+        self.borders, self.batches, self.back = {}, (), None
 
 
-def split_mixers(network: PreTrainedModel, names: Iterable[str]) -> None:
-    """Have the modules of these classes called for the documents of each micro-batch."""
-    documents, wanted = Documents(), {*names}
+def _sent(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[torch.Tensor]:
+    """Return these as tensors on the device, in one copy that the host need not wait for."""
+    sent = torch.from_numpy(np.concatenate([each.reshape(-1) for each in arrays]))
+    sent = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
+    pieces = sent.split([each.size for each in arrays])
+    return [piece.view(each.shape) for piece, each in zip(pieces, arrays, strict=True)]
+
+
+def split_mixers(network: PreTrainedModel, names: Iterable[str], way: str = BY_DOCUMENT) -> None:
+    """Keep documents apart in the modules of these classes, in this way."""
+    documents, wanted = Documents(way), {*names}
     for module in network.modules():
         if type(module).__name__ in wanted:
-            module.forward = partial(_by_document, documents, module)
+            split_mixer(module, documents)
     network.register_forward_pre_hook(partial(_begin, documents), with_kwargs=True)
     network.documents = documents  # type: ignore[assignment]
+
+
+def split_mixer(mixer: nn.Module, documents: Documents) -> None:
+    mixer.forward = partial(_by_document if documents.way == BY_DOCUMENT else _with_borders, documents, mixer)
 
 
 def is_split(network: nn.Module) -> bool:
@@ -124,9 +148,7 @@ def _by_document(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: A
     forward = type(mixer).forward
     if not documents.batches:
         return forward(mixer, *args, **kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
-    values, shape = pytree.tree_flatten((args, kwargs))
-    row = next(each.shape[:2] for each in values if isinstance(each, torch.Tensor))
+    values, shape, row = _arguments(args, kwargs)
     assert documents.back is not None and row.numel() == documents.back.numel(), (row, documents.back)
     found = []
     for batch in documents.batches:
@@ -134,6 +156,25 @@ def _by_document(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: A
         args, kwargs = pytree.tree_unflatten(own, shape)
         found.append(forward(mixer, *args, **kwargs))
     return _together(found, documents, row)
+
+
+@torch.compiler.disable
+def _with_borders(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(mixer).forward
+    if not documents.borders:
+        return forward(mixer, *args, **kwargs)
+    values, shape, row = _arguments(args, kwargs)
+    flat = [each.flatten(0, 1)[None] if _is_of(row, each) else each for each in values]
+    args, kwargs = pytree.tree_unflatten(flat, shape)
+    result = forward(mixer, *args, **kwargs, **documents.borders)
+    return pytree.tree_map_only(torch.Tensor, lambda each: each[0].unflatten(0, row), result)
+
+
+def _arguments(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec, torch.Size]:
+    """Return a mixer's arguments without what describes the row, and rows and tokens of its hidden states."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
+    values, shape = pytree.tree_flatten((args, kwargs))
+    return values, shape, next(each.shape[:2] for each in values if isinstance(each, torch.Tensor))
 
 
 def _is_of(row: torch.Size, value: Any) -> bool:

@@ -343,7 +343,9 @@ def assume_kernels(
         check_attention_in_parts(config.parallel.mesh.sequence, chosen)
     found = {"attention": chosen, "loss": loss, "blocks": KernelChoice(name=EAGER, why="nothing is compiled here")}
     if needs.mixers:
-        found["mixers"] = choose_mixers(model, needs.mixers)
+        found["mixers"] = choose_mixers(
+            model, needs.mixers, kept=None, device=torch.device(device), fails=lambda _: "it is not looked for"
+        )
     if config.parallel.precision == "bf16_pure":
         found["gradients"] = KernelChoice(name=FP32, why="as in a new run")
     return found

@@ -19,7 +19,7 @@ from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.trials.mixers import choose_mixers
+from raytune_fsdp.run.trials.mixers import choose_mixers, why_borders_fail
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.precision import compute_dtype
 
@@ -68,10 +68,15 @@ def kernels_of(
         or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
     attention = set_attention(model, attention)
-    mixers = {"mixers": choose_mixers(model, prepared.needs.mixers)} if prepared.needs.mixers else {}
+    mixers = prepared.needs.mixers
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
-    found = {"attention": attention, "loss": loss, "blocks": compiled, **mixers}
+    found = {"attention": attention, "loss": loss, "blocks": compiled}
+    if mixers:
+        found["mixers"] = choose_mixers(
+            model, mixers, kept=kept.get("mixers"), device=device,
+            fails=lambda way: why_on_any_rank(lambda: why_borders_fail(way, model, mixers, device, dtype)),
+        )  # fmt: skip
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)

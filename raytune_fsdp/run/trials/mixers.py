@@ -1,4 +1,6 @@
-"""Find a network's state mixers by trying: modules that mix tokens without attention.
+"""Find a network's state mixers by trying, and a way to call them.
+
+State mixers are modules that mix tokens without attention.
 
 The small network of the trials computes one text. Then each module of a layer computes what it was given once more, in
 two halves. What is another result in the second half looks back at earlier tokens. Attention does so, too: it is known
@@ -8,7 +10,8 @@ each alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +19,27 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from raytune_fsdp.model.attention.choose import KernelChoice
-from raytune_fsdp.model.attention.mixers import BY_DOCUMENT, split_mixers
+from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.model.attention.choose import Fails, KernelChoice
+from raytune_fsdp.model.attention.mixers import BY_DOCUMENT, WITH_BORDERS, Documents, split_mixer, split_mixers
 from raytune_fsdp.model.layers import layers_of
 
+KNOWN = frozenset({
+    "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "FalconMambaMixer", "GraniteMoeHybridMambaLayer",
+    "JambaMambaMixer", "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv", "Mamba2Mixer", "MambaMixer",
+    "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet", "Zamba2MambaMixer", "ZambaMambaMixer",
+})  # fmt: skip
+"""State mixers of transformers, as trying them has shown. Where a package computes for GPUs alone, nothing can be tried
+on a CPU, and these are split untried: ranks look for leaks themselves."""
+
 _LENGTH = 12
+
+_LENGTHS = (97, 1, 40, 150)
+"""Documents with which calls of a mixer are tried."""
+
+_ERROR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 4e-2}
+"""The largest error of a mixer, relative to the largest value. One token of another document makes it 1."""
 
 _BOUND = 5e-5
 """The largest difference, relative to the largest result, that is rounding in fp32."""
@@ -29,10 +48,82 @@ _Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 """What a module was called with, and what it returned."""
 
 
-def choose_mixers(model: PreTrainedModel, names: tuple[str, ...]) -> KernelChoice:
-    """Split a network's mixers of these classes; return what they are called with, and why."""
+def choose_mixers(
+    model: PreTrainedModel, names: tuple[str, ...], *, kept: str | None, device: torch.device, fails: Fails
+) -> KernelChoice:
+    """Keep documents apart in a network's mixers of these classes; return the way, and why.
+
+    `kept`: the way in which its checkpoint was trained; None: no checkpoint yet. On GPUs all ranks alike call `fails`
+    for one way after the other, until one does not fail.
+    """
+    failed: list[str] = []
+    if kept != BY_DOCUMENT and device.type == "cuda":
+        for way in sorted(WITH_BORDERS, key=lambda way: way != kept):
+            reason = fails(way)
+            if reason is None:
+                split_mixers(model, names, way)
+                return KernelChoice(name=way, why="as the run began" if way == kept else "its kernels take borders")
+            failed.append(f"{way}: {reason}")
     split_mixers(model, names)
-    return KernelChoice(name=BY_DOCUMENT, why=f"{', '.join(names)} would run on from one document to the next")
+    why = "as the run began" if kept == BY_DOCUMENT else f"{', '.join(names)} would run on into the next document"
+    return KernelChoice(name=BY_DOCUMENT, why=f"{why} ({'; '.join(failed)})" if failed else why)
+
+
+def why_borders_fail(
+    way: str, model: PreTrainedModel, names: Iterable[str], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Return why mixers that are given borders compute something else than for each document, or None.
+
+    One mixer of each class is tried, forward and backward, in the sizes of the run. `model` is on the meta device.
+    """
+    kinds = {type(module).__name__: module for module in model.modules()}
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for name in names:
+                for what, error in _errors(way, model, kinds[name], device, dtype):
+                    if not error <= _ERROR[dtype]:  # written so that NaN fails, too
+                        return f"{what} of {name} is off by {error:.1e} from that of each document"
+    except Exception as error:  # whatever a package raises; a rank that ends here would leave the others waiting
+        return in_one_line(error)
+    return None
+
+
+def _errors(
+    way: str, model: PreTrainedModel, mixer: nn.Module, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, float]]:
+    """Yield the relative error of the result and of each gradient against calls for documents."""
+    torch.manual_seed(0)
+    own = _with_values(model, mixer, device, dtype)
+    shape = (1, sum(_LENGTHS), model.config.get_text_config().hidden_size)
+    states, weights = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    found = [_values_and_gradients(each, own, states, weights) for each in (way, BY_DOCUMENT)]
+    for (what, ours), (_, right) in zip(*found, strict=True):
+        yield what, float((ours.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-30))
+
+
+@torch.no_grad()
+def _with_values(model: PreTrainedModel, mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return a mixer like this one, with values as a new network has them."""
+    own = copy.deepcopy(mixer).to_empty(device=device)
+    for tensor in [*own.parameters(), *own.buffers()]:
+        tensor.fill_(1.0)  # what is computed elsewhere, as Falcon-H1's factors
+    for module in reversed(list(own.modules())):
+        model._init_weights(module)
+    return own.to(dtype).train()
+
+
+@torch.enable_grad()
+def _values_and_gradients(
+    way: str, mixer: nn.Module, states: torch.Tensor, weights: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
+    documents, states = Documents(way), states.clone().requires_grad_()
+    split_mixer(mixer, documents)
+    documents.begin(_LENGTHS, states.device)
+    parameters = {name: each.requires_grad_() for name, each in mixer.named_parameters()}
+    result = mixer(states)
+    gradients = torch.autograd.grad(result, [states, *parameters.values()], weights, allow_unused=True)
+    named = zip(["the input", *parameters], gradients, strict=True)
+    return [("the result", result), *((f"the gradient of {name}", each) for name, each in named if each is not None)]
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.chunked_head import has_plain_head, install_chunked_loss
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
 from raytune_fsdp.model.split.draws import draws_of, rates_of
-from raytune_fsdp.run.trials.mixers import find_mixers
+from raytune_fsdp.run.trials.mixers import KNOWN, find_mixers
 from raytune_fsdp.run.trials.probe import small_network
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ _LOSS_BOUND = 1e-5
 _CPU = torch.device("cpu")
 
 _UNTRIED = "it could not be tried"
+
+_CHOSEN = "model.attention says otherwise"
 
 _TRIED = f"{PREFIX}tried"
 
@@ -191,7 +193,7 @@ def _borders_and_mixers(
 ) -> tuple[_Tried, tuple[str, ...]]:
     """Return what is right for the network's attention, and the classes of its mixers that have to be split for it."""
     if config.model.attention in ("eager", "sdpa", "flex_attention"):
-        tried: _Tried = ("model.attention says otherwise", (), None)
+        tried: _Tried = (_CHOSEN, (), None)
     elif not takes_position_ids(network):
         tried = ("it takes no position_ids", (), None)
     else:
@@ -200,22 +202,18 @@ def _borders_and_mixers(
             return tried, ()
     if config.data.packing == "none":  # a sample is one document
         return tried, ()
-    mixers = _found(model)
+    try:
+        mixers = find_mixers(model)
+    except Exception as error:  # the code of any model, and packages that need a GPU
+        logger.debug("state mixers were looked for and the network failed: %s", in_one_line(error))
+        return tried, tuple(sorted({type(module).__name__ for module in network.modules()} & KNOWN))
     if not mixers:
         return tried, ()
     split_mixers(model, mixers)
     again = _borders(network, model)
     if again[0] is not None:
         return tried, ()
-    return (tried if tried[0] == "model.attention says otherwise" else again), mixers
-
-
-def _found(model: PreTrainedModel) -> tuple[str, ...]:
-    try:
-        return find_mixers(model)
-    except Exception as error:  # the code of any model
-        logger.debug("state mixers were looked for and the network failed: %s", in_one_line(error))
-        return ()
+    return (tried if tried[0] == _CHOSEN else again), mixers
 
 
 def _borders(network: PreTrainedModel, model: PreTrainedModel) -> _Tried:
