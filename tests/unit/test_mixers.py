@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,8 @@ def test_losses_and_gradients_are_those_of_documents_alone(name: str, precision:
 
 def test_a_convolution_in_fp64_is_that_of_documents_alone() -> None:
     """LFM2's mixer has nothing in fp32."""
-    mixer = next(each for each in build("lfm2").modules() if type(each).__name__ == "Lfm2ShortConv").double()
+    mixer = next(each for each in build("lfm2").modules() if type(each).__name__ == "Lfm2ShortConv")
+    mixer.double().requires_grad_(False)
     states = torch.randn(1, 40, 32, dtype=torch.float64)
     lengths = (7, 1, 20, 12)
     right = torch.cat([mixer(each) for each in states.split(lengths, dim=1)], dim=1)
@@ -189,14 +191,15 @@ def test_a_text_is_generated_as_without_borders() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_samples_in_rows_are_kept_apart_too(attention: str) -> None:
     """transformers' own attention gets a sample in each row, and finds borders where positions restart."""
-    network, needs = on_meta("granitemoehybrid", attention=attention)
-    assert needs.mixers == ("GraniteMoeHybridMambaLayer",) and needs.refused == "model.attention says otherwise"
+    network, needs = on_meta("qwen3_next", attention=attention)
+    assert needs.mixers == ("Qwen3NextGatedDeltaNet",) and needs.refused == "model.attention says otherwise"
     model = filled(network).eval()
     model.set_attn_implementation(attention)
     with torch.no_grad():
         assert leak_between_documents(model, CPU) > 1e-3
         split_mixers(model, needs.mixers)
         assert leak_between_documents(model, CPU) == 0.0
+    check(values_of("qwen3_next"), packing="best_fit", precision="fp32", attention=attention)
 
 
 def test_ranks_that_share_samples_or_layers_are_refused_by_name() -> None:
@@ -277,7 +280,8 @@ def test_kernels_that_take_borders_are_used(monkeypatch: pytest.MonkeyPatch) -> 
 def test_kernels_of_which_one_runs_on_are_refused(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     chosen = tried(monkeypatch, conv=what == "conv", delta=what == "delta")
     assert chosen.name == BY_DOCUMENT
-    assert "borders_cu_seq_lens_q: the result of Qwen3NextGatedDeltaNet is off by" in chosen.why
+    found = re.search(r"borders_cu_seq_lens_q: the result of Qwen3NextGatedDeltaNet is off by ([^ ]+)", chosen.why)
+    assert found and float(found[1]) > 0.1, "in 16 bits 0.04 may be rounding"
 
 
 def test_kernels_that_are_not_there_are_refused() -> None:

@@ -41,6 +41,9 @@ _LENGTHS = (97, 1, 40, 150)
 _ERROR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 4e-2}
 """The largest error of a mixer, relative to the largest value. One token of another document makes it 1."""
 
+_DECAY = {"A_log": -3.0, "dt_bias": 0.0}
+"""Values with which states last for dozens of tokens. As they are drawn, most are gone after one, and so is a leak."""
+
 _BOUND = 5e-5
 """The largest difference, relative to the largest result, that is rounding in fp32."""
 
@@ -109,6 +112,9 @@ def _with_values(model: PreTrainedModel, mixer: nn.Module, device: torch.device,
         tensor.fill_(1.0)  # what is computed elsewhere, as Falcon-H1's factors
     for module in reversed(list(own.modules())):
         model._init_weights(module)
+    for name, parameter in own.named_parameters():
+        if name.rpartition(".")[2] in _DECAY:
+            parameter.fill_(_DECAY[name.rpartition(".")[2]])
     return own.to(dtype).train()
 
 
@@ -122,8 +128,10 @@ def _values_and_gradients(
     parameters = {name: each.requires_grad_() for name, each in mixer.named_parameters()}
     result = mixer(states)
     gradients = torch.autograd.grad(result, [states, *parameters.values()], weights, allow_unused=True)
-    named = zip(["the input", *parameters], gradients, strict=True)
-    return [("the result", result), *((f"the gradient of {name}", each) for name, each in named if each is not None)]
+    found = [
+        (f"the gradient of {name}", each) for name, each in zip(["the input", *parameters], gradients, strict=True)
+    ]
+    return [("the result", result.detach()), *((what, each) for what, each in found if each is not None)]
 
 
 @torch.no_grad()
