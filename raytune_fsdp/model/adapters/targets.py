@@ -16,6 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from raytune_fsdp.config.sections.method import ALL_LINEAR, LoraMethod
 
 
+_OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Architectures in which PEFT refuses an adapter of `out_proj`."""
+
+
 def targets_of(network: PreTrainedModel, method: LoraMethod) -> str | list[str]:
     """Return what PEFT gets as `target_modules`: names, or an expression that it keeps as one."""
     asked = method.target_modules
@@ -52,7 +56,8 @@ def _linear_names(network: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of all linear layers but the head.
 
     PEFT's own `all-linear` is not used: it includes the experts, which take no dropout. Names that PEFT would take for
-    experts are left out.
+    experts are left out, and so are those that it refuses: kernels of Mamba multiply with the weight of `out_proj`
+    themselves, past any adapter.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -67,6 +72,7 @@ def _linear_names(network: PreTrainedModel) -> list[str]:
         for name, module in modules.items()
         if module is head or (isinstance(module, linear) and type(module).__name__.endswith("Router"))
     }
-    probe = LoraConfig(target_modules=sorted(names - kept))
+    refused = {"out_proj"} if network.config.model_type in _OF_MAMBA else set()
+    probe = LoraConfig(target_modules=sorted(names - kept - refused))
     convert_peft_config_for_transformers(probe, model=network, conversions=None)
     return sorted(probe.target_modules or ())
