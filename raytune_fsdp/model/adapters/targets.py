@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from raytune_fsdp.config.sections.method import ALL_LINEAR, LoraMethod
 
-
 _OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Architectures in which PEFT refuses an adapter of `out_proj`."""
 
