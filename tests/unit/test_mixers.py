@@ -202,6 +202,11 @@ def test_samples_in_rows_are_kept_apart_too(attention: str) -> None:
     check(values_of("qwen3_next"), packing="best_fit", precision="fp32", attention=attention)
 
 
+def test_attention_that_no_kernel_computes_is_no_reason_to_let_mixers_run_on() -> None:
+    needs = check({**values_of("qwen3_next"), "attention_dropout": 0.1}, packing="best_fit", precision="fp32")
+    assert needs.mixers == ("Qwen3NextGatedDeltaNet",) and needs.refused == "it has attention dropout"
+
+
 def test_ranks_that_share_samples_or_layers_are_refused_by_name() -> None:
     network, needs = on_meta("qwen3_next")
     reason = r"state mixers \(Qwen3NextGatedDeltaNet\).*; set parallel\.mesh\.sequence=1$"

@@ -211,16 +211,25 @@ def _borders_and_mixers(
         return tried, ()
     split_mixers(model, mixers)
     again = _borders(network, model)
-    if again[0] is not None:
+    if again[0] is not None and not _keeps_apart(model):
         return tried, ()
     return (tried if tried[0] == _CHOSEN else again), mixers
+
+
+def _keeps_apart(model: PreTrainedModel) -> bool:
+    """Return whether transformers' own attention, which takes borders from positions, is right for packed documents."""
+    try:
+        return _packed_and_alone(model, "eager")[0] < _BOUND
+    except Exception as error:  # the code of any model
+        logger.debug("packed documents were tried with eager attention and failed: %s", in_one_line(error))
+        return False
 
 
 def _borders(network: PreTrainedModel, model: PreTrainedModel) -> _Tried:
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
     try:
-        difference, drawn = _packed_and_alone(model)
+        difference, drawn = _packed_and_alone(model, _TRIED)
     except AttentionDropout as unfit:
         return str(unfit), (), _drops_attention(network)
     except Unfit as unfit:
@@ -320,11 +329,11 @@ def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def _packed_and_alone(model: PreTrainedModel) -> tuple[float, list[str]]:
-    """Return how far logits of packed documents are from those of the same documents alone, relative to the largest
+def _packed_and_alone(model: PreTrainedModel, attention: str) -> tuple[float, list[str]]:
+    """Return how far logits of documents packed for an attention are from those of each alone, relative to the largest
     logit; and what is drawn at random for tokens in training, and cannot be cut."""
     batch = documents(model, _CPU)
-    model.set_attn_implementation(_TRIED)
+    model.set_attn_implementation(attention)
     model.train()  # dropout is only asked for here
     with draws_of(model, batch.input_ids.numel()) as drawn:
         logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
