@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, logits_of, set_attention
 from raytune_fsdp.model.attention.mixers import BY_DOCUMENT, WITH_BORDERS, Documents, split_mixers
 from raytune_fsdp.model.layers import set_training_forward
@@ -259,7 +260,7 @@ def delta_rule(right: Function, *, leaks: bool = False) -> Function:
     return computed
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, *, conv: bool, delta: bool) -> KernelChoice:
+def tried(monkeypatch: pytest.MonkeyPatch, *, conv: bool, delta: bool, **method: Any) -> KernelChoice:
     """What is chosen on a device whose packages have these faults."""
     with monkeypatch.context() as patched:
         for name, stand_in in (
@@ -268,6 +269,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, *, conv: bool, delta: bool) -> Kernel
         ):
             patched.setattr(modeling_qwen3_next, name, stand_in)
         config = wanted(values_of("qwen3_next"), precision="fp32")
+        config = FinetuneConfig.model_validate({**config.model_dump(), **({"method": method} if method else {})})
         network = build_network(load_architecture(config.model, None), config)
         names = ("Qwen3NextGatedDeltaNet",)
         return choose_mixers(
@@ -279,6 +281,12 @@ def tried(monkeypatch: pytest.MonkeyPatch, *, conv: bool, delta: bool) -> Kernel
 def test_kernels_that_take_borders_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tried(monkeypatch, conv=False, delta=False)
     assert chosen == KernelChoice(name="borders_cu_seq_lens_q", why="its kernels take borders")
+
+
+def test_adapters_that_drop_are_no_reason_to_refuse_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    method = {"type": "lora", "rank": 4, "dropout": 0.5}
+    assert tried(monkeypatch, conv=False, delta=False, **method).name == "borders_cu_seq_lens_q"
 
 
 @pytest.mark.parametrize("what", ["conv", "delta"])

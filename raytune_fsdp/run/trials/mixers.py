@@ -108,10 +108,14 @@ def _errors(
 def _with_values(model: PreTrainedModel, mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return a mixer like this one, with values as a new network has them."""
     own = copy.deepcopy(mixer).to_empty(device=device)
-    for tensor in [*own.parameters(), *own.buffers()]:
-        tensor.fill_(1.0)  # what is computed elsewhere, as Falcon-H1's factors
+    for buffer in own.buffers():
+        buffer.fill_(1.0)  # Falcon-H1's factors are computed elsewhere
+    for parameter in own.parameters():
+        parameter.normal_(0.0, 0.02)  # adapters, and what the model's code leaves as it is
     for module in reversed(list(own.modules())):
         model._init_weights(module)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # it would drop others in other calls
     for name, parameter in own.named_parameters():
         if name.rpartition(".")[2] in _DECAY:
             parameter.fill_(_DECAY[name.rpartition(".")[2]])
