@@ -184,11 +184,12 @@ def _is_of(row: torch.Size, value: Any) -> bool:
 
 def _together(found: list[Any], documents: Documents, row: torch.Size) -> Any:
     """Return the results of all calls as one, in the order of the row."""
-    first, shape = pytree.tree_flatten(found[0])
     values = []
     for calls in zip(*(pytree.tree_leaves(each) for each in found), strict=True):
-        if not all(_is_of(batch.shape, each) for each, batch in zip(calls, documents.batches, strict=True)):
+        if all(each is None for each in calls):  # weights of attention that nobody asked for
+            values.append(None)
+        elif all(_is_of(batch.shape, each) for each, batch in zip(calls, documents.batches, strict=True)):
+            values.append(torch.cat([each.flatten(0, 1) for each in calls])[documents.back].unflatten(0, row))
+        else:
             raise Unfit("what its state mixers return is not a tensor for each token")
-        values.append(torch.cat([each.flatten(0, 1) for each in calls])[documents.back].unflatten(0, row))
-    assert len(values) == len(first)
-    return pytree.tree_unflatten(values, shape)
+    return pytree.tree_unflatten(values, pytree.tree_structure(found[0]))
