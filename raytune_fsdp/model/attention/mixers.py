@@ -75,7 +75,7 @@ def _sent(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[
     """Return these as tensors on the device, in one copy that the host need not wait for."""
     sent = torch.from_numpy(np.concatenate([each.reshape(-1) for each in arrays]))
     sent = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
-    pieces = sent.split([each.size for each in arrays])
+    pieces = torch.split(sent, [each.size for each in arrays])
     return [piece.view(each.shape) for piece, each in zip(pieces, arrays, strict=True)]
 
 
@@ -105,7 +105,7 @@ def _begin(documents: Documents, _: nn.Module, args: Any, kwargs: dict[str, Any]
         documents.end()
     elif borders is not None:
         documents.begin(_lengths(borders), borders.starts.device)
-    else:  # the host waits for the device here: a run has borders
+    elif positions is not None:  # the host waits for the device here: a run has borders
         starts = positions.reshape(-1).eq(0).nonzero().flatten().tolist()
         documents.begin(np.diff([*starts, positions.numel()]).tolist(), positions.device)
     return args, kwargs
@@ -143,7 +143,7 @@ def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 # Not compiled: each mixture of lengths would be a graph of its own.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_document(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = type(mixer).forward
     if not documents.batches:
@@ -158,7 +158,7 @@ def _by_document(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: A
     return _together(found, documents, row)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_borders(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = type(mixer).forward
     if not documents.borders:
@@ -167,7 +167,7 @@ def _with_borders(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: 
     flat = [each.flatten(0, 1)[None] if _is_of(row, each) else each for each in values]
     args, kwargs = pytree.tree_unflatten(flat, shape)
     result = forward(mixer, *args, **kwargs, **documents.borders)
-    return pytree.tree_map_only(torch.Tensor, lambda each: each[0].unflatten(0, row), result)
+    return pytree.tree_map_only(torch.Tensor, lambda each: each.reshape(*row, *each.shape[2:]), result)
 
 
 def _arguments(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec, torch.Size]:
@@ -184,12 +184,13 @@ def _is_of(row: torch.Size, value: Any) -> bool:
 
 def _together(found: list[Any], documents: Documents, row: torch.Size) -> Any:
     """Return the results of all calls as one, in the order of the row."""
-    values = []
+    values: list[torch.Tensor | None] = []
     for calls in zip(*(pytree.tree_leaves(each) for each in found), strict=True):
         if all(each is None for each in calls):  # weights of attention that nobody asked for
             values.append(None)
         elif all(_is_of(batch.shape, each) for each, batch in zip(calls, documents.batches, strict=True)):
-            values.append(torch.cat([each.flatten(0, 1) for each in calls])[documents.back].unflatten(0, row))
+            whole = torch.cat([each.flatten(0, 1) for each in calls])[documents.back]
+            values.append(whole.view(*row, *whole.shape[1:]))
         else:
             raise Unfit("what its state mixers return is not a tensor for each token")
     return pytree.tree_unflatten(values, pytree.tree_structure(found[0]))
