@@ -24,11 +24,11 @@ LORA = {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.1}
 
 
 def config_of(home: Path, name: str, run: str, **sections: Any) -> FinetuneConfig:
-    model: dict[str, Any] = {"init": "random", "architecture": architecture(name, vocab_size=64)}
-    if name == "qwen3_5" or "method" in sections:  # of the first there are only models that see
-        if not (home / "base").exists():
-            save_checkpoint(home / "base", name)
-        model = {"init": "pretrained", "architecture": None, "path": str(home / "base")}
+    model: dict[str, Any] = {"init": "pretrained", "architecture": None, "path": str(home / "base")}
+    if name != "qwen3_5" and "method" not in sections:  # of the first there are only models that see
+        model = {"init": "random", "architecture": architecture(name, vocab_size=64)}
+    elif not (home / "base").exists():
+        save_checkpoint(home / "base", name)
     given: dict[str, Any] = {
         "run": {"name": run, "storage": str(home / "runs"), "seed": 3},
         "model": {"tokenizer": str(home / "tokenizer"), **model},
