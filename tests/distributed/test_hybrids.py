@@ -95,18 +95,27 @@ def _logits(model: Any) -> torch.Tensor:
     return found
 
 
+COMPILED = {"train": {"global_batch": 12, "micro_batch": 2, "max_steps": 6}}
+
+
 @pytest.mark.slow  # two minutes of a compiler
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_layers_are_compiled_around_mixers_with_no_graph_for_each_mixture_of_lengths(
-    tmp_path: Path, recompute: str
-) -> None:
-    sections = {"train": {"global_batch": 12, "micro_batch": 2, "max_steps": 6}}
-    plain = trajectory(config_of(tmp_path, "qwen3_next", "plain", **sections), 1)
-    parallel = {"precision": "fp32", "activation_checkpointing": recompute, "compile": True}
-    compiled = config_of(tmp_path, "qwen3_next", "compiled", **sections, parallel=parallel)
+def test_layers_are_compiled_around_mixers_with_no_graph_for_each_mixture_of_lengths(tmp_path: Path) -> None:
+    plain = trajectory(config_of(tmp_path, "qwen3_next", "plain", **COMPILED), 1)
+    parallel = {"precision": "fp32", "activation_checkpointing": "none", "compile": True}
+    compiled = config_of(tmp_path, "qwen3_next", "compiled", **COMPILED, parallel=parallel)
     assert largest_difference(plain, trajectory(compiled, 1), "loss") < BOUNDS["loss"]
     assert kernels(compiled)["blocks"] == "compiled"
     events = read_events(tmp_path / "runs" / "compiled" / "events.jsonl")
     steps = [event["fields"]["step"] for event in events if event["event"] == "compiled"]
     assert max(steps, default=0) <= 3, "a graph was compiled after step 3"
     assert not any(event["event"] == "kernels_changed" for event in events)
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again_are_not_compiled_around_mixers(tmp_path: Path) -> None:
+    """torch cannot leave a graph inside of them."""
+    parallel = {"precision": "fp32", "activation_checkpointing": "selective", "compile": True}
+    config = config_of(tmp_path, "lfm2", "again", parallel=parallel)
+    trajectory(config, 1)
+    chosen = kernels(config)
+    assert chosen["blocks"] == "eager" and "state mixers are called for documents" in chosen["blocks_why"]

@@ -11,7 +11,7 @@ from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.adapters.attach import why_not_compiled
-from raytune_fsdp.model.attention.choose import KernelChoice, choose, set_attention
+from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
@@ -31,6 +31,17 @@ def _why_parts_forbid(config: FinetuneConfig) -> str | None:
     """
     axis = next((axis for axis in ("sequence", "tensor") if getattr(config.parallel.mesh, axis) > 1), None)
     return axis and f"parallel.mesh.{axis}: layers that ranks share are not compiled"
+
+
+def _why_mixers_forbid(config: FinetuneConfig, needs: KernelNeeds) -> str | None:
+    """Return why layers around state mixers are not compiled: what is computed again has to be one graph."""
+    recompute = config.parallel.activation_checkpointing
+    if not needs.mixers or recompute == "none":
+        return None
+    return (
+        f"state mixers are called for documents, outside of graphs, and with parallel.activation_checkpointing="
+        f"{recompute} a layer has to be one graph"
+    )
 
 
 def kernels_of(
@@ -64,6 +75,7 @@ def kernels_of(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
         fails=lambda: why_not_compiled(model)
         or _why_parts_forbid(config)
+        or _why_mixers_forbid(config, prepared.needs)
         or why_routers_forbid(config.train)
         or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
