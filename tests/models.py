@@ -173,6 +173,23 @@ _IMAGES_OF_QWEN = {"image_token_id": 3, "video_token_id": 4, "vision_start_token
 _IMAGES = {"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5}
 LINEAR = {"qwen3_5_text": {**_LIKE_LLAMA, **_HEAD, **_LINEAR, "tie_word_embeddings": False}}
 """With layers of linear attention."""
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_LIKE_LLAMA, **_HEAD, **_LINEAR, **_FEW_EXPERTS, "shared_expert_intermediate_size": 16},
+    "jamba": {
+        **_LIKE_LLAMA, "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4, "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+    "lfm2": {**_LIKE_LLAMA, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**_LIKE_LLAMA, **_FEW_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "bamba": {**_LIKE_LLAMA, **_MAMBA, "mamba_chunk_size": 16, "attn_layer_indices": [1]},
+    "mamba2": {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8,
+        "head_dim": 8, "n_groups": 2, "chunk_size": 16,
+    },
+    "falcon_mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+}  # fmt: skip
+"""With state mixers, besides those of the other lists."""
 SEEING: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": {**_LIKE_LLAMA, **_HEAD, **_LINEAR}, "vision_config": _EYES_OF_QWEN, **_IMAGES_OF_QWEN},
     "qwen3_5_moe": {
@@ -215,7 +232,17 @@ TIED = ("qwen3", "gemma3_text", "gpt2", "starcoder2", "gemma4_text", "zamba", "z
 
 def architecture(model_type: str, **changes: Any) -> dict[str, Any]:
     """The content of a config.json."""
-    known = {**ARCHITECTURES, **EXPERTS, **REARRANGED, **PARTICULAR, **ROTATED, **SCALED, **UNUSUAL, **LINEAR}
+    known = {
+        **ARCHITECTURES,
+        **EXPERTS,
+        **REARRANGED,
+        **PARTICULAR,
+        **ROTATED,
+        **SCALED,
+        **UNUSUAL,
+        **LINEAR,
+        **HYBRIDS,
+    }
     return {"model_type": model_type, **known[model_type], **changes}
 
 

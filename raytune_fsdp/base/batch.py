@@ -60,6 +60,8 @@ class Borders:
     """int32: the first token of each document, and at the end the number of all tokens."""
     longest: int
     """Tokens of the longest document."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each document, which the host need not wait for; empty if only the device knows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,8 @@ def to_batch(
 def borders_of(position_ids: np.ndarray[Any, Any]) -> Borders:
     """Return the borders of documents, which begin where positions restart. On the host, so no kernel waits for it."""
     starts = np.append(np.flatnonzero(position_ids.reshape(-1) == 0), position_ids.size).astype(np.int32)
-    return Borders(starts=torch.from_numpy(starts), longest=int(np.diff(starts).max()))
+    lengths = np.diff(starts)
+    return Borders(starts=torch.from_numpy(starts), longest=int(lengths.max()), lengths=tuple(lengths.tolist()))
 
 
 def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -> Targets:

@@ -37,6 +37,7 @@ from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
+from raytune_fsdp.run.network_checks import check_packed
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, agree
 from raytune_fsdp.run.trials.computation import check_computation
@@ -319,6 +320,7 @@ def examine(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the values of an evaluation, and its questions and answers. Refuses a network that computes wrongly."""
     needs = use_attention_for_packed(config, model, device)
+    check_packed(config, model, needs)
     with alone(device):
         check_computation(model, config.data.packing, device, model.dtype)
         attention = generating(model, needs)

@@ -113,14 +113,18 @@ def _fp8(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
 
 
 def check_lengths(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
-    """Refuse samples that are longer than the model knows positions, and packing where it takes none."""
+    """Refuse samples that are longer than the model knows positions."""
     positions = positions_of(network.config)
     if config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
             f"(max_position_embeddings or max_seq_len in its config): set data.seq_len to at most {positions}"
         )
-    if config.data.packing != "none" and not takes_position_ids(network):
+
+
+def check_packed(config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds, *_: object) -> None:
+    """Refuse packing where nothing gets the borders of documents: no positions, and no mixers that are split."""
+    if config.data.packing != "none" and not takes_position_ids(network) and not needs.mixers:
         raise ConfigError(
             f"data.packing={config.data.packing}: {type(network).__name__} takes no position_ids, so documents packed "
             "together would see each other; set data.packing=none"
@@ -159,6 +163,7 @@ CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None
     _quantized,
     _fp8,
     check_lengths,
+    check_packed,
     _routers,
     _recomputed,
     _one_type,

@@ -15,6 +15,11 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Configs' names for the number of experts that a token goes through."""
 
 
+_WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "recurrent", "moe", "mlp")
+"""Configs' names for layers of hybrids that have no attention. What else their state mixers do than products with
+weights is about a hundredth of these, and does not count."""
+
+
 def count_architecture(model: PreTrainedModel) -> Architecture:
     """Count the products of a network on the meta device, before it is sharded, by the shapes of whole weights."""
     text = model.config.get_text_config()
@@ -40,7 +45,7 @@ def count_architecture(model: PreTrainedModel) -> Architecture:
         targets=_summed(head),
         layers=layers,
         leading_layers=min(layers, max(0, first - 1)),
-        query_width=sum(map(_query_width, each)) / len(each),
+        query_width=_attending(text) * sum(map(_query_width, each)) / len(each),
     )
 
 
@@ -88,6 +93,12 @@ def _summed(products: Iterable[tuple[nn.Parameter, int, bool]]) -> Products:
         frozen=sum(count for weight, count, _ in found if not weight.requires_grad),
         leading=sum(count for _, count, leading in found if leading),
     )
+
+
+def _attending(text: PretrainedConfig) -> float:
+    """Return the share of the layers that have attention: those of a hybrid are of several kinds."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ["attention"]
+    return sum(kind not in _WITHOUT_ATTENTION for kind in kinds) / len(kinds)
 
 
 def _query_width(layer: PretrainedConfig) -> int:

@@ -56,7 +56,6 @@ def run(home: Path, model: str, kind: str) -> tuple[Path, Path]:
         run={"name": kind},
         model=values,
         method=method,
-        data={"packing": "none"},  # linear attention runs on from one document to the next
         parallel={"precision": "fp32"},
         checkpoint={"every": 1, "asynchronous": False},
         train={"global_batch": 4, "micro_batch": 2, "max_steps": 2},

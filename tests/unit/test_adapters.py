@@ -309,6 +309,15 @@ def test_all_linear_layers_are_none_that_route() -> None:
     assert {"q_proj", "o_proj"} <= names and "router" not in names, names
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "falcon_mamba", "mamba2", "nemotron_h"])
+def test_all_linear_layers_are_none_that_peft_refuses(name: str) -> None:
+    """Kernels of Mamba read the weight of its last projection past an adapter."""
+    names = {key.partition(".lora_")[0].rpartition(".")[2] for key in adapter_tensors(network(name, {"type": "lora"}))}
+    assert "in_proj" in names and "out_proj" not in names, names
+    with pytest.raises(ConfigError, match="out_proj' is incompatible"):
+        network(name, {"type": "lora", "target_modules": ["in_proj", "out_proj"]})
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -42,6 +42,7 @@ TINY = {
     "data_memory": "--gigabytes 0.002",
     "export": "--rounds 1 --layers 1",
     "hf_trainer_curve": "--steps 2 --launch local --plot {directory}/curve.png",
+    "hybrids": "--rounds 1 --steps 1 --only lfm2",
     "known_figures": "--only of_traffic of_180b",
     "loss": "--rounds 1 --vocabulary 4000",
     "memory": "--size 1b --seq-len 512 --modes none",

@@ -99,6 +99,22 @@ def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
     assert f"{12 * trained / 1e9:.1f} GB each" in text
 
 
+@pytest.mark.thorough
+def test_the_hybrid_is_as_large_as_its_recipe_says() -> None:
+    """The sizes of a Qwen3.5 9B are transformers' own for its architecture."""
+    pytest.importorskip("peft")
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    from raytune_fsdp.model.network import build_network, count_parameters
+
+    network = build_network(Qwen3_5TextConfig(tie_word_embeddings=False), load_config("qwen3.5-9b-lora"))
+    numbers = count_parameters(network)
+    text = recipes()["qwen3.5-9b-lora"].read_text()
+    assert f"Weights: {numbers.total / 1e9:.1f} billion, {numbers.trainable / 1e9:.3f} trained." in text
+    kinds = network.config.layer_types
+    assert kinds.count("linear_attention") / len(kinds) == 3 / 4 and "Three of four layers are delta rules" in text
+
+
 # The options of the launch command in Hugging Face's article on fine-tuning Llama 2 70B with FSDP.
 FOUNDING = {
     "model_name": "meta-llama/Llama-2-70b-chat-hf",

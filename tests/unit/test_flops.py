@@ -57,6 +57,15 @@ def test_a_llama_with_grouped_heads_is_counted_by_hand() -> None:
     assert total == weights_of(found) + embedding + norms
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("qwen3_next", 1 / 2), ("lfm2", 1 / 2), ("nemotron_h", 1 / 4), ("falcon_h1", 1), ("mamba2", 0)],
+)
+def test_layers_of_hybrids_without_attention_have_no_pairs(name: str, share: float) -> None:
+    """Those of a Falcon-H1 have both."""
+    assert count(architecture(name))[0].query_width == share * 32
+
+
 def test_of_experts_only_the_chosen_count() -> None:
     found, _ = count(architecture("mixtral"))
     attention, router, expert = 2 * 32 * 32 + 2 * 32 * 16, 5 * 32, 3 * 32 * 64

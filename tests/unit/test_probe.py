@@ -122,13 +122,22 @@ def test_an_architecture_whose_sizes_do_not_fit_is_named() -> None:
         check(architecture("deepseek_v3", num_key_value_heads=2))
 
 
-@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_packing_that_leaks_is_refused_before_a_rank_starts(large: bool) -> None:
-    """Zamba runs on from one document into the next. Shapes do not show that, so a large one is shrunk."""
-    values = {"model_type": "zamba"} if large else architecture("zamba")
-    with pytest.raises(ConfigError, match=r"data\.packing=best_fit: in ZambaForCausalLM .* set data\.packing=none"):
+def test_packing_that_leaks_is_refused_before_a_rank_starts() -> None:
+    """The convolution of a RecurrentGemma runs on, and gets the mask of pairs as attention does."""
+    values = {
+        **architecture("llama", head_dim=8), "model_type": "recurrent_gemma", "lru_width": 32,
+        "block_types": ["recurrent", "attention"], "attention_window_size": 16,
+    }  # fmt: skip
+    leaks = r"data\.packing=best_fit: in RecurrentGemmaForCausalLM .* set data\.packing=none"
+    with pytest.raises(ConfigError, match=leaks):
         check(values, packing="best_fit")
     check(values)
+
+
+@pytest.mark.thorough
+def test_mixers_of_a_large_network_are_split() -> None:
+    """It is shrunk to be tried."""
+    assert check({"model_type": "zamba"}, packing="best_fit").mixers == ("ZambaMambaMixer",)
 
 
 @pytest.mark.parametrize("error", [MemoryError("2 GB"), torch.OutOfMemoryError("2 GB"), ImportError("no kernels")])

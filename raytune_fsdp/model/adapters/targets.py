@@ -16,6 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from raytune_fsdp.config.sections.method import ALL_LINEAR, AdapterMethod, LoraMethod
 from raytune_fsdp.model.objective.routers import names_of_routers
 
+_OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Architectures in which PEFT refuses an adapter of `out_proj`."""
+
 
 def targets_of(network: PreTrainedModel, method: LoraMethod) -> str | list[str]:
     """Return what PEFT gets as `target_modules`: names, or an expression that it keeps as one."""
@@ -59,7 +62,8 @@ def _linear_names(network: PreTrainedModel, left_out: list[str]) -> list[str]:
     """Return the last parts of the names of all linear layers but the head and those of these modules.
 
     PEFT's own `all-linear` is not used: it includes the experts, which take no dropout. Names that PEFT would take for
-    experts are left out.
+    experts are left out, and so are those that it refuses: kernels of Mamba multiply with the weight of `out_proj`
+    themselves, past any adapter.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -75,6 +79,7 @@ def _linear_names(network: PreTrainedModel, left_out: list[str]) -> list[str]:
         if module is head or (isinstance(module, linear) and type(module).__name__.endswith("Router"))
     }
     kept |= {name.rpartition(".")[2] for name in modules if any(f"{name}.".startswith(f"{each}.") for each in left_out)}
-    probe = LoraConfig(target_modules=sorted(names - kept))
+    refused = {"out_proj"} if network.config.model_type in _OF_MAMBA else set()
+    probe = LoraConfig(target_modules=sorted(names - kept - refused))
     convert_peft_config_for_transformers(probe, model=network, conversions=None)
     return sorted(probe.target_modules or ())

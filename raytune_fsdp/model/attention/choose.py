@@ -18,6 +18,7 @@ from raytune_fsdp.data.batches import borders_of
 from raytune_fsdp.model.attention.calls import PREFIX
 from raytune_fsdp.model.attention.flash import FLASH
 from raytune_fsdp.model.attention.kernels import KERNELS
+from raytune_fsdp.model.attention.mixers import BORDERS, is_split
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 """The types that flash kernels compute in."""
@@ -49,6 +50,8 @@ class KernelNeeds:
     """Why no such kernel is right for it; None if one may be."""
     unshared: str | None = None
     """Why ranks cannot share its samples whatever its attention is, and what to set; None if they may be able to."""
+    mixers: tuple[str, ...] = ()
+    """Classes of its state mixers, which have to be split by documents; empty if it has none, or nothing is packed."""
     softcap: bool = False
     sinks: bool = False
     heads: tuple[Heads, ...] = ()
@@ -189,11 +192,13 @@ def inputs_of(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, borders: Borders | None = None
 ) -> dict[str, Any]:
     """Return the arguments to call the network with, for tensors with a sample in each row."""
+    mixed = {BORDERS: borders} if borders is not None and is_split(model) else {}
     # No attention mask: transformers finds the borders of packed documents where the positions restart.
     if not model.config._attn_implementation.startswith(PREFIX):
-        return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **mixed}
     borders = borders or borders_of(position_ids.numpy())
     return {
+        **mixed,
         "input_ids": input_ids.reshape(1, -1),
         "position_ids": position_ids.reshape(1, -1),
         "use_cache": False,

@@ -61,6 +61,11 @@ def check_cut(size: int, network: PreTrainedModel, needs: KernelNeeds) -> None:
         return
     field, kind = f"parallel.mesh.tensor={size}", type(network).__name__
     styles = styles_of(network)
+    if needs.mixers:
+        raise ConfigError(
+            f"{field}: a {kind} cannot be cut here: its state mixers ({', '.join(needs.mixers)}) are called for one "
+            "document after the other, which was never tried among ranks that share layers; set parallel.mesh.tensor=1"
+        )
     if not styles:
         raise ConfigError(
             f"{field}: transformers does not say how a {kind} is cut; it does for {', '.join(_planned())}; set "

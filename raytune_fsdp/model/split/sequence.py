@@ -46,6 +46,11 @@ def check_sequence(sequence: int, needs: KernelNeeds, *, sharing: int = 1) -> No
         return
     if needs.unshared:
         raise ConfigError(f"parallel.mesh.sequence={sequence}: {needs.unshared}, or parallel.mesh.sequence=1")
+    if needs.mixers:
+        raise ConfigError(
+            f"parallel.mesh.sequence={sequence}: its state mixers ({', '.join(needs.mixers)}) need all tokens of a "
+            "document, and ranks that share samples see parts of documents; set parallel.mesh.sequence=1"
+        )
     if needs.refused:
         check_attention_in_parts(sequence, KernelChoice(name="attention", why=needs.refused))
     if needs.heads:

@@ -38,6 +38,7 @@ from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
 from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
+from raytune_fsdp.run.trials.mixers import choose_mixers
 from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.flops import Architecture
@@ -329,6 +330,10 @@ def assume_kernels(
     if config.parallel.mesh.sequence > 1:
         check_attention_in_parts(config.parallel.mesh.sequence, chosen)
     found = {"attention": chosen, "loss": loss, "blocks": KernelChoice(name=EAGER, why="nothing is compiled here")}
+    if needs.mixers:
+        found["mixers"] = choose_mixers(
+            model, needs.mixers, kept=None, device=torch.device(device), fails=lambda _: "it is not looked for"
+        )
     if config.parallel.precision == "bf16_pure":
         found["gradients"] = KernelChoice(name=FP32, why="as in a new run")
     return found
@@ -367,6 +372,7 @@ def _repeated(one: MicroBatch, times: int) -> MicroBatch:
         borders=Borders(
             starts=torch.cat([starts, starts.new_tensor([times * one.input_ids.numel()])]).int(),
             longest=one.borders.longest,
+            lengths=one.borders.lengths * times,
         ),
         targets=Targets(
             places=(targets.places + first_tokens).flatten(),

@@ -14,7 +14,7 @@ from raytune_fsdp.base.errors import ConfigError, ResumeError
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.adapters.attach import why_not_compiled
-from raytune_fsdp.model.attention.choose import KernelChoice, choose, set_attention
+from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
@@ -22,6 +22,7 @@ from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
+from raytune_fsdp.run.trials.mixers import choose_mixers, why_borders_fail
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.precision import compute_dtype
 
@@ -33,6 +34,17 @@ def _why_parts_forbid(config: FinetuneConfig) -> str | None:
     """
     axis = next((axis for axis in ("sequence", "tensor") if getattr(config.parallel.mesh, axis) > 1), None)
     return axis and f"parallel.mesh.{axis}: layers that ranks share are not compiled"
+
+
+def _why_mixers_forbid(config: FinetuneConfig, needs: KernelNeeds) -> str | None:
+    """Return why layers around state mixers are not compiled: what is computed again has to be one graph."""
+    recompute = config.parallel.activation_checkpointing
+    if not needs.mixers or recompute == "none":
+        return None
+    return (
+        f"state mixers are called for documents, outside of graphs, and with parallel.activation_checkpointing="
+        f"{recompute} a layer has to be one graph"
+    )
 
 
 def kernels_of(
@@ -66,13 +78,20 @@ def kernels_of(
         config.parallel.compile, kept=kept.get("blocks"), device=device,
         fails=lambda: why_not_compiled(model)
         or _why_parts_forbid(config)
+        or _why_mixers_forbid(config, prepared.needs)
         or why_routers_forbid(config.train)
         or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
     attention = set_attention(model, attention)
+    mixers = prepared.needs.mixers
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
     found = {"attention": attention, "loss": loss, "blocks": compiled}
+    if mixers:
+        found["mixers"] = choose_mixers(
+            model, mixers, kept=kept.get("mixers"), device=device,
+            fails=lambda way: why_on_any_rank(lambda: why_borders_fail(way, model, mixers, device, dtype)),
+        )  # fmt: skip
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)

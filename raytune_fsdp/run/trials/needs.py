@@ -25,11 +25,13 @@ from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.model.attention.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose, logits_of, set_attention, takes_position_ids
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
+from raytune_fsdp.model.attention.mixers import is_split, split_mixers
 from raytune_fsdp.model.layers import ends_of
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.chunked_head import has_plain_head, install_chunked_loss
 from raytune_fsdp.model.proof import LENGTHS, WINDOW, documents, error_of_loss
 from raytune_fsdp.model.split.draws import draws_of, rates_of
+from raytune_fsdp.run.trials.mixers import KNOWN, find_mixers
 from raytune_fsdp.run.trials.probe import small_network
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ _LOSS_BOUND = 1e-5
 _CPU = torch.device("cpu")
 
 _UNTRIED = "it could not be tried"
+
+_CHOSEN = "model.attention says otherwise"
 
 _TRIED = f"{PREFIX}tried"
 
@@ -61,13 +65,15 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     eager = _eager(model)
     plain_loss = _plain_loss(config, model)
     ends = _has_ends(model)
-    refused, heads, unshared = _borders(config, network, model)
+    (refused, heads, unshared), mixers = _borders_and_mixers(config, network, model)
     # The heads of the small network are narrower.
     narrow = () if refused else heads
-    heads = narrow and (_heads_in_full(network) or tuple(replace(each, width=_width(hf_config)) for each in narrow))
+    full = narrow and _heads_in_full(network, mixers)
+    heads = full or tuple(replace(each, width=_width(hf_config)) for each in narrow)
     return KernelNeeds(
         refused=refused,
         unshared=unshared or _turns_by_length(config, hf_config),
+        mixers=mixers,
         softcap=any(each.softcap is not None for each in heads),
         sinks=any(each.sinks for each in heads),
         heads=heads,
@@ -84,6 +90,8 @@ def use_attention_for_packed(config: FinetuneConfig, network: PreTrainedModel, d
     Transformers' own lets packed documents of some networks (gpt-oss) see each other.
     """
     needs = network_needs(config.model_copy(update={"method": FullMethod()}), network.config, network)
+    if needs.mixers:
+        split_mixers(network, needs.mixers)
     dtype = network.dtype
     set_attention(network, choose(
         "auto", needs, kept=None, device=device, dtype=dtype,
@@ -175,19 +183,53 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _borders(
+_Tried = tuple[str | None, tuple[Heads, ...], str | None]
+"""Why a network cannot be given the borders of documents, what the small one asks of a kernel, and why ranks cannot
+share samples even if it can be given them."""
+
+
+def _borders_and_mixers(
     config: FinetuneConfig, network: PreTrainedModel, model: PreTrainedModel
-) -> tuple[str | None, tuple[Heads, ...], str | None]:
-    """Return why the network cannot be given the borders of documents, what the small one asks of a kernel, and why
-    ranks cannot share samples even if it can be given them."""
+) -> tuple[_Tried, tuple[str, ...]]:
+    """Return what is right for the network's attention, and the classes of its mixers that have to be split for it."""
     if config.model.attention in ("eager", "sdpa", "flex_attention"):
-        return "model.attention says otherwise", (), None
-    if not takes_position_ids(network):
-        return "it takes no position_ids", (), None
+        tried: _Tried = (_CHOSEN, (), None)
+    elif not takes_position_ids(network):
+        tried = ("it takes no position_ids", (), None)
+    else:
+        tried = _borders(network, model)
+        if tried[0] is None:
+            return tried, ()
+    if config.data.packing == "none":  # a sample is one document
+        return tried, ()
+    try:
+        mixers = find_mixers(model)
+    except Exception as error:  # the code of any model, and packages that need a GPU
+        logger.debug("state mixers were looked for and the network failed: %s", in_one_line(error))
+        return tried, tuple(sorted({type(module).__name__ for module in network.modules()} & KNOWN))
+    if not mixers:
+        return tried, ()
+    split_mixers(model, mixers)
+    again = _borders(network, model)
+    if again[0] is not None and not _keeps_apart(model):
+        return tried, ()
+    return (tried if tried[0] == _CHOSEN else again), mixers
+
+
+def _keeps_apart(model: PreTrainedModel) -> bool:
+    """Return whether transformers' own attention, which takes borders from positions, is right for packed documents."""
+    try:
+        return _packed_and_alone(model, "eager")[0] < _BOUND
+    except Exception as error:  # the code of any model
+        logger.debug("packed documents were tried with eager attention and failed: %s", in_one_line(error))
+        return False
+
+
+def _borders(network: PreTrainedModel, model: PreTrainedModel) -> _Tried:
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, reference)))
     try:
-        difference, drawn = _packed_and_alone(model)
+        difference, drawn = _packed_and_alone(model, _TRIED)
     except AttentionDropout as unfit:
         return str(unfit), (), _drops_attention(network)
     except Unfit as unfit:
@@ -195,7 +237,7 @@ def _borders(
     except Exception as error:  # the code of any model
         logger.debug("a network with borders was tried and failed: %s", in_one_line(error))
         return _UNTRIED, (), None
-    if not seen:
+    if not seen and not is_split(model):
         return "its attention is its own", (), None
     refused = None if difference < _BOUND else "it needs more than borders to compute the same"
     return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
@@ -256,13 +298,15 @@ def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
 
 
 @torch.no_grad()
-def _heads_in_full(network: PreTrainedModel) -> tuple[Heads, ...]:
+def _heads_in_full(network: PreTrainedModel, mixers: Sequence[str]) -> tuple[Heads, ...]:
     """Return what a network on the meta device asks of a kernel; nothing if that is not found out."""
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
     meta = torch.device("meta")
     try:
         model = copy.deepcopy(network).eval()
+        if mixers:
+            split_mixers(model, mixers)
         model.set_attn_implementation(_TRIED)
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # others ask how many tokens an expert gets
@@ -285,11 +329,11 @@ def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def _packed_and_alone(model: PreTrainedModel) -> tuple[float, list[str]]:
-    """Return how far logits of packed documents are from those of the same documents alone, relative to the largest
+def _packed_and_alone(model: PreTrainedModel, attention: str) -> tuple[float, list[str]]:
+    """Return how far logits of documents packed for an attention are from those of each alone, relative to the largest
     logit; and what is drawn at random for tokens in training, and cannot be cut."""
     batch = documents(model, _CPU)
-    model.set_attn_implementation(_TRIED)
+    model.set_attn_implementation(attention)
     model.train()  # dropout is only asked for here
     with draws_of(model, batch.input_ids.numel()) as drawn:
         logits_of(model, batch.input_ids, batch.position_ids, batch.borders)

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.base.errors import ModelError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
+from raytune_fsdp.model.attention.mixers import split_mixers
 from raytune_fsdp.model.directory.bounds import unknown_word
 from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import build_network, init_buffers
@@ -79,7 +80,7 @@ def check_step(
         error = unfit
     if error is None:
         if real and needs.refused:  # with borders, packed documents have been compared with the same ones alone
-            _check_packing(config, model)
+            _check_packing(config, model, needs)
         return
     certain = _fails_at_full_width(config, hf_config)
     if certain is not None:
@@ -280,13 +281,15 @@ def _other_attention(config: FinetuneConfig) -> bool:
     return not config.model.chooses_attention and config.model.attention not in ("eager", "sdpa")
 
 
-def _check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
+def _check_packing(config: FinetuneConfig, model: PreTrainedModel, needs: KernelNeeds) -> None:
     """Refuse to pack documents for a network in which they see each other. Needs the memory that a step leaves."""
-    # Flash kernels find the borders where sdpa may not. In transformers nothing else does: kernels of state spaces do
-    # not receive borders. Code that comes with a model may be of any kind, and is tried by the ranks.
+    # Flash kernels find the borders where sdpa may not. In transformers nothing else does: state mixers run on unless
+    # they are split. Code that comes with a model may be of any kind, and is tried by the ranks.
     if config.data.packing == "none" or _other_attention(config) or not _is_ours(model):
         return
     try:
+        if needs.mixers:
+            split_mixers(model, needs.mixers)
         with torch.no_grad():
             change = leak_between_documents(model.eval(), torch.device("cpu"))
     except Exception as error:

@@ -1,0 +1,121 @@
+"""Hybrids train packed: their runs are as exact as those of networks that have attention alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.run.publish import publish
+from tests.models import architecture, save_checkpoint
+from tests.runs import largest_difference, make_config, trajectory
+
+SLOW = pytest.mark.slow
+BOUNDS = {"loss": 1e-5, "grad_norm": 1e-4}
+"""Of worlds 1 and 2, in fp32."""
+STEPS, STOP = 4, 2
+LORA = {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.1}
+
+
+def config_of(home: Path, name: str, run: str, **sections: Any) -> FinetuneConfig:
+    model: dict[str, Any] = {"init": "pretrained", "architecture": None, "path": str(home / "base")}
+    if name != "qwen3_5" and "method" not in sections:  # of the first there are only models that see
+        model = {"init": "random", "architecture": architecture(name, vocab_size=64)}
+    elif not (home / "base").exists():
+        save_checkpoint(home / "base", name)
+    given: dict[str, Any] = {
+        "run": {"name": run, "storage": str(home / "runs"), "seed": 3},
+        "model": {"tokenizer": str(home / "tokenizer"), **model},
+        "parallel": {"precision": "fp32", "activation_checkpointing": "full"},
+        "optim": {"lr": 1e-2, "warmup_ratio": 0.0},
+        "checkpoint": {"every": STOP, "asynchronous": False},
+        "train": {"global_batch": 6, "micro_batch": 2, "max_steps": STEPS},
+        "eval": {"every": STEPS},
+    }
+    data = {
+        "eval": [{"name": "heldout", "path": str(home / "tokens.jsonl"), "format": {"type": "tokens"}}],
+        "train": [{"path": str(home / "tokens.jsonl"), "format": {"type": "tokens"}}], "seq_len": 48, "window": 32,
+    }  # fmt: skip
+    return make_config(home, **{**given, "data": data, **sections})
+
+
+def kernels(config: FinetuneConfig) -> dict[str, Any]:
+    events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
+    return next(dict(event["fields"]) for event in events if event["event"] == "kernels")
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("qwen3_next", {}),
+        ("falcon_h1", LORA),
+        pytest.param("qwen3_next", LORA, marks=SLOW),
+        *(
+            pytest.param(name, {}, marks=SLOW)
+            for name in (
+                "qwen3_5_text", "qwen3_5", "falcon_h1", "granitemoehybrid", "nemotron_h", "jamba", "lfm2", "bamba",
+                "zamba2", "mamba2",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_it_trains_packed_at_any_world_and_goes_on_and_is_exported(
+    tmp_path: Path, name: str, method: dict[str, Any]
+) -> None:
+    if method:
+        pytest.importorskip("peft")
+    sections = {"method": method} if method else {}
+    two = config_of(tmp_path, name, "two", **sections)
+    rows = trajectory(two, 2)
+    chosen = kernels(two)
+    assert chosen["mixers"] == "by_document" and "would run on into the next document" in chosen["mixers_why"]
+    assert chosen["attention"] == "documents_cpu"
+    alone = trajectory(config_of(tmp_path, name, "one", **sections), 1)
+    assert [row["samples"] for row in rows] == [row["samples"] for row in alone]
+    for key, bound in BOUNDS.items():
+        assert largest_difference(rows, alone, key) < bound, key
+    stopped = config_of(tmp_path, name, "stopped", **sections)
+    trajectory(stopped, 2, stop_after=STOP)
+    assert trajectory(stopped, 2) == rows, "a continued run is the same, bit for bit"
+    ours, _ = load_for_inference(tmp_path / "runs" / "two", torch.device("cpu"))
+    publish(find_checkpoint(tmp_path / "runs" / "two"), tmp_path / "export", ExportConfig(dtype="fp32", merge=True))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert torch.equal(*(_logits(model) for model in (found, ours)))
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(7, 27)[None], use_cache=False).logits
+    return found
+
+
+COMPILED = {"train": {"global_batch": 12, "micro_batch": 2, "max_steps": 6}}
+
+
+@pytest.mark.slow  # two minutes of a compiler
+def test_layers_are_compiled_around_mixers_with_no_graph_for_each_mixture_of_lengths(tmp_path: Path) -> None:
+    plain = trajectory(config_of(tmp_path, "qwen3_next", "plain", **COMPILED), 1)
+    parallel = {"precision": "fp32", "activation_checkpointing": "none", "compile": True}
+    compiled = config_of(tmp_path, "qwen3_next", "compiled", **COMPILED, parallel=parallel)
+    assert largest_difference(plain, trajectory(compiled, 1), "loss") < BOUNDS["loss"]
+    assert kernels(compiled)["blocks"] == "compiled"
+    events = read_events(tmp_path / "runs" / "compiled" / "events.jsonl")
+    steps = [event["fields"]["step"] for event in events if event["event"] == "compiled"]
+    assert max(steps, default=0) <= 3, "a graph was compiled after step 3"
+    assert not any(event["event"] == "kernels_changed" for event in events)
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again_are_not_compiled_around_mixers(tmp_path: Path) -> None:
+    """torch cannot leave a graph inside of them."""
+    parallel = {"precision": "fp32", "activation_checkpointing": "selective", "compile": True}
+    config = config_of(tmp_path, "lfm2", "again", parallel=parallel)
+    trajectory(config, 1)
+    chosen = kernels(config)
+    assert chosen["blocks"] == "eager" and "state mixers are called for documents" in chosen["blocks_why"]
