@@ -1,17 +1,25 @@
-"""Try users' functions before they are used: does each give the same twice, and which modules does it need?"""
+"""Try what is a stranger's before it is used: users' functions, and chat templates.
+
+Does a function give the same twice, and which modules does it need? Does what is known of a template find the turns of
+the first rows as rendering each turn does?
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
-from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.user_functions import call_elsewhere
 from raytune_fsdp.data.sources.source import Source
 
-_TRIED_ROWS = 20
-"""How many rows of each dataset its function is tried on."""
+logger = logging.getLogger(__name__)
+
+_TRIED_ROWS, _TRIED_MESSAGES = 20, 24
+"""How many rows of each dataset its function or template is tried on, and how many messages of each."""
 
 
 def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], order: int) -> bool:
@@ -44,3 +52,18 @@ def _try(name: str, pairs: Sequence[tuple[Formatter, Source]], order: int) -> No
             ]
             formatter.function.modules = there.modules
         formatter.check_function(rows, wheres, made)
+
+
+def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:
+    """Render the first rows both ways; where the ways differ, render each turn of a dataset's rows from now on."""
+    for formatter, source in zip(formatters, sources, strict=True):
+        # What is wrong with a row is said where the row is used.
+        with suppress(DataError):
+            rows = source.rows(range(min(_TRIED_ROWS, len(source)))) if formatter.finds_turns else []
+            for index, row in enumerate(rows):
+                if not isinstance(row, RowError) and not formatter.renders_alike(
+                    row, source.where(index), _TRIED_MESSAGES
+                ):
+                    logger.info("%s: each turn is rendered by itself", source.where(index))
+                    formatter.render_by_turn()
+                    break

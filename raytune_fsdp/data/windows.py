@@ -30,10 +30,10 @@ from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
-from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.opening import open_sources
 from raytune_fsdp.data.sources.source import Source, dataset_names
-from raytune_fsdp.data.trial import try_functions
+from raytune_fsdp.data.trial import try_functions, try_templates
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
 
@@ -83,19 +83,21 @@ class Windows:
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
         self.sources = sources or open_sources(datasets, data, cache, progress, order.rules)
-        self.order_version = order.version(self._lowest_order())
-        self.unread = unread_columns(datasets, self.sources, self.order_version)
-        """Well-known columns that are not read."""
-        template = None if data.chat_template is None else load_template(data.chat_template)
         formatters = [
             Formatter(
-                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar,
-                special_tokens=data.special_tokens_in_text, order=self.order_version,
+                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=TemplateChoice.of(data, dataset),
+                columnar=source.columnar, special_tokens=data.special_tokens_in_text, order=order.rules,
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
         self._formatters: list[Formatter] | bytes = formatters
+        self.order_version = order.version(self._lowest_order(formatters))
+        for formatter in formatters:
+            formatter.read_by(self.order_version)
+        self.unread = unread_columns(datasets, self.sources, self.order_version)
+        """Well-known columns that are not read."""
         with_modules = try_functions(formatters, self.sources, order.rules)
+        try_templates(formatters, self.sources)
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
@@ -106,7 +108,7 @@ class Windows:
         self.weights = tuple(map(float, weights))
         self._check_mixture()
         self.identity = identity_of_windows(
-            datasets, data, self.sources, weights, tokenizer, template,
+            datasets, data, self.sources, weights, tokenizer,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
         )  # fmt: skip
@@ -134,9 +136,9 @@ class Windows:
     def fingerprint(self) -> str:
         return self.cache.fingerprint
 
-    def _lowest_order(self) -> int:
+    def _lowest_order(self, formatters: Sequence[Formatter]) -> int:
         """Return the lowest version that gives these rows in their order."""
-        lowest = max(source.order_version for source in self.sources)
+        lowest = max(each.order_version for each in (*self.sources, *formatters))
         in_order = self.data.shuffle == "none" and self.data.packing == "best_fit"
         return max(lowest, THIRD_ORDER if in_order else OLDEST_ORDER)
 

@@ -64,9 +64,13 @@ class RowKeys(Formatter):
         """All that decides the keys of a row, as JSON."""
         format, _, options = self._made_of
         deciding = {key: value for key, value in options.items() if key not in ("vocab_size", "template", "copied")}
+        fields = format.model_dump(mode="json")
+        for each in (fields, fields.get("then") or {}):
+            if each.get("reasoning") == "template":  # as before there was this field
+                del each["reasoning"]
         return {
             **deciding,
-            "format": format.model_dump(mode="json"),
+            "format": fields,
             "special": self._special,
             "end": self._eos_text,
             "tokenizer": [self._normalizes, self._unknown],

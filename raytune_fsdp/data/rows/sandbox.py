@@ -29,9 +29,10 @@ MEMORY, MEMORY_PER_BYTE = 512 << 20, 32
 
 _DEEP = "it goes too deep"
 
-_SETTINGS = {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"}
+_SETTINGS = {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0", "TZ": "UTC"}
 """Settings of Python that decide what a template writes. Without the first, each process would order a set
-(`a.keys() - b.keys()`) in its own way; without the second, some machines would leave out a row with a long number."""
+(`a.keys() - b.keys()`) in its own way; without the second, some machines would leave out a row with a long number;
+without the third, `strftime_now("%s")` would depend on where a machine is."""
 
 
 class LimitError(Exception):
@@ -52,12 +53,12 @@ class Sandbox:
         self._parents = (self._process, getattr(self, "_parents", None))
         self._lock, self._process = Lock(), None
 
-    def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> tuple[str, Any]:
+    def ask(self, source: str, variables: Mapping[str, Any] | None = None, *, date: str = "") -> tuple[str, Any]:
         """Return how a rendering has ended, and with what; without variables, what there is to know of the template.
 
-        Raises LimitError.
+        `date`: what the template is told of today. Raises LimitError.
         """
-        request = pickle.dumps((source, variables))
+        request = pickle.dumps((source, variables, date))
         limits: dict[int | None, str] = {
             -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
             -signal.SIGSEGV: _DEEP,

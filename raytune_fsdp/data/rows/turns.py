@@ -11,24 +11,51 @@ is, and whether it is there at all.
                       mark there
 
 Only the text after the last mark is compared, because a template may render earlier turns differently once others
-follow (Qwen3 drops their reasoning).
+follow (Qwen3 drops their reasoning). These renderings are left out where `habits` knows what they would show.
+
+From version 5 of the order on, three things are trained on as generation writes them:
+
+    no end of its own   where the next message's first token ends a turn (GLM, Baichuan), that token is the end; after
+                        the last turn it is added to the text
+    another end later   where a turn ends in another way once others follow (gpt-oss: <|return|>, then <|end|>), only
+                        the end of the last turn is trained on
+    an empty thought    that the template adds to a turn without reasoning, as <think></think>, is not trained on
 """
 
 from __future__ import annotations
 
 import os.path
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.conversation import Conversation, check_unicode
+from raytune_fsdp.data.rows.habits import Habits, Key
+from raytune_fsdp.data.rows.lost import has_all_contents_in_order, lost_content
+from raytune_fsdp.data.rows.marks import (
+    Mark,
+    Places,
+    after_last_mark,
+    has_marks,
+    kinds_in,
+    messages_between,
+    take_marks,
+    with_arguments_as_text,
+    with_marks,
+)
 from raytune_fsdp.data.rows.template_program import Span
-from raytune_fsdp.data.rows.templates import REASONING_KEYS, ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
-from raytune_fsdp.data.sources.source import shorten
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
+
+_ASKED = "Go on."
+_THOUGHT = r"[<\[][^<>\[\]\s]*(?:think|thought|reason)[^<>\[\]\s]*[>\]]"
+_EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT}\s*", re.IGNORECASE)
+_END_OF_THOUGHT = re.compile(rf"\s*(?=..?/|<\|END){_THOUGHT}\s*", re.IGNORECASE)
+_IS_THOUGHT = re.compile(rf"\s*{_THOUGHT}", re.IGNORECASE)
+_ENDS_IN_THOUGHT = re.compile(rf"(?:\s*{_THOUGHT})+\s*\Z", re.IGNORECASE)
+_REST_OF_THOUGHT = re.compile(rf"\s*{_THOUGHT}\s*", re.IGNORECASE)
 
 _WAY_OUT = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "
@@ -42,35 +69,149 @@ def trained_spans(
     *,
     loss: Literal["assistant", "last_turn", "all"],
     special: Sequence[str],
+    newer: bool = True,
+    habits: Habits | None = None,
 ) -> tuple[str, list[Span] | None]:
     """Return the text of the conversation, and the spans that are trained on (None: all of it). Raises RowError.
 
-    `special`: the tokenizer's special tokens.
+    `special`: the tokenizer's special tokens. `newer`: whether the rules of version 5 of the order hold. `habits`: what
+    is known of the template; None: nothing.
     """
-    rendering = Rendering(template, conversation, special)
+    rendering = Rendering(template, conversation, special, newer=newer, habits=habits)
     check_unicode(rendering.text, f"{conversation.where}: the conversation")
     rendering.check_nothing_is_ignored()
+    spans = _spans(rendering, template, conversation, loss)
+    return rendering.text + rendering.added, spans
+
+
+def _spans(rendering: Rendering, template: ChatTemplate, conversation: Conversation, loss: str) -> list[Span] | None:
     muted = [index for index, train in enumerate(conversation.train) if not train]
     if loss == "all":
-        return rendering.text, rendering.without(muted) if muted else None
+        rendering.add_end()
+        return rendering.without(muted) if muted else None
     wanted = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if loss == "last_turn":
         wanted = wanted[-1:]
     if template.tags and loss == "assistant" and not any(index in wanted for index in muted):
-        return rendering.text, _joined(rendering.tagged)
-    return rendering.text, _joined([span for i in wanted if i not in muted for span in rendering.turn(i)])
+        return _joined(rendering.tagged)
+    return _joined([span for i in wanted if i not in muted for span in rendering.turn(i)])
+
+
+@lru_cache(maxsize=16)  # thousands of datasets may have one template
+def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tools: bool) -> Habits:
+    """Return what a template does around turns, from conversations of our own. `tools`: whether they have tools."""
+    habits = Habits(by_turn=True)
+    for conversation in _samples(tools=tools) if not template.tags else []:
+        with suppress(RowError):
+            rendering = Rendering(template, conversation, special, newer=newer, habits=habits, row=False)
+            rendering.check_nothing_is_ignored()
+            for index, message in enumerate(conversation.messages):
+                if message["role"] == "assistant":
+                    with suppress(RowError):
+                        rendering.turn(index)
+    return habits.learned()
+
+
+@lru_cache(maxsize=16)
+def needs_newer(template: ChatTemplate, special: tuple[str, ...], *, tools: bool, everything: bool = False) -> bool:
+    """Return whether the rules of version 5 of the order change what is trained on. `everything`: all tokens are."""
+
+    def outcomes(newer: bool) -> list[Any]:
+        habits = learn(template, special, newer=newer, tools=tools).by_turn()
+        found: list[Any] = []
+        for conversation in _samples(tools=tools):
+            try:
+                options: Any = {"special": special, "newer": newer, "habits": habits}
+                loss: Any = "all" if everything else "assistant"
+                found.append(trained_spans(template, conversation, loss=loss, **options))
+            except RowError:
+                found.append(None)
+        return found
+
+    return outcomes(newer=True) != outcomes(newer=False)
+
+
+def _samples(*, tools: bool) -> list[Conversation]:
+    """Return conversations with what those of agents have: calls, several at once, and reasoning between them."""
+    kinds = [_user("Is it?"), _answer("Yes."), _user("Why is it?"), _answer("It is so.")]
+    call = [_user("What is it like there?"), _answer("", 1), _result(1), _answer("It rains.")]
+    again = [*call[:-1], _answer("", 2), _result(2), _answer("It is cold.")]
+    both = [_user("And both?"), _answer("", 3, 4), _result(3), _result(4), _answer("It rains there, and is cold.")]
+    thought = [{**message, "reasoning_content": "I look."} if _calls(message) else message for message in again]
+    said = [{**message, "content": "I look."} if _calls(message) else message for message in again]
+    system = {"role": "system", "content": "Be brief."}
+    reasons = [
+        {**message, "reasoning_content": "I see."} if message["role"] == "assistant" else message for message in kinds
+    ]
+    found = [kinds[:2], kinds, reasons, [system, *kinds], [*call, *kinds], again, both, thought, said, call[:2]]
+    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _NO_PARAMETERS}}
+    given = [schema] if tools else None
+    return [Conversation(each, [True] * len(each), given, "a sample", "messages") for each in found]
+
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _answer(text: str, *calls: int) -> dict[str, Any]:
+    made = [
+        {"type": "function", "id": f"look00000{each}", "function": {"name": "look", "arguments": {}}} for each in calls
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": made} if made else {})}
+
+
+def _result(call: int) -> dict[str, Any]:
+    return {"role": "tool", "content": f"result {call}", "name": "look", "tool_call_id": f"look00000{call}"}
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = message.get("tool_calls", [])
+    return calls
 
 
 class Rendering:
     """A conversation as text, and where each message is in it."""
 
-    def __init__(self, template: ChatTemplate, conversation: Conversation, special: Sequence[str]) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        conversation: Conversation,
+        special: Sequence[str],
+        *,
+        newer: bool = True,
+        habits: Habits | None = None,
+        row: bool = True,
+    ) -> None:
+        """`row`: whether what is found is only for this conversation."""
         self._template = template
         self._conversation = conversation
         self._special = special
+        self._newer = newer
         self._messages = as_templates_see(conversation.messages)
         self._tools = plain(conversation.tools)
-        self.text, self.tagged = self._render(self._messages)
+        self.text, self.tagged = self._first_rendering()
+        self.added = ""
+        """What is added to the text, so that its last turn has an end."""
+        contents = [message["content"] for message in self._messages]
+        self._found = [each for each in template.looked_for if any(each in content for content in contents)]
+        habits = habits or Habits(by_turn=True)
+        self._habits = habits.of_row(alike=not self._found) if row else habits
+        self._by_id = self._habits.names_calls_by_id
+
+    def _first_rendering(self) -> tuple[str, list[Span]]:
+        # DeepSeek's templates join arguments to other text, so they must be text already. Others write them as JSON.
+        if self._newer and any(map(_calls, self._messages)):
+            with suppress(Refused):
+                return self._rendered(self._messages, self._tools)
+            as_text = [with_arguments_as_text(message) for message in self._messages]
+            with suppress(Refused):
+                rendered = self._rendered(as_text, self._tools)
+                self._messages = as_text
+                return rendered
+        return self._render(self._messages)
 
     def without(self, messages: Sequence[int]) -> list[Span]:
         """Return all of the text except these messages: whole turns of the assistant, only the words of other roles."""
@@ -79,37 +220,44 @@ class Rendering:
             if self._conversation.messages[index]["role"] == "assistant":
                 cut = self.turn(index)
             else:
-                places = [mark.at for mark in self._marks if mark.message == index]
-                cut = [(min(places), max(places))] if places else []
+                place = self._places.of(index)
+                cut = [] if place is None else [place[:2]]
             for first, end in cut:
                 spans.append((start, first))
                 start = end
-        return _joined([*spans, (start, len(self.text))])
+        return _joined([*spans, (start, len(self.text) + len(self.added))])
 
     def turn(self, index: int) -> list[Span]:
         """Return the spans that the assistant produces in message `index`."""
         if self._template.tags:
             return self._tagged_by_message.get(index, [])
-        places = [mark.at for mark in self._marks if mark.message == index]
-        if not places:
+        place = self._places.of(index)
+        if place is None:
             return []
-        first, last = min(places), max(places)
+        first, last, kind = place
         # A template may gather parts of several messages (such as all calls at the end): then no single span is the
         # turn.
-        if any((mark.at > first and mark.message < index) or (mark.at < last and mark.message > index)
-               for mark in self._marks):  # fmt: skip
+        if not self._places.is_apart(index):
             raise self._unclear(index, "between parts of other messages")
-        start, end = self._start(index, first), self._end(index, last)
+        start, end = self._start(index, first), self._end(index, last, kind)
         if not start <= last <= end:
             raise self._unclear(index, "not in one piece")
         return [(start, end)]
+
+    def add_end(self) -> None:
+        """Add an end to the last turn if the template leaves it to a message that does not follow."""
+        index = len(self._messages) - 1
+        if not self._newer or not self._habits.open_ended or self._messages[index]["role"] != "assistant":
+            return
+        if (place := self._places.of(index)) is not None:
+            self._end(index, *place[1:])
 
     def check_nothing_is_ignored(self) -> None:
         """Refuse a row with content that is not in the text: it would be lost silently."""
         conversation = self._conversation
         if conversation.tools is None and has_all_contents_in_order(conversation.messages, self.text):
             return
-        ignored = lost_content(conversation, self._marked_text, self._template.words)
+        ignored = lost_content(conversation, self._marked_text, self._template.words) or self._lost_call()
         if ignored is None and conversation.tools is not None:
             with suppress(Refused):
                 if self._rendered(self._messages, None)[0] == self.text:
@@ -120,24 +268,64 @@ class Rendering:
                 f"template that renders it in data.chat_template{self._unread()}"
             )
 
+    def _lost_call(self) -> str | None:
+        # Where a call's name is written again in front of its result, it may stand for a lost call.
+        for index, calls in enumerate(map(_calls, self._messages)):
+            if self._newer and len(calls) > 1 and self._names_in(index) < 2 * len(calls):
+                return f"tool_calls of {self._conversation.place(index)}"
+        return None
+
+    def _names_in(self, index: int) -> int:
+        """Return how many marks are at names of functions in message `index` if the conversation ends there."""
+
+        def find() -> int:
+            marks = take_marks(self._render(self._marked[: index + 1])[0])[1]
+            return sum((mark.message, mark.kind) == (index, "tool_calls") for mark in marks)
+
+        looks = ("names", len(_calls(self._messages[index])), self._looks(index - 1), self._looks(index))
+        return int(self._habits.ask(looks, find))
+
     def _unread(self) -> str:
         """Return another way out if the row has a system message or tools in columns of their own."""
         columns = {"system": self._conversation.first > 0, "tools": self._conversation.tools is not None}
-        return "".join(f", or set the dataset's format.{name} to null" for name, there in columns.items() if there)
+        found = "".join(f", or set the dataset's format.{name} to null" for name, there in columns.items() if there)
+        return found + (", or set its format.reasoning to template or drop" if self._conversation.keep else "")
 
     @cached_property
     def _marked_text(self) -> str:
-        return self._render(self._marked)[0]
+        text = self._render(self._marked)[0]
+        if not self._newer or self._by_id or not any(map(_calls, self._messages)) or "tool_calls" in kinds_in(text):
+            return text
+        with suppress(Refused):
+            marked = [with_marks(message, index, by_id=True) for index, message in enumerate(self._messages)]
+            by_id = self._rendered(marked, self._tools)[0]
+            if "tool_calls" in kinds_in(by_id) and take_marks(by_id)[0] == self.text:
+                self._marked, self._habits.names_calls_by_id = marked, True
+                return by_id
+        return text
 
     @cached_property
-    def _marks(self) -> list[Mark]:
+    def _places(self) -> Places:
         text, marks = take_marks(self._marked_text)
         if text != self.text:
             raise self._error(
                 "the chat template renders a message differently when one character is added to it, so its place in "
                 f"the text cannot be found; {_WAY_OUT}, or remove the row"
             )
-        return marks
+        return Places(marks, self._own_names(marks))
+
+    def _own_names(self, marks: Sequence[Mark]) -> list[int]:
+        """Return how many of the marks at names of functions belong to each message.
+
+        gpt-oss writes the name once more in front of the result, which is another message's.
+        """
+        found = [0] * len(self._messages)
+        for mark in marks:
+            found[mark.message] += mark.kind == "tool_calls"
+        if self._newer:
+            for index, calls in enumerate(map(_calls, self._messages)):
+                found[index] = found[index] if found[index] <= 2 * len(calls) else self._names_in(index)
+        return found
 
     @cached_property
     def _marked(self) -> list[dict[str, Any]]:
@@ -146,7 +334,7 @@ class Rendering:
                 "the text has private-use characters (U+F0000 to U+FFFFD), which are used here to find the assistant's "
                 "turns; remove them or the row"
             )
-        return [with_marks(message, index) for index, message in enumerate(self._messages)]
+        return [with_marks(message, index, by_id=self._by_id) for index, message in enumerate(self._messages)]
 
     @cached_property
     def _tagged_by_message(self) -> dict[int, list[Span]]:
@@ -169,23 +357,72 @@ class Rendering:
             found.setdefault(last[0], []).append(span)
         return found
 
+    def _looks(self, index: int) -> Key:
+        """Return what message `index` looks like to a template."""
+        if index < 0 or index >= len(self._messages):
+            return ()
+        message = self._messages[index]
+        content = message["content"]
+        parts = tuple(key for key in ("tool_calls", "reasoning_content") if key in message)
+        return message["role"], bool(content.strip()), parts, tuple(each for each in self._found if each in content)
+
     def _start(self, index: int, first: int) -> int:
-        before = [mark for mark in self._marks if mark.message < index]
-        asked, mark = after_last_mark(self._render(self._marked[:index], prompt=True)[0])
-        if not before and mark is None:
-            anchor = 0
-        elif before and (before[-1].message, before[-1].kind) == mark:
-            anchor = before[-1].at
-        else:
+        before = self._places.before(index)
+        anchor = 0 if before is None else before.at
+        gap = self.text[anchor:first]
+        seen = None if before is None else (index - before.message, before.kind)
+        looks = (gap, seen, self._looks(index - 1), self._looks(index))
+
+        def prompt() -> tuple[str, tuple[int, str] | None]:
+            asked, mark = after_last_mark(self._render(self._marked[:index], prompt=True)[0])
+            return asked, None if mark is None else (index - mark[0], mark[1])
+
+        asked, mark = self._habits.ask(("prompt", *looks), prompt)
+        if mark != seen or anchor > first:
             raise self._unclear(index, "differently with and without the messages after it")
         if self.text.startswith(asked, anchor):
-            return anchor + len(asked)
+            return self._behind_thought(index, anchor, anchor + len(asked), first)
         # The generation prompt may go on after the header of this turn: DeepSeek's and Qwen3.5's also open the
         # reasoning, which earlier turns no longer have.
-        for header in (self.text[anchor:first], self._header_of_words(index)):
-            if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
-                return anchor + len(header)
+        if gap.strip() and asked.startswith(gap):
+            return first
+        header = self._habits.ask(("header", *looks), lambda: self._header_of_words(index))
+        if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
+            return self._behind_thought(index, anchor, anchor + len(header), first)
+        if self._newer and (start := self._behind_other_thought(index, anchor, asked, first)) is not None:
+            return start
         raise self._unclear(index, "after something other than the generation prompt")
+
+    def _behind_thought(self, index: int, anchor: int, start: int, first: int) -> int:
+        """Return the place behind an empty thought that the template has added between `start` and `first`."""
+        if not self._newer or start >= first or self._has_thought(index):
+            return start
+        is_open = _ENDS_IN_THOUGHT.search(self.text, anchor, start) is not None
+        pattern = _REST_OF_THOUGHT if is_open else _EMPTY_THOUGHT
+        found = pattern.match(self.text, start, self._content_begins(index, start, first))
+        return start if found is None else found.end()
+
+    def _behind_other_thought(self, index: int, anchor: int, asked: str, first: int) -> int | None:
+        """Return the place behind an empty thought, where the generation prompt writes another one, or only begins it.
+
+        Nemotron's ends with <think> and a line break, and its turns begin with <think></think>.
+        """
+        tail = _ENDS_IN_THOUGHT.search(asked)
+        begin = anchor + (len(asked) if tail is None else tail.start())
+        if tail is None or self._has_thought(index) or not self.text.startswith(asked[: tail.start()], anchor):
+            return None
+        end = self._content_begins(index, begin, first)
+        found = _EMPTY_THOUGHT.match(self.text, begin, end) or _END_OF_THOUGHT.match(self.text, begin, end)
+        return None if found is None else found.end()
+
+    def _has_thought(self, index: int) -> bool:
+        return _IS_THOUGHT.match(self._messages[index]["content"]) is not None
+
+    def _content_begins(self, index: int, start: int, first: int) -> int:
+        """Return where a message's content begins: white space at its start is in front of its mark."""
+        content = self._messages[index]["content"]
+        white = content[: len(content) - len(content.lstrip())]
+        return first - len(white) if white and self.text.endswith(white, start, first) else first
 
     def _header_of_words(self, index: int) -> str:
         """Return the text before message `index` as it would be if that had only words, no call and no reasoning."""
@@ -198,40 +435,100 @@ class Rendering:
         first = min((mark.at for mark in marks if mark.message == index), default=0)
         return text[max((mark.at for mark in marks if mark.message < index), default=0) : first]
 
-    def _end(self, index: int, last: int) -> int:
+    def _end(self, index: int, last: int, kind: str) -> int:
         """Return the place after the text that closes the turn, whether the conversation ends there or goes on."""
-        if index + 1 < len(self._conversation.messages):
-            closing, mark = after_last_mark(self._render(self._marked[: index + 1])[0])
-            onward: str | None = self.text[last:]
-        else:
+        is_last = index + 1 == len(self._messages)
+        behind = self.text[last : self._places.after(index)]
+        looks = (kind, behind, self._looks(index), self._looks(index - 1), self._looks(index + 1))
+        if is_last:
             closing, mark = after_last_mark(self._marked_text)
-            onward = self._if_asked_again(index)
-        if mark is None or mark[0] != index:
+            is_own = mark is not None and mark[0] == index
+            looked = (kind, closing, self._looks(index))
+            onward = self._habits.ask(("onward", *looked), lambda: self._if_asked_again(index))
+        else:
+            closing, is_own = self._habits.ask(("end", *looks), lambda: self._closing(index))
+            onward = self.text[last:]
+        if not is_own:
             raise self._unclear(index, "differently with and without the messages after it")
+        if self._newer and (not closing.strip() or (self._habits.open_ended and kind == "tool_calls")):
+            return last + self._open_end(index, closing, onward)
         if onward is not None and not onward.startswith(closing):
             # Phi-3 ends a conversation with a token of its own, after the one that ends a turn. Only the special tokens
             # that both endings have are the turn's end.
-            witness, _ = after_last_mark(self._render(self._marked[: index + 1], prompt=True)[0])
+            witness = self._habits.ask(("witness", *looks), lambda: self._closing(index, prompt=True)[0])
             same = re.match(self._specials, os.path.commonprefix([closing, onward, witness]))
-            if witness == closing or same is None:
+            if witness != closing and same is not None:
+                closing = same.group()
+            elif self._newer and witness != closing and self._is_special(closing) and self._is_special(onward):
+                # gpt-oss: a model that stops writes the end of the last turn, and never the one that is put in its
+                # place when the conversation goes on.
+                closing = self._ends_in(closing) if is_last else ""
+            else:
                 raise self._unclear(index, "with a different end when the conversation goes on")
-            closing = same.group()
         # The line break after the end of a turn is not the assistant's, unless nothing else ends the turn.
         return last + len(closing.rstrip() or closing)
 
-    def _if_asked_again(self, index: int) -> str | None:
+    def _open_end(self, index: int, closing: str, onward: str | None) -> int:
+        """Return the length of the end of a turn that only the next message ends, with what that begins with."""
+        is_last = index + 1 == len(self._messages)
+        if not is_last and self._messages[index + 1]["role"] == "assistant":
+            return len(closing.rstrip() or closing)  # it goes on
+        if is_last and _calls(self._messages[index]):
+            looked = ("result", closing, self._looks(index))
+            onward = self._habits.ask(looked, lambda: self._if_asked_again(index, result=True)) or onward
+        onward = onward or ""
+        begin = len(closing) if onward.startswith(closing) else 0
+        found = re.compile(rf"\s*(?:{self._any_special})").match(onward, begin)
+        if found is None and not closing:
+            raise self._error(
+                f"the chat template writes nothing after {self._conversation.place(index)}, nor a token in front of "
+                "the message that follows, so the model would not learn to end its turn; write the token that ends a "
+                "turn there ({{ eos_token }}) in a copy of the template and name that file in data.chat_template"
+            )
+        if found is None:
+            return len(closing.rstrip() or closing)
+        if is_last:
+            self._habits.open_ended = True
+            self.added = found.group() if begin or not closing else found.group().lstrip()
+            return len(closing) + len(self.added)
+        return found.end()
+
+    def _closing(self, index: int, *, prompt: bool = False) -> tuple[str, bool]:
+        """Return what follows message `index` if the conversation ends there, and whether its mark is the last."""
+        closing, mark = after_last_mark(self._render(self._marked[: index + 1], prompt=prompt)[0])
+        return closing, mark is not None and mark[0] == index
+
+    def _if_asked_again(self, index: int, *, result: bool = False) -> str | None:
+        """Return what follows the last message if the user asks again, or the last of its calls has a result."""
+        more: dict[str, Any] = {"role": "user", "content": _ASKED}
+        if result:
+            call = _calls(self._messages[index])[-1]
+            more = {"role": "tool", "content": _ASKED, "name": call["function"]["name"]}
+            more |= {"tool_call_id": call["id"]} if "id" in call else {}
         try:
-            text, _ = self._rendered([*self._marked, {"role": "user", "content": "Go on."}], self._tools)
+            text, _ = self._rendered([*self._marked, more], self._tools)
         except Refused:
             return None
         text, marks = take_marks(text)
-        places = [mark.at for mark in marks if mark.message == index]
-        return text[max(places) :] if places else None
+        found = Places(marks, self._own_names(marks)).of(index)
+        return None if found is None else text[found[1] :].partition(_ASKED)[0]
+
+    @cached_property
+    def _any_special(self) -> str:
+        longest_first = sorted(filter(None, self._special), key=len, reverse=True)
+        return "|".join(map(re.escape, longest_first)) or "(?!)"
 
     @cached_property
     def _specials(self) -> str:
-        longest_first = sorted(self._special, key=len, reverse=True)
-        return rf"(?:\s*(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'}))+"
+        return rf"(?:\s*(?:{self._any_special}))+"
+
+    def _is_special(self, text: str) -> bool:
+        return re.match(self._specials, text) is not None
+
+    def _ends_in(self, closing: str) -> str:
+        found = re.match(self._specials, closing)
+        assert found is not None
+        return found.group()
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
         try:
@@ -277,150 +574,3 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         elif start < end:
             joined.append((start, end))
     return joined
-
-
-# Marks: private-use characters around the texts of messages, which show where a template puts each message.
-#
-# There is one character for each message and kind of text, from U+F0000 to U+FFFFD: enough for 21,844 messages.
-
-_FIRST = 0xF0000
-_MARK = re.compile("[\U000f0000-\U000ffffd]")
-_KINDS = ("content", "tool_calls", "reasoning_content")
-
-
-class Mark(NamedTuple):
-    """A mark before character `at` of the text: the start or the end of a part of a message."""
-
-    at: int
-    message: int
-    kind: str
-
-
-def has_marks(text: str) -> bool:
-    """Return whether the text has such characters already."""
-    return _MARK.search(text) is not None
-
-
-def with_marks(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the message with marks around its content, its reasoning and the names of the functions it calls."""
-    content, calls, reasoning = (chr(_FIRST + index * len(_KINDS) + kind) for kind in range(len(_KINDS)))
-    marked = {**message, "content": _between(message["content"], content)}
-    for key in REASONING_KEYS:
-        if key in message:
-            marked[key] = _between(message[key], reasoning)
-    if "tool_calls" in message:
-        marked["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": _between(call["function"]["name"], calls)}}
-            for call in message["tool_calls"]
-        ]
-    return marked
-
-
-def take_marks(marked: str) -> tuple[str, list[Mark]]:
-    """Return the text without marks, and the marks in order."""
-    pieces = _MARK.split(marked)
-    marks, at = [], 0
-    for count, piece in enumerate(pieces[:-1]):
-        at += len(piece)
-        marks.append(Mark(at, *_meaning(marked[at + count])))
-    return "".join(pieces), marks
-
-
-def after_last_mark(marked: str) -> tuple[str, tuple[int, str] | None]:
-    """Return the text after the last mark, and that mark's message and kind: None if there are no marks."""
-    # Searched from the end: this text is short, and there is a rendering for each turn of the assistant.
-    for at in range(len(marked) - 1, -1, -1):
-        if "\U000f0000" <= marked[at] <= "\U000ffffd":
-            return marked[at + 1 :], _meaning(marked[at])
-    return marked, None
-
-
-def messages_between(marked: str, start: int, end: int) -> set[int]:
-    """Return the messages that have a mark in this part of the text."""
-    return {(ord(mark) - _FIRST) // len(_KINDS) for mark in _MARK.findall(marked, start, end)}
-
-
-def _meaning(mark: str) -> tuple[int, str]:
-    message, kind = divmod(ord(mark) - _FIRST, len(_KINDS))
-    return message, _KINDS[kind]
-
-
-def _between(text: str, mark: str) -> str:
-    """Mark the text inside its surrounding white space, which templates may strip."""
-    inner = text.strip()
-    # Not at the ends of the text: a template that strips it would find no white space there, and render other text.
-    return text.replace(inner, f"{mark}{inner}{mark}", 1) if inner else text
-
-
-# Find content of a row that is missing from its rendered text: without this check it would be lost silently.
-
-# Templates that cut the reasoning out of a message's content look for tags like <think>, and some write other tags in
-# their place. So only the parts between tags can be expected in the text.
-_TAG = re.compile(r"<[^<>\s]+>")
-
-
-def has_all_contents_in_order(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Check quickly, which passes most rows: no calls, no reasoning, every content found after the one before it."""
-    # 3 us, against 80 to 150 us for rendering the row a second time with marks. A short content may be in the text by
-    # chance, so none is trusted in the roles that some templates leave out (system, developer, tool).
-    place = 0
-    for message in messages:
-        content = message["content"].strip()
-        place = text.find(content, place) + len(content)
-        doubtful = 0 < len(content) < 16 and message["role"] not in ("user", "assistant")
-        if doubtful or place < len(content) or "tool_calls" in message or not message.keys().isdisjoint(REASONING_KEYS):
-            return False
-    return True
-
-
-def lost_content(conversation: Conversation, marked: str, words: Collection[str]) -> str | None:
-    """Return the name of the first part of the messages that is missing from their text; None if none is.
-
-    `marked`: the text rendered with marks. `words`: the names and literals in the template's code.
-    """
-    text, marks = take_marks(marked)
-    seen = Counter((mark.message, mark.kind) for mark in marks)
-    knows_reasoning = not set(REASONING_KEYS).isdisjoint(words)
-    last = _last_turn(conversation.messages)
-    for index, message in enumerate(conversation.messages):
-        name = conversation.place(index)
-        if message["content"].strip() and (index, "content") not in seen:
-            return f"the content of {name} (role {message['role']})"
-        # Each call's name has a mark at both ends.
-        if "tool_calls" in message and seen[index, "tool_calls"] < 2 * len(message["tool_calls"]):
-            return f"tool_calls of {name}"
-        for key in REASONING_KEYS:
-            # A template that knows reasoning may drop it from earlier turns: it does so in generation, too.
-            may_drop = knows_reasoning and index != last
-            if key in message and not may_drop and seen[index, "reasoning_content"] < 2:
-                return f"the {key} of {name}"
-        if index == last:
-            # Look after the last mark of an earlier message that stands in front of this one.
-            end = max((mark.at for mark in marks if mark.message == index), default=0)
-            begin = max((mark.at for mark in marks if mark.message < index and mark.at <= end), default=0)
-            part = _missing_part(message["content"], text[begin:])
-            if part is not None:
-                return f"{shorten(repr(part))} in the content of {name}"
-    return None
-
-
-def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the assistant's message that ends the conversation; None if a user's message does."""
-    for index in reversed(range(len(messages))):
-        if messages[index]["role"] in ("assistant", "user"):
-            return index if messages[index]["role"] == "assistant" else None
-    return None
-
-
-def _missing_part(content: str, text: str) -> str | None:
-    """Return the first part of the content, between tags, that is not in the text. White space is ignored.
-
-    Marks cannot show this: a template may cut something out between two marks, or move the reasoning to the front.
-    """
-    place, text = 0, "".join(text.split())
-    for part in _TAG.split(content):
-        words = "".join(part.split())
-        place = text.find(words, place) + len(words)
-        if place < len(words):
-            return part.strip()
-    return None
