@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, 
 from raytune_fsdp.data.rows.habits import Habits
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
-from raytune_fsdp.data.rows.turns import Rendering, learn, needs_newer, trained_spans
+from raytune_fsdp.data.rows.turns import Loss, Rendering, learn, needs_newer, render_ahead, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import shorten
 
@@ -73,6 +73,17 @@ class RowText:
     """Whether the tokenizer's special tokens go around the text. Chat templates write them themselves."""
     literals: list[Span]
     """Special tokens in the text that are encoded as plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A conversation that is not rendered yet."""
+
+    rendering: Rendering
+    conversation: Conversation
+    guarded: Conversation
+    """The same, with a break in each special token that is plain text."""
+    loss: Loss
 
 
 class Formatter:
@@ -202,7 +213,9 @@ class Formatter:
 
         `wheres`: how errors name the rows. `made`: the user's function has made these rows already.
         """
-        read = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
+        begun = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
+        render_ahead([each.rendering for each in begun if isinstance(each, _Begun)])
+        read = [self._finish_or_error(each) if isinstance(each, _Begun) else each for each in begun]
         # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, RowText)]
         encoded: Iterator[Tokens] = iter(())
@@ -241,15 +254,25 @@ class Formatter:
 
     def _read_or_error(
         self, row: dict[str, Any] | RowError, where: str, made: bool = False
-    ) -> RowText | Document | RowError:
+    ) -> RowText | Document | _Begun | RowError:
         if isinstance(row, RowError):
             return row
         try:
-            return self._read(row if self.function is None or made else self.function(row, where), where)
+            return self._begin(row if self.function is None or made else self.function(row, where), where)
+        except RowError as error:
+            return error
+
+    def _finish_or_error(self, begun: _Begun) -> RowText | RowError:
+        try:
+            return self._finish(begun)
         except RowError as error:
             return error
 
     def _read(self, row: dict[str, Any], where: str) -> RowText | Document:
+        begun = self._begin(row, where)
+        return self._finish(begun) if isinstance(begun, _Begun) else begun
+
+    def _begin(self, row: dict[str, Any], where: str) -> RowText | Document | _Begun:
         format = self.format
         if isinstance(format, ChatFormat):
             conversation = read_conversation(row, format, where, columnar=self._columnar, order=self._order)
@@ -273,22 +296,25 @@ class Formatter:
         text = prompt + instruction.completion
         return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
-        template = self._templates[conversation.tools is not None]
-        where = conversation.where
+    def _render(self, conversation: Conversation, loss: Loss) -> RowText | _Begun:
         guarded = replace(
             conversation,
-            messages=self._in_text.guard(conversation.messages, where),
-            tools=self._in_text.guard(conversation.tools, where),
+            messages=self._in_text.guard(conversation.messages, conversation.where),
+            tools=self._in_text.guard(conversation.tools, conversation.where),
         )
-        text = self._text(*trained_spans(template, guarded, loss=loss, **self._turns(conversation)), plain=False)
-        if guarded != conversation:
-            given = Rendering(template, conversation, self._special).text
+        template = self._templates[conversation.tools is not None]
+        return _Begun(Rendering(template, guarded, **self._turns(conversation)), conversation, guarded, loss)
+
+    def _finish(self, begun: _Begun) -> RowText:
+        conversation = begun.conversation
+        text = self._text(*begun.rendering.trained(begun.loss), plain=False)
+        if begun.guarded != conversation:
+            given = Rendering(begun.rendering.template, conversation, self._special).text
             # An end may have been added to the text.
             if not text.text.startswith(given) or text.text.removeprefix(given).strip() not in ("", *self._special):
                 raise RowError(
-                    f"{where}: the chat template renders a message differently when a special token in it is escaped; "
-                    "correct or remove the row, or set data.special_tokens_in_text to keep or error",
+                    f"{conversation.where}: the chat template renders a message differently when a special token in it "
+                    "is escaped; correct or remove the row, or set data.special_tokens_in_text to keep or error",
                     "special_token",
                 )
         return text

@@ -26,6 +26,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import Format
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
+from raytune_fsdp.data.rows.turns import Loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,7 @@ class RowKeys(Formatter):
             said = said.casefold()
         return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
+    def _render(self, conversation: Conversation, loss: Loss) -> RowText:
         said = []
         for message in conversation.messages:
             # A template may add a system message of its own where there is none, and rewrite a tool's result.

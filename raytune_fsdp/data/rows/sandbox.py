@@ -13,7 +13,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -58,6 +58,12 @@ class Sandbox:
 
         `date`: what the template is told of today. Raises LimitError.
         """
+        return self.ask_all(source, None if variables is None else [variables], date=date)[0]
+
+    def ask_all(
+        self, source: str, variables: Sequence[Mapping[str, Any]] | None, *, date: str = ""
+    ) -> list[tuple[str, Any]]:
+        """Return how each of several renderings has ended, which together have the limits of one."""
         request = pickle.dumps((source, variables, date))
         limits: dict[int | None, str] = {
             -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
@@ -67,7 +73,7 @@ class Sandbox:
         with self._lock:
             for again in (True, False):
                 try:
-                    kind, value = self._answer(request)
+                    answers = self._answer(request)
                     break
                 except (OSError, EOFError) as error:
                     code = self.end(seconds=1.0)  # it closes its pipes before it ends
@@ -79,11 +85,11 @@ class Sandbox:
                 except BaseException:  # the next request would get the answer to this one
                     self.end()
                     raise
-        if kind == "deep":
+        if any(kind == "deep" for kind, _ in answers):
             raise LimitError(_DEEP)
-        return kind, value
+        return answers
 
-    def _answer(self, request: bytes) -> tuple[str, Any]:
+    def _answer(self, request: bytes) -> list[tuple[str, Any]]:
         if self._process is None:
             # -P: a file of the working directory is not Jinja. A session of its own: Ctrl-C is for this process.
             path = os.pathsep.join(each for each in sys.path if each and isinstance(each, str))
@@ -96,8 +102,7 @@ class Sandbox:
         assert process.stdin is not None and process.stdout is not None
         send(process.stdin, request)
         answer = read_exactly(process.stdout, read_count(process.stdout))
-        kind, value = json.loads(answer.decode("utf-8", "surrogatepass"))
-        return kind, value
+        return [(kind, value) for kind, value in json.loads(answer.decode("utf-8", "surrogatepass"))]
 
     def end(self, seconds: float = 0.0) -> int | None:
         """End the process, after it had these seconds to end by itself, and return its exit code."""

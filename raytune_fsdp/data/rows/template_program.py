@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import IO, Any
@@ -197,20 +197,26 @@ def read_count(stream: IO[bytes]) -> int:
     return int.from_bytes(read_exactly(stream, 8), "little")
 
 
-def as_bytes(answer: tuple[str, Any]) -> bytes:
-    """Return an answer as JSON. Half of a surrogate pair stays half of one, which rows are refused for."""
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+def as_bytes(answers: list[tuple[str, Any]]) -> bytes:
+    """Return answers as JSON. Half of a surrogate pair stays half of one, which rows are refused for."""
+    return json.dumps(answers, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _answer(source: str, variables: Mapping[str, Any] | None, date: str) -> tuple[str, Any]:
+def _answer(source: str, variables: Sequence[Mapping[str, Any]] | None, date: str) -> list[tuple[str, Any]]:
     try:
         template = compiled(source)
     except TemplateSyntaxError as error:
-        return "invalid", f"is not valid Jinja: {error.message} (line {error.lineno})"
+        return [("invalid", f"is not valid Jinja: {error.message} (line {error.lineno})")]
     except (SyntaxError, ValueError, RecursionError) as error:
-        return "invalid", f"cannot be compiled: {type(error).__name__}: {error}"
+        return [("invalid", f"cannot be compiled: {type(error).__name__}: {error}")]
+    if variables is None:
+        return [("done", template.about())]
+    return [_rendered(template, each, date) for each in variables]
+
+
+def _rendered(template: Template, variables: Mapping[str, Any], date: str) -> tuple[str, Any]:
     try:
-        return "done", template.about() if variables is None else template.render(variables, date)
+        return "done", template.render(variables, date)
     except _REFUSALS as error:
         return "refused", " ".join(str(error).split()) or type(error).__name__
     except RecursionError:

@@ -127,9 +127,26 @@ class ChatTemplate:
         Messages and tools are plain data, with the messages' reasoning under all its names: see `as_templates_see`.
         `prompt`: append the header of the assistant's next turn.
         """
-        kind, found = self._ask(
-            {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
-        )
+        return self._result(self._ask(self._given(messages, tools, prompt)))
+
+    def render_all(
+        self, conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]]
+    ) -> list[tuple[str, list[Span]] | None]:
+        """Render several conversations in one request, which is faster. None for one to be rendered by itself."""
+        variables = [self._given(messages, tools, prompt=False) for messages, tools in conversations]
+        try:
+            answers = SANDBOX.ask_all(self._source, variables, date=self._date)
+        except LimitError:
+            return [None] * len(variables)
+        return [self._result(answer) if answer[0] == "done" else None for answer in answers]
+
+    def _given(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool
+    ) -> dict[str, Any]:
+        return {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+
+    def _result(self, answer: tuple[str, Any]) -> tuple[str, list[Span]]:
+        kind, found = answer
         if kind == "refused":
             raise Refused(shorten(found, limit=500))
         if kind == "failed":

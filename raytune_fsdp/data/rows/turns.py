@@ -49,6 +49,10 @@ from raytune_fsdp.data.rows.marks import (
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
 
+Loss = Literal["assistant", "last_turn", "all"]
+
+_AHEAD = 32
+_CALL = ("\U0010fffb", "\U0010fffc")
 _ASKED = "Go on."
 _THOUGHT = r"[<\[][^<>\[\]\s]*(?:think|thought|reason)[^<>\[\]\s]*[>\]]"
 _EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT}\s*", re.IGNORECASE)
@@ -67,7 +71,7 @@ def trained_spans(
     template: ChatTemplate,
     conversation: Conversation,
     *,
-    loss: Literal["assistant", "last_turn", "all"],
+    loss: Loss,
     special: Sequence[str],
     newer: bool = True,
     habits: Habits | None = None,
@@ -77,24 +81,20 @@ def trained_spans(
     `special`: the tokenizer's special tokens. `newer`: whether the rules of version 5 of the order hold. `habits`: what
     is known of the template; None: nothing.
     """
-    rendering = Rendering(template, conversation, special, newer=newer, habits=habits)
-    check_unicode(rendering.text, f"{conversation.where}: the conversation")
-    rendering.check_nothing_is_ignored()
-    spans = _spans(rendering, template, conversation, loss)
-    return rendering.text + rendering.added, spans
+    return Rendering(template, conversation, special, newer=newer, habits=habits).trained(loss)
 
 
-def _spans(rendering: Rendering, template: ChatTemplate, conversation: Conversation, loss: str) -> list[Span] | None:
-    muted = [index for index, train in enumerate(conversation.train) if not train]
-    if loss == "all":
-        rendering.add_end()
-        return rendering.without(muted) if muted else None
-    wanted = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if loss == "last_turn":
-        wanted = wanted[-1:]
-    if template.tags and loss == "assistant" and not any(index in wanted for index in muted):
-        return _joined(rendering.tagged)
-    return _joined([span for i in wanted if i not in muted for span in rendering.turn(i)])
+def render_ahead(renderings: Sequence[Rendering]) -> None:
+    """Render conversations, each once, in few requests: a request takes as long as a short conversation."""
+    by_template: dict[ChatTemplate, list[Rendering]] = {}
+    for each in renderings:
+        by_template.setdefault(each.template, []).append(each)
+    for template, group in by_template.items():
+        for first in range(0, len(group), _AHEAD):
+            some = group[first : first + _AHEAD]
+            found = template.render_all([(each.messages, each.tools) for each in some])
+            for rendering, ahead in zip(some, found, strict=True):
+                rendering.ahead = ahead
 
 
 @lru_cache(maxsize=16)  # thousands of datasets may have one template
@@ -186,32 +186,65 @@ class Rendering:
         row: bool = True,
     ) -> None:
         """`row`: whether what is found is only for this conversation."""
-        self._template = template
+        self.template = template
         self._conversation = conversation
         self._special = special
         self._newer = newer
-        self._messages = as_templates_see(conversation.messages)
-        self._tools = plain(conversation.tools)
-        self.text, self.tagged = self._first_rendering()
+        self.messages = as_templates_see(conversation.messages)
+        self.tools = plain(conversation.tools)
+        self.ahead: tuple[str, list[Span]] | None = None
+        """What `render_ahead` has found."""
         self.added = ""
         """What is added to the text, so that its last turn has an end."""
-        contents = [message["content"] for message in self._messages]
+        contents = [message["content"] for message in self.messages]
         self._found = [each for each in template.looked_for if any(each in content for content in contents)]
         habits = habits or Habits(by_turn=True)
         self._habits = habits.of_row(alike=not self._found) if row else habits
         self._by_id = self._habits.names_calls_by_id
 
+    @property
+    def text(self) -> str:
+        return self._first_rendering[0]
+
+    @property
+    def tagged(self) -> list[Span]:
+        """The spans in `{% generation %}`."""
+        return self._first_rendering[1]
+
+    def trained(self, loss: Loss) -> tuple[str, list[Span] | None]:
+        """Return the text, and the spans that are trained on (None: all of it). Raises RowError."""
+        check_unicode(self.text, f"{self._conversation.where}: the conversation")
+        self.check_nothing_is_ignored()
+        spans = self._spans(loss)
+        return self.text + self.added, spans
+
+    def _spans(self, loss: Loss) -> list[Span] | None:
+        conversation = self._conversation
+        muted = [index for index, train in enumerate(conversation.train) if not train]
+        if loss == "all":
+            self.add_end()
+            return self.without(muted) if muted else None
+        wanted = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if loss == "last_turn":
+            wanted = wanted[-1:]
+        if self.template.tags and loss == "assistant" and not any(index in wanted for index in muted):
+            return _joined(self.tagged)
+        return _joined([span for i in wanted if i not in muted for span in self.turn(i)])
+
+    @cached_property
     def _first_rendering(self) -> tuple[str, list[Span]]:
+        if self.ahead is not None:
+            return self.ahead
         # DeepSeek's templates join arguments to other text, so they must be text already. Others write them as JSON.
-        if self._newer and any(map(_calls, self._messages)):
+        if self._newer and any(map(_calls, self.messages)):
             with suppress(Refused):
-                return self._rendered(self._messages, self._tools)
-            as_text = [with_arguments_as_text(message) for message in self._messages]
+                return self._rendered(self.messages, self.tools)
+            as_text = [with_arguments_as_text(message) for message in self.messages]
             with suppress(Refused):
-                rendered = self._rendered(as_text, self._tools)
-                self._messages = as_text
+                rendered = self._rendered(as_text, self.tools)
+                self.messages = as_text
                 return rendered
-        return self._render(self._messages)
+        return self._render(self.messages)
 
     def without(self, messages: Sequence[int]) -> list[Span]:
         """Return all of the text except these messages: whole turns of the assistant, only the words of other roles."""
@@ -229,7 +262,7 @@ class Rendering:
 
     def turn(self, index: int) -> list[Span]:
         """Return the spans that the assistant produces in message `index`."""
-        if self._template.tags:
+        if self.template.tags:
             return self._tagged_by_message.get(index, [])
         place = self._places.of(index)
         if place is None:
@@ -246,8 +279,8 @@ class Rendering:
 
     def add_end(self) -> None:
         """Add an end to the last turn if the template leaves it to a message that does not follow."""
-        index = len(self._messages) - 1
-        if not self._newer or not self._habits.open_ended or self._messages[index]["role"] != "assistant":
+        index = len(self.messages) - 1
+        if not self._newer or not self._habits.open_ended or self.messages[index]["role"] != "assistant":
             return
         if (place := self._places.of(index)) is not None:
             self._end(index, *place[1:])
@@ -257,20 +290,25 @@ class Rendering:
         conversation = self._conversation
         if conversation.tools is None and has_all_contents_in_order(conversation.messages, self.text):
             return
-        ignored = lost_content(conversation, self._marked_text, self._template.words) or self._lost_call()
+        ignored = lost_content(conversation, self._marked_text, self.template.words) or self._lost_call()
         if ignored is None and conversation.tools is not None:
-            with suppress(Refused):
-                if self._rendered(self._messages, None)[0] == self.text:
-                    ignored = "the tools"
+            looks = ("tools", self._looks(0), self._looks(1))
+            ignored = "the tools" if self._habits.ask(looks, self._ignores_tools) else None
         if ignored is not None:
             raise self._error(
                 f"the chat template leaves out {ignored}, which would be lost; remove it from the row, or name a "
                 f"template that renders it in data.chat_template{self._unread()}"
             )
 
+    def _ignores_tools(self) -> bool:
+        try:
+            return self._rendered(self.messages, None)[0] == self.text
+        except Refused:
+            return False
+
     def _lost_call(self) -> str | None:
         # Where a call's name is written again in front of its result, it may stand for a lost call.
-        for index, calls in enumerate(map(_calls, self._messages)):
+        for index, calls in enumerate(map(_calls, self.messages)):
             if self._newer and len(calls) > 1 and self._names_in(index) < 2 * len(calls):
                 return f"tool_calls of {self._conversation.place(index)}"
         return None
@@ -282,7 +320,7 @@ class Rendering:
             marks = take_marks(self._render(self._marked[: index + 1])[0])[1]
             return sum((mark.message, mark.kind) == (index, "tool_calls") for mark in marks)
 
-        looks = ("names", len(_calls(self._messages[index])), self._looks(index - 1), self._looks(index))
+        looks = ("names", len(_calls(self.messages[index])), self._looks(index - 1), self._looks(index))
         return int(self._habits.ask(looks, find))
 
     def _unread(self) -> str:
@@ -294,11 +332,11 @@ class Rendering:
     @cached_property
     def _marked_text(self) -> str:
         text = self._render(self._marked)[0]
-        if not self._newer or self._by_id or not any(map(_calls, self._messages)) or "tool_calls" in kinds_in(text):
+        if not self._newer or self._by_id or not any(map(_calls, self.messages)) or "tool_calls" in kinds_in(text):
             return text
         with suppress(Refused):
-            marked = [with_marks(message, index, by_id=True) for index, message in enumerate(self._messages)]
-            by_id = self._rendered(marked, self._tools)[0]
+            marked = [with_marks(message, index, by_id=True) for index, message in enumerate(self.messages)]
+            by_id = self._rendered(marked, self.tools)[0]
             if "tool_calls" in kinds_in(by_id) and take_marks(by_id)[0] == self.text:
                 self._marked, self._habits.names_calls_by_id = marked, True
                 return by_id
@@ -319,11 +357,11 @@ class Rendering:
 
         gpt-oss writes the name once more in front of the result, which is another message's.
         """
-        found = [0] * len(self._messages)
+        found = [0] * len(self.messages)
         for mark in marks:
             found[mark.message] += mark.kind == "tool_calls"
         if self._newer:
-            for index, calls in enumerate(map(_calls, self._messages)):
+            for index, calls in enumerate(map(_calls, self.messages)):
                 found[index] = found[index] if found[index] <= 2 * len(calls) else self._names_in(index)
         return found
 
@@ -334,7 +372,7 @@ class Rendering:
                 "the text has private-use characters (U+F0000 to U+FFFFD), which are used here to find the assistant's "
                 "turns; remove them or the row"
             )
-        return [with_marks(message, index, by_id=self._by_id) for index, message in enumerate(self._messages)]
+        return [with_marks(message, index, by_id=self._by_id) for index, message in enumerate(self.messages)]
 
     @cached_property
     def _tagged_by_message(self) -> dict[int, list[Span]]:
@@ -359,9 +397,9 @@ class Rendering:
 
     def _looks(self, index: int) -> Key:
         """Return what message `index` looks like to a template."""
-        if index < 0 or index >= len(self._messages):
+        if index < 0 or index >= len(self.messages):
             return ()
-        message = self._messages[index]
+        message = self.messages[index]
         content = message["content"]
         parts = tuple(key for key in ("tool_calls", "reasoning_content") if key in message)
         return message["role"], bool(content.strip()), parts, tuple(each for each in self._found if each in content)
@@ -399,7 +437,7 @@ class Rendering:
             return start
         is_open = _ENDS_IN_THOUGHT.search(self.text, anchor, start) is not None
         pattern = _REST_OF_THOUGHT if is_open else _EMPTY_THOUGHT
-        found = pattern.match(self.text, start, self._content_begins(index, start, first))
+        found = pattern.match(self.text, start, first)
         return start if found is None else found.end()
 
     def _behind_other_thought(self, index: int, anchor: int, asked: str, first: int) -> int | None:
@@ -411,24 +449,17 @@ class Rendering:
         begin = anchor + (len(asked) if tail is None else tail.start())
         if tail is None or self._has_thought(index) or not self.text.startswith(asked[: tail.start()], anchor):
             return None
-        end = self._content_begins(index, begin, first)
-        found = _EMPTY_THOUGHT.match(self.text, begin, end) or _END_OF_THOUGHT.match(self.text, begin, end)
+        found = _EMPTY_THOUGHT.match(self.text, begin, first) or _END_OF_THOUGHT.match(self.text, begin, first)
         return None if found is None else found.end()
 
     def _has_thought(self, index: int) -> bool:
-        return _IS_THOUGHT.match(self._messages[index]["content"]) is not None
-
-    def _content_begins(self, index: int, start: int, first: int) -> int:
-        """Return where a message's content begins: white space at its start is in front of its mark."""
-        content = self._messages[index]["content"]
-        white = content[: len(content) - len(content.lstrip())]
-        return first - len(white) if white and self.text.endswith(white, start, first) else first
+        return _IS_THOUGHT.match(self.messages[index]["content"]) is not None
 
     def _header_of_words(self, index: int) -> str:
         """Return the text before message `index` as it would be if that had only words, no call and no reasoning."""
         words = with_marks({"role": "assistant", "content": "Yes."}, index)
         try:
-            text, _ = self._rendered([*self._marked[:index], words, *self._marked[index + 1 :]], self._tools)
+            text, _ = self._rendered([*self._marked[:index], words, *self._marked[index + 1 :]], self.tools)
         except Refused:
             return ""
         text, marks = take_marks(text)
@@ -437,7 +468,7 @@ class Rendering:
 
     def _end(self, index: int, last: int, kind: str) -> int:
         """Return the place after the text that closes the turn, whether the conversation ends there or goes on."""
-        is_last = index + 1 == len(self._messages)
+        is_last = index + 1 == len(self.messages)
         behind = self.text[last : self._places.after(index)]
         looks = (kind, behind, self._looks(index), self._looks(index - 1), self._looks(index + 1))
         if is_last:
@@ -446,7 +477,7 @@ class Rendering:
             looked = (kind, closing, self._looks(index))
             onward = self._habits.ask(("onward", *looked), lambda: self._if_asked_again(index))
         else:
-            closing, is_own = self._habits.ask(("end", *looks), lambda: self._closing(index))
+            closing, is_own = self._closing_before(index, behind, looks)
             onward = self.text[last:]
         if not is_own:
             raise self._unclear(index, "differently with and without the messages after it")
@@ -462,7 +493,8 @@ class Rendering:
             elif self._newer and witness != closing and self._is_special(closing) and self._is_special(onward):
                 # gpt-oss: a model that stops writes the end of the last turn, and never the one that is put in its
                 # place when the conversation goes on.
-                closing = self._ends_in(closing) if is_last else ""
+                white = closing[: len(closing) - len(closing.lstrip())]  # the content's own
+                closing = self._ends_in(closing) if is_last else white
             else:
                 raise self._unclear(index, "with a different end when the conversation goes on")
         # The line break after the end of a turn is not the assistant's, unless nothing else ends the turn.
@@ -470,10 +502,10 @@ class Rendering:
 
     def _open_end(self, index: int, closing: str, onward: str | None) -> int:
         """Return the length of the end of a turn that only the next message ends, with what that begins with."""
-        is_last = index + 1 == len(self._messages)
-        if not is_last and self._messages[index + 1]["role"] == "assistant":
+        is_last = index + 1 == len(self.messages)
+        if not is_last and self.messages[index + 1]["role"] == "assistant":
             return len(closing.rstrip() or closing)  # it goes on
-        if is_last and _calls(self._messages[index]):
+        if is_last and _calls(self.messages[index]):
             looked = ("result", closing, self._looks(index))
             onward = self._habits.ask(looked, lambda: self._if_asked_again(index, result=True)) or onward
         onward = onward or ""
@@ -493,6 +525,35 @@ class Rendering:
             return len(closing) + len(self.added)
         return found.end()
 
+    def _closing_before(self, index: int, behind: str, looks: Key) -> tuple[str, bool]:
+        """Return what `_closing` does for a message with others behind it; `behind`: the text up to their first mark."""
+        if looks[0] != "tool_calls":
+            found: tuple[str, bool] = self._habits.ask(("end", *looks), lambda: self._closing(index))
+            return found
+
+        # Behind a call's name are its arguments, which differ from call to call: what comes after the end does not, but
+        # for what it says of the call that the next message is the result of.
+        after = self.messages[index + 1]
+        call = _calls(self.messages[index])[0] if _calls(self.messages[index]) else after
+        shown = [after.get("tool_call_id"), after.get("name") or call.get("function", {}).get("name")]
+        own = {mark: each for mark, each in zip(_CALL, shown, strict=True) if isinstance(each, str) and each}
+        for mark, each in own.items():
+            behind = behind.replace(each, mark)
+
+        def find() -> tuple[str | None, bool]:
+            closing, is_own = self._closing(index)
+            for mark, each in own.items():
+                closing = closing.replace(each, mark)
+            return (behind[len(closing) :] if behind.startswith(closing) else None), is_own
+
+        rest, is_own = self._habits.ask(("rest", looks[0], *looks[2:]), find)
+        if rest is None or not behind.endswith(rest):
+            return self._closing(index)
+        closing = behind[: len(behind) - len(rest)]
+        for mark, each in own.items():
+            closing = closing.replace(mark, each)
+        return closing, is_own
+
     def _closing(self, index: int, *, prompt: bool = False) -> tuple[str, bool]:
         """Return what follows message `index` if the conversation ends there, and whether its mark is the last."""
         closing, mark = after_last_mark(self._render(self._marked[: index + 1], prompt=prompt)[0])
@@ -502,11 +563,11 @@ class Rendering:
         """Return what follows the last message if the user asks again, or the last of its calls has a result."""
         more: dict[str, Any] = {"role": "user", "content": _ASKED}
         if result:
-            call = _calls(self._messages[index])[-1]
+            call = _calls(self.messages[index])[-1]
             more = {"role": "tool", "content": _ASKED, "name": call["function"]["name"]}
             more |= {"tool_call_id": call["id"]} if "id" in call else {}
         try:
-            text, _ = self._rendered([*self._marked, more], self._tools)
+            text, _ = self._rendered([*self._marked, more], self.tools)
         except Refused:
             return None
         text, marks = take_marks(text)
@@ -532,7 +593,7 @@ class Rendering:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
         try:
-            return self._rendered(messages, self._tools, prompt=prompt)
+            return self._rendered(messages, self.tools, prompt=prompt)
         except Refused as refused:
             roles = ", ".join(message["role"] for message in messages) or "none"
             raise self._error(
@@ -544,7 +605,7 @@ class Rendering:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         try:
-            return self._template.render(messages, tools, prompt=prompt)
+            return self.template.render(messages, tools, prompt=prompt)
         except TooMuchWork as error:
             raise TooMuchWork(f"{self._conversation.where}: {error}") from None
 
