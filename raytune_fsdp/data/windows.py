@@ -138,7 +138,7 @@ class Windows:
 
     def _lowest_order(self, formatters: Sequence[Formatter]) -> int:
         """Return the lowest version that gives these rows in their order."""
-        lowest = max(each.order_version for each in (*self.sources, *formatters))
+        lowest = max(*(source.order_version for source in self.sources), *(each.order_version for each in formatters))
         in_order = self.data.shuffle == "none" and self.data.packing == "best_fit"
         return max(lowest, THIRD_ORDER if in_order else OLDEST_ORDER)
 

@@ -512,7 +512,7 @@ STRUCTURES["qwen 3.5, prompt opens the thought"] = Structure(
         "",
         "{%- elif loop.index0 > ns.last -%}{{ '<think>\n\n</think>\n\n' }}",
         PARAMETERS,
-        prompt="<|im_start|>assistant\n' ~ ('<think>\n\n</think>\n\n' if enable_thinking is false else '<think>\n') ~ '",
+        prompt="<|im_start|>assistant\n<think>\n' ~ ('\n</think>\n\n' if enable_thinking is false) ~ '",
     ),  # fmt: skip
     _thinking(
         header="<|im_start|>{r}\n",

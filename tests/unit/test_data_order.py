@@ -62,13 +62,13 @@ def test_outside_of_the_range(index: int) -> None:
 
 def test_what_a_run_gains_is_read_by_the_newest_version_of_its_beginning() -> None:
     for begun_with, newest, rules, versions in (
-        (None, None, 4, [2, 3, 4]),  # a new run: the lowest that gives its rows
+        (None, None, 5, [2, 3, 4]),  # a new run: the lowest that gives its rows
         (2, None, 2, [2, 2, 2]),  # of an older tree, which did not say what it knew
         (2, 3, 3, [2, 3, 3]),
         (2, 4, 4, [2, 3, 4]),
         (3, 4, 4, [3, 3, 4]),  # what it had then may need less than the run as a whole
         (4, 3, 4, [4, 4, 4]),
-        (99, 4, 4, [2, 3, 4]),  # one that there is not here: refused by its identity
+        (99, 4, 5, [2, 3, 4]),  # one that there is not here: refused by its identity
     ):
         order = Order.of(begun_with, newest)
         assert (order.rules, [order.version(lowest) for lowest in (2, 3, 4)]) == (rules, versions), (begun_with, newest)

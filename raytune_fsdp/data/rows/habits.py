@@ -49,6 +49,10 @@ class Habits:
         made.names_calls_by_id, made.open_ended = self.names_calls_by_id, self.open_ended
         return made
 
+    def known(self, key: Key) -> Any:
+        """Return what is known of this, or None."""
+        return self._known.get(key)
+
     def ask(self, key: Key, find: Callable[[], Any]) -> Any:
         """Return what is known of turns that look like this, or find it."""
         if key in self._known:

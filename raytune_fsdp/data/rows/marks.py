@@ -110,6 +110,8 @@ class Places:
     def __init__(self, marks: Sequence[Mark], names: Sequence[int]) -> None:
         """`names`: how many marks at names of functions belong to each message; any after them are in later ones."""
         many = len(names)
+        self.final = marks[-1].message if marks else None
+        """The message with the last mark."""
         self._first, self._last = [_NOWHERE] * many, [-1] * many
         self._kind = [""] * many
         self._before: list[Mark | None] = [None] * (many + 1)

@@ -81,12 +81,12 @@ class RowKeys(Formatter):
         """Return the keys of each row; zeros for a row that becomes no document."""
         return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
 
-    def _key(self, item: RowText | Document | RowError) -> Keys:
-        if isinstance(item, RowError):
-            return _NO_KEY
+    def _key(self, item: object) -> Keys:
         if isinstance(item, Document):
             exact = token_key(item)
             return xxhash.xxh3_64_intdigest(exact) or 1, exact
+        if not isinstance(item, RowText):
+            return _NO_KEY
         # Surrogates are refused where a row is rendered.
         content = f"{item.spans}{item.plain}{item.literals}\0{item.text}".encode("utf-8", "surrogatepass")
         # A text that ends with its end token gets no second one.

@@ -28,7 +28,7 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from raytune_fsdp.base.errors import RowError
@@ -105,6 +105,7 @@ def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tool
         with suppress(RowError):
             rendering = Rendering(template, conversation, special, newer=newer, habits=habits, row=False)
             rendering.check_nothing_is_ignored()
+            rendering.note_gaps()
             for index, message in enumerate(conversation.messages):
                 if message["role"] == "assistant":
                     with suppress(RowError):
@@ -143,7 +144,25 @@ def _samples(*, tools: bool) -> list[Conversation]:
     reasons = [
         {**message, "reasoning_content": "I see."} if message["role"] == "assistant" else message for message in kinds
     ]
-    found = [kinds[:2], kinds, reasons, [system, *kinds], [*call, *kinds], again, both, thought, said, call[:2]]
+    longer = [*kinds, _user("Is it?"), _answer("Yes.")]
+    found = [
+        kinds[:2],
+        kinds[:3],
+        kinds,
+        longer,
+        longer[:5],
+        reasons,
+        [system, *kinds],
+        [system, *kinds[:2]],
+        [system, *longer],
+        [system, *kinds[:3]],
+        [*call, *kinds],
+        again,
+        both,
+        thought,
+        said,
+        call[:2],
+    ]
     schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _NO_PARAMETERS}}
     given = [schema] if tools else None
     return [Conversation(each, [True] * len(each), given, "a sample", "messages") for each in found]
@@ -288,7 +307,9 @@ class Rendering:
     def check_nothing_is_ignored(self) -> None:
         """Refuse a row with content that is not in the text: it would be lost silently."""
         conversation = self._conversation
-        if conversation.tools is None and has_all_contents_in_order(conversation.messages, self.text):
+        if conversation.tools is None and (
+            has_all_contents_in_order(conversation.messages, self.text) or self._known_places is not None
+        ):
             return
         ignored = lost_content(conversation, self._marked_text, self.template.words) or self._lost_call()
         if ignored is None and conversation.tools is not None:
@@ -343,7 +364,45 @@ class Rendering:
         return text
 
     @cached_property
+    def _known_places(self) -> Places | None:
+        """Where messages of words alone are, if the text is these words and, between them, what the template writes."""
+        gaps = [self._habits.known(key) for key in self._gap_keys]
+        if None in gaps or not gaps or has_marks(self.text):
+            return None
+        marks, at = [], 0
+        for index, (gap, message) in enumerate(zip(gaps, self.messages, strict=False)):
+            content = message["content"]
+            start = at + len(gap)
+            at = start + len(content)
+            if content != content.strip() or self.text[start - len(gap) : at] != gap + content:
+                return None
+            marks += [Mark(start, index, "content"), Mark(at, index, "content")]
+        return Places(marks, [0] * len(self.messages)) if self.text[at:] == gaps[-1] else None
+
+    @property
+    def _gap_keys(self) -> list[Key]:
+        """What decides the texts between messages; empty if any has more than words."""
+        if any(len(message) > 2 or not message["content"] for message in self.messages):
+            return []
+        roles = ["", *(message["role"] for message in self.messages), ""]
+        many = len(roles) - 1
+        return [("gap", min(i, 2), min(many - 1 - i, 3), *roles[i : i + 2]) for i in range(many)]
+
+    def note_gaps(self) -> None:
+        """Note what the template writes between the messages of a sample."""
+        keys = self._gap_keys
+        at = 0
+        for index, key in enumerate(keys):
+            place = self._places.of(index) if index < len(self.messages) else None
+            first, last = (len(self.text), 0) if place is None else place[:2]
+            gap = self.text[at:first]
+            self._habits.ask(key, partial(str, gap))
+            at = last
+
+    @cached_property
     def _places(self) -> Places:
+        if self._known_places is not None:
+            return self._known_places
         text, marks = take_marks(self._marked_text)
         if text != self.text:
             raise self._error(
@@ -472,8 +531,7 @@ class Rendering:
         behind = self.text[last : self._places.after(index)]
         looks = (kind, behind, self._looks(index), self._looks(index - 1), self._looks(index + 1))
         if is_last:
-            closing, mark = after_last_mark(self._marked_text)
-            is_own = mark is not None and mark[0] == index
+            closing, is_own = self.text[last:], self._places.final == index
             looked = (kind, closing, self._looks(index))
             onward = self._habits.ask(("onward", *looked), lambda: self._if_asked_again(index))
         else:
@@ -526,7 +584,7 @@ class Rendering:
         return found.end()
 
     def _closing_before(self, index: int, behind: str, looks: Key) -> tuple[str, bool]:
-        """Return what `_closing` does for a message with others behind it; `behind`: the text up to their first mark."""
+        """Return what `_closing` does for a message with others behind it. `behind`: the text up to their mark."""
         if looks[0] != "tool_calls":
             found: tuple[str, bool] = self._habits.ask(("end", *looks), lambda: self._closing(index))
             return found

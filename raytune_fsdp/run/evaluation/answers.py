@@ -139,8 +139,8 @@ def errors_of_generate(model: PreTrainedModel) -> Iterator[None]:
 def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what ends an answer, and what follows it, for `generate`.
 
-    The end is the tokenizer's end token, or the token with which its chat template ends a turn (or begins the next one, if
-    nothing else ends it): some models have both.
+    The end is the tokenizer's end token, or the token with which its chat template ends a turn: some models have both.
+    If nothing ends a turn there, it is the token with which the next one begins.
     """
     tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
