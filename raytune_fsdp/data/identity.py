@@ -64,15 +64,6 @@ def identity_of_windows(
         for key, value in source.selection.items()
         if value != ABSENT[f"datasets.{key}"]
     }
-    templates = {
-        f"datasets.{i}.{key}": value
-        for i, dataset in enumerate(datasets)
-        for key, value in {
-            "chat_template": None if dataset.chat_template is None else load_template(dataset.chat_template),
-            "chat_template_kwargs": dataset.chat_template_kwargs,
-        }.items()
-        if value != ABSENT[f"datasets.{key}"]
-    }
     mixture = {f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)}
     return {
         "order_version": order_version,
@@ -84,7 +75,7 @@ def identity_of_windows(
         **modules,
         **columnar,
         **selections,
-        **templates,
+        **_templates_of(datasets),
         **mixture,
         "tokenizer": _tokenizer_fingerprint(tokenizer),
         "chat_template": None if data.chat_template is None else load_template(data.chat_template),
@@ -95,6 +86,17 @@ def identity_of_windows(
         # a window that skipped rows is refused where bad rows are errors.
         **named("data", data, exclude=set(DataConfig.model_fields) - _DECIDING),
     }
+
+
+def _templates_of(datasets: Sequence[DatasetConfig]) -> dict[str, Any]:
+    """Return the entries for templates of datasets of their own."""
+    found = {}
+    for i, dataset in enumerate(datasets):
+        text = None if dataset.chat_template is None else load_template(dataset.chat_template)
+        for key, value in {"chat_template": text, "chat_template_kwargs": dataset.chat_template_kwargs}.items():
+            if value != ABSENT[f"datasets.{key}"]:
+                found[f"datasets.{i}.{key}"] = value
+    return found
 
 
 def files_by_key(sources: Sequence[Source]) -> dict[str, list[str]]:

@@ -83,17 +83,16 @@ class Windows:
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
         self.sources = sources or open_sources(datasets, data, cache, progress, order.rules)
+        options: Any = {"tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules}
         formatters = [
             Formatter(
-                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=TemplateChoice.of(data, dataset),
-                columnar=source.columnar, special_tokens=data.special_tokens_in_text, order=order.rules,
+                dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar,
+                special_tokens=data.special_tokens_in_text, **options,
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
         self._formatters: list[Formatter] | bytes = formatters
-        self.order_version = order.version(self._lowest_order(formatters))
-        for formatter in formatters:
-            formatter.read_by(self.order_version)
+        self.order_version = self._lowest_order(formatters, order)
         self.unread = unread_columns(datasets, self.sources, self.order_version)
         """Well-known columns that are not read."""
         with_modules = try_functions(formatters, self.sources, order.rules)
@@ -101,8 +100,7 @@ class Windows:
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
-        blocks = [source.blocks for source in self.sources]
-        self._mixture = Mixture(blocks, weights, shuffle=data.shuffle, seed=seed)
+        self._mixture = Mixture([each.blocks for each in self.sources], weights, shuffle=data.shuffle, seed=seed)
         self.repeats = self._mixture.repeats if data.reshuffle == "auto" else data.reshuffle == "windows"
         """Whether every epoch has the same windows."""
         self.weights = tuple(map(float, weights))
@@ -113,7 +111,7 @@ class Windows:
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
         )  # fmt: skip
         """Everything that decides the windows, by name."""
-        about = {"datasets": self.names, "sources": [source.label for source in self.sources], "seq_len": self.seq_len}
+        about = {"datasets": self.names, "sources": [each.label for each in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
         if with_modules:
             self.raise_order(FOURTH_ORDER)
@@ -136,11 +134,14 @@ class Windows:
     def fingerprint(self) -> str:
         return self.cache.fingerprint
 
-    def _lowest_order(self, formatters: Sequence[Formatter]) -> int:
-        """Return the lowest version that gives these rows in their order."""
-        lowest = max(*(source.order_version for source in self.sources), *(each.order_version for each in formatters))
+    def _lowest_order(self, formatters: Sequence[Formatter], order: Order) -> int:
+        """Return the lowest version that gives these rows in their order, and have them read by it."""
+        lowest = [*(source.order_version for source in self.sources), *(each.order_version for each in formatters)]
         in_order = self.data.shuffle == "none" and self.data.packing == "best_fit"
-        return max(lowest, THIRD_ORDER if in_order else OLDEST_ORDER)
+        version = order.version(max(*lowest, THIRD_ORDER if in_order else OLDEST_ORDER))
+        for formatter in formatters:
+            formatter.read_by(version)
+        return version
 
     @property
     def seq_len(self) -> int:

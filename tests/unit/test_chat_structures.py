@@ -17,8 +17,9 @@ from raytune_fsdp.config import ChatFormat
 from raytune_fsdp.data.mixture import FIFTH_ORDER, FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.learn import learn
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice
-from raytune_fsdp.data.rows.turns import learn, trained_spans
+from raytune_fsdp.data.rows.turns import trained_spans
 from raytune_fsdp.demo import CONVERSATIONS
 from raytune_fsdp.demo.make_tokenizer import texts
 from tests.unit.chat_structures import STRUCTURES, Messages, conversations

@@ -26,9 +26,10 @@ from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
 from raytune_fsdp.data.rows.habits import Habits
+from raytune_fsdp.data.rows.learn import learn, needs_newer
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
-from raytune_fsdp.data.rows.turns import Loss, Rendering, learn, needs_newer, render_ahead, trained_spans
+from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import shorten
 

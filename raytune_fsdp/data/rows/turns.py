@@ -28,7 +28,7 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from raytune_fsdp.base.errors import RowError
@@ -48,19 +48,13 @@ from raytune_fsdp.data.rows.marks import (
 )
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
+from raytune_fsdp.data.rows.thoughts import begins_with_thought, behind_other_thought, behind_thought
 
 Loss = Literal["assistant", "last_turn", "all"]
 
 _AHEAD = 32
 _CALL = ("\U0010fffb", "\U0010fffc")
 _ASKED = "Go on."
-_THOUGHT = r"[<\[][^<>\[\]\s]*(?:think|thought|reason)[^<>\[\]\s]*[>\]]"
-_EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT}\s*", re.IGNORECASE)
-_END_OF_THOUGHT = re.compile(rf"\s*(?=..?/|<\|END){_THOUGHT}\s*", re.IGNORECASE)
-_IS_THOUGHT = re.compile(rf"\s*{_THOUGHT}", re.IGNORECASE)
-_ENDS_IN_THOUGHT = re.compile(rf"(?:\s*{_THOUGHT})+\s*\Z", re.IGNORECASE)
-_REST_OF_THOUGHT = re.compile(rf"\s*{_THOUGHT}\s*", re.IGNORECASE)
-
 _WAY_OUT = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "
     "and name that file in data.chat_template"
@@ -97,96 +91,7 @@ def render_ahead(renderings: Sequence[Rendering]) -> None:
                 rendering.ahead = ahead
 
 
-@lru_cache(maxsize=16)  # thousands of datasets may have one template
-def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tools: bool) -> Habits:
-    """Return what a template does around turns, from conversations of our own. `tools`: whether they have tools."""
-    habits = Habits(by_turn=True)
-    for conversation in _samples(tools=tools) if not template.tags else []:
-        with suppress(RowError):
-            rendering = Rendering(template, conversation, special, newer=newer, habits=habits, row=False)
-            rendering.check_nothing_is_ignored()
-            rendering.note_gaps()
-            for index, message in enumerate(conversation.messages):
-                if message["role"] == "assistant":
-                    with suppress(RowError):
-                        rendering.turn(index)
-    return habits.learned()
-
-
-@lru_cache(maxsize=16)
-def needs_newer(template: ChatTemplate, special: tuple[str, ...], *, tools: bool, everything: bool = False) -> bool:
-    """Return whether the rules of version 5 of the order change what is trained on. `everything`: all tokens are."""
-
-    def outcomes(newer: bool) -> list[Any]:
-        habits = learn(template, special, newer=newer, tools=tools).by_turn()
-        found: list[Any] = []
-        for conversation in _samples(tools=tools):
-            try:
-                options: Any = {"special": special, "newer": newer, "habits": habits}
-                loss: Any = "all" if everything else "assistant"
-                found.append(trained_spans(template, conversation, loss=loss, **options))
-            except RowError:
-                found.append(None)
-        return found
-
-    return outcomes(newer=True) != outcomes(newer=False)
-
-
-def _samples(*, tools: bool) -> list[Conversation]:
-    """Return conversations with what those of agents have: calls, several at once, and reasoning between them."""
-    kinds = [_user("Is it?"), _answer("Yes."), _user("Why is it?"), _answer("It is so.")]
-    call = [_user("What is it like there?"), _answer("", 1), _result(1), _answer("It rains.")]
-    again = [*call[:-1], _answer("", 2), _result(2), _answer("It is cold.")]
-    both = [_user("And both?"), _answer("", 3, 4), _result(3), _result(4), _answer("It rains there, and is cold.")]
-    thought = [{**message, "reasoning_content": "I look."} if _calls(message) else message for message in again]
-    said = [{**message, "content": "I look."} if _calls(message) else message for message in again]
-    system = {"role": "system", "content": "Be brief."}
-    reasons = [
-        {**message, "reasoning_content": "I see."} if message["role"] == "assistant" else message for message in kinds
-    ]
-    longer = [*kinds, _user("Is it?"), _answer("Yes.")]
-    found = [
-        kinds[:2],
-        kinds[:3],
-        kinds,
-        longer,
-        longer[:5],
-        reasons,
-        [system, *kinds],
-        [system, *kinds[:2]],
-        [system, *longer],
-        [system, *kinds[:3]],
-        [*call, *kinds],
-        again,
-        both,
-        thought,
-        said,
-        call[:2],
-    ]
-    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _NO_PARAMETERS}}
-    given = [schema] if tools else None
-    return [Conversation(each, [True] * len(each), given, "a sample", "messages") for each in found]
-
-
-_NO_PARAMETERS = {"type": "object", "properties": {}}
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _answer(text: str, *calls: int) -> dict[str, Any]:
-    made = [
-        {"type": "function", "id": f"look00000{each}", "function": {"name": "look", "arguments": {}}} for each in calls
-    ]
-    return {"role": "assistant", "content": text, **({"tool_calls": made} if made else {})}
-
-
-def _result(call: int) -> dict[str, Any]:
-    return {"role": "tool", "content": f"result {call}", "name": "look", "tool_call_id": f"look00000{call}"}
-
-
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = message.get("tool_calls", [])
     return calls
 
@@ -255,7 +160,7 @@ class Rendering:
         if self.ahead is not None:
             return self.ahead
         # DeepSeek's templates join arguments to other text, so they must be text already. Others write them as JSON.
-        if self._newer and any(map(_calls, self.messages)):
+        if self._newer and any(map(calls_of, self.messages)):
             with suppress(Refused):
                 return self._rendered(self.messages, self.tools)
             as_text = [with_arguments_as_text(message) for message in self.messages]
@@ -329,7 +234,7 @@ class Rendering:
 
     def _lost_call(self) -> str | None:
         # Where a call's name is written again in front of its result, it may stand for a lost call.
-        for index, calls in enumerate(map(_calls, self.messages)):
+        for index, calls in enumerate(map(calls_of, self.messages)):
             if self._newer and len(calls) > 1 and self._names_in(index) < 2 * len(calls):
                 return f"tool_calls of {self._conversation.place(index)}"
         return None
@@ -341,7 +246,7 @@ class Rendering:
             marks = take_marks(self._render(self._marked[: index + 1])[0])[1]
             return sum((mark.message, mark.kind) == (index, "tool_calls") for mark in marks)
 
-        looks = ("names", len(_calls(self.messages[index])), self._looks(index - 1), self._looks(index))
+        looks = ("names", len(calls_of(self.messages[index])), self._looks(index - 1), self._looks(index))
         return int(self._habits.ask(looks, find))
 
     def _unread(self) -> str:
@@ -353,7 +258,7 @@ class Rendering:
     @cached_property
     def _marked_text(self) -> str:
         text = self._render(self._marked)[0]
-        if not self._newer or self._by_id or not any(map(_calls, self.messages)) or "tool_calls" in kinds_in(text):
+        if not self._newer or self._by_id or not any(map(calls_of, self.messages)) or "tool_calls" in kinds_in(text):
             return text
         with suppress(Refused):
             marked = [with_marks(message, index, by_id=True) for index, message in enumerate(self.messages)]
@@ -420,7 +325,7 @@ class Rendering:
         for mark in marks:
             found[mark.message] += mark.kind == "tool_calls"
         if self._newer:
-            for index, calls in enumerate(map(_calls, self.messages)):
+            for index, calls in enumerate(map(calls_of, self.messages)):
                 found[index] = found[index] if found[index] <= 2 * len(calls) else self._names_in(index)
         return found
 
@@ -478,41 +383,24 @@ class Rendering:
         if mark != seen or anchor > first:
             raise self._unclear(index, "differently with and without the messages after it")
         if self.text.startswith(asked, anchor):
-            return self._behind_thought(index, anchor, anchor + len(asked), first)
+            return self._begins(index, anchor, anchor + len(asked), first)
         # The generation prompt may go on after the header of this turn: DeepSeek's and Qwen3.5's also open the
         # reasoning, which earlier turns no longer have.
         if gap.strip() and asked.startswith(gap):
             return first
         header = self._habits.ask(("header", *looks), lambda: self._header_of_words(index))
         if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
-            return self._behind_thought(index, anchor, anchor + len(header), first)
-        if self._newer and (start := self._behind_other_thought(index, anchor, asked, first)) is not None:
-            return start
+            return self._begins(index, anchor, anchor + len(header), first)
+        if self._newer and not begins_with_thought(self.messages[index]["content"]):
+            start = behind_other_thought(self.text, anchor, asked, first)
+            if start is not None:
+                return start
         raise self._unclear(index, "after something other than the generation prompt")
 
-    def _behind_thought(self, index: int, anchor: int, start: int, first: int) -> int:
-        """Return the place behind an empty thought that the template has added between `start` and `first`."""
-        if not self._newer or start >= first or self._has_thought(index):
+    def _begins(self, index: int, anchor: int, start: int, first: int) -> int:
+        if not self._newer or start >= first or begins_with_thought(self.messages[index]["content"]):
             return start
-        is_open = _ENDS_IN_THOUGHT.search(self.text, anchor, start) is not None
-        pattern = _REST_OF_THOUGHT if is_open else _EMPTY_THOUGHT
-        found = pattern.match(self.text, start, first)
-        return start if found is None else found.end()
-
-    def _behind_other_thought(self, index: int, anchor: int, asked: str, first: int) -> int | None:
-        """Return the place behind an empty thought, where the generation prompt writes another one, or only begins it.
-
-        Nemotron's ends with <think> and a line break, and its turns begin with <think></think>.
-        """
-        tail = _ENDS_IN_THOUGHT.search(asked)
-        begin = anchor + (len(asked) if tail is None else tail.start())
-        if tail is None or self._has_thought(index) or not self.text.startswith(asked[: tail.start()], anchor):
-            return None
-        found = _EMPTY_THOUGHT.match(self.text, begin, first) or _END_OF_THOUGHT.match(self.text, begin, first)
-        return None if found is None else found.end()
-
-    def _has_thought(self, index: int) -> bool:
-        return _IS_THOUGHT.match(self.messages[index]["content"]) is not None
+        return behind_thought(self.text, anchor, start, first)
 
     def _header_of_words(self, index: int) -> str:
         """Return the text before message `index` as it would be if that had only words, no call and no reasoning."""
@@ -545,14 +433,14 @@ class Rendering:
             # Phi-3 ends a conversation with a token of its own, after the one that ends a turn. Only the special tokens
             # that both endings have are the turn's end.
             witness = self._habits.ask(("witness", *looks), lambda: self._closing(index, prompt=True)[0])
-            same = re.match(self._specials, os.path.commonprefix([closing, onward, witness]))
-            if witness != closing and same is not None:
-                closing = same.group()
-            elif self._newer and witness != closing and self._is_special(closing) and self._is_special(onward):
+            same, own = map(self._leading_specials, (os.path.commonprefix([closing, onward, witness]), closing))
+            if witness != closing and same:
+                closing = same
+            elif self._newer and witness != closing and own and self._leading_specials(onward):
                 # gpt-oss: a model that stops writes the end of the last turn, and never the one that is put in its
                 # place when the conversation goes on.
                 white = closing[: len(closing) - len(closing.lstrip())]  # the content's own
-                closing = self._ends_in(closing) if is_last else white
+                closing = own if is_last else white
             else:
                 raise self._unclear(index, "with a different end when the conversation goes on")
         # The line break after the end of a turn is not the assistant's, unless nothing else ends the turn.
@@ -563,7 +451,7 @@ class Rendering:
         is_last = index + 1 == len(self.messages)
         if not is_last and self.messages[index + 1]["role"] == "assistant":
             return len(closing.rstrip() or closing)  # it goes on
-        if is_last and _calls(self.messages[index]):
+        if is_last and calls_of(self.messages[index]):
             looked = ("result", closing, self._looks(index))
             onward = self._habits.ask(looked, lambda: self._if_asked_again(index, result=True)) or onward
         onward = onward or ""
@@ -592,7 +480,7 @@ class Rendering:
         # Behind a call's name are its arguments, which differ from call to call: what comes after the end does not, but
         # for what it says of the call that the next message is the result of.
         after = self.messages[index + 1]
-        call = _calls(self.messages[index])[0] if _calls(self.messages[index]) else after
+        call = calls_of(self.messages[index])[0] if calls_of(self.messages[index]) else after
         shown = [after.get("tool_call_id"), after.get("name") or call.get("function", {}).get("name")]
         own = {mark: each for mark, each in zip(_CALL, shown, strict=True) if isinstance(each, str) and each}
         for mark, each in own.items():
@@ -621,7 +509,7 @@ class Rendering:
         """Return what follows the last message if the user asks again, or the last of its calls has a result."""
         more: dict[str, Any] = {"role": "user", "content": _ASKED}
         if result:
-            call = _calls(self.messages[index])[-1]
+            call = calls_of(self.messages[index])[-1]
             more = {"role": "tool", "content": _ASKED, "name": call["function"]["name"]}
             more |= {"tool_call_id": call["id"]} if "id" in call else {}
         try:
@@ -641,13 +529,9 @@ class Rendering:
     def _specials(self) -> str:
         return rf"(?:\s*(?:{self._any_special}))+"
 
-    def _is_special(self, text: str) -> bool:
-        return re.match(self._specials, text) is not None
-
-    def _ends_in(self, closing: str) -> str:
-        found = re.match(self._specials, closing)
-        assert found is not None
-        return found.group()
+    def _leading_specials(self, text: str) -> str:
+        found = re.match(self._specials, text)
+        return "" if found is None else found.group()
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
         try:
