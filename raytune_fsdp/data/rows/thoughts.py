@@ -1,4 +1,4 @@
-"""Find an empty thought that a template writes by itself, such as <think></think> in front of an answer without reasoning.
+"""Find an empty thought that a template writes by itself, such as <think></think> before an answer without reasoning.
 
 A model that is trained on it learns not to think. White space behind it belongs to it.
 """
