@@ -113,6 +113,25 @@ def test_runs_of_before_and_new_ones_of_a_template_whose_ends_are_found_now(tmp_
     assert make_windows([rows], cache=tmp_path, seq_len=32).order_version == OLDEST_ORDER
 
 
+COUNTING = (
+    "{%- for m in messages -%}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|endoftext|>' }}{%- endfor -%}"
+    "{{ ('<|assistant|>' if messages | length < 9 else '<|user|>') if add_generation_prompt }}"
+)
+
+
+def test_template_that_is_not_alike_is_rendered_turn_by_turn(tmp_path: Path) -> None:
+    """Its generation prompt changes after eight messages, though its turns look the same: a row of data shows it."""
+    rows = rows_in(tmp_path, messages=TALK * 8)
+    template = template_in(tmp_path, "counting.jinja", COUNTING)
+    windows = make_windows([rows], cache=tmp_path, seq_len=256, chat_template=template, bad_rows="skip")
+    made = Formatter(ChatFormat(), tokenizer=demo_tokenizer(), vocab_size=5000, template=COUNTING)
+    (quick,) = made.documents([{"messages": TALK * 8}], ["row"])
+    made.render_by_turn()
+    (exact,) = made.documents([{"messages": TALK * 8}], ["row"])
+    assert not isinstance(quick, RowError) and isinstance(exact, RowError), "only known from the data"
+    assert windows.get(0, 0)[0].counts.datasets[0].dropped == {"template": 1}, "as if each turn were rendered"
+
+
 QWEN = STRUCTURES["qwen 3"]
 THOUGHT = {"role": "assistant", "content": "It is.", "reasoning_content": "Hm, so."}
 

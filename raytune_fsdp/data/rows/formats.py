@@ -177,6 +177,11 @@ class Formatter:
         self._habits.clear()
 
     @property
+    def templates(self) -> tuple[ChatTemplate, ...]:
+        """The templates of conversations without tools and with them; none if the format needs none."""
+        return tuple(self._templates)
+
+    @property
     def finds_turns(self) -> bool:
         """Whether turns are found by where the template puts messages."""
         return isinstance(self.format, ChatFormat) and not all(each.tags for each in self._templates)

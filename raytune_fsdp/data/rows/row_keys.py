@@ -24,6 +24,7 @@ from tokenizers.models import WordLevel, WordPiece
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import Format
+from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
 from raytune_fsdp.data.rows.turns import Loss
@@ -69,6 +70,8 @@ class RowKeys(Formatter):
         for each in (fields, fields.get("then") or {}):
             if each.get("reasoning") == "template":  # as before there was this field
                 del each["reasoning"]
+        if "order" in deciding:
+            deciding["order"] = min(deciding["order"], FOURTH_ORDER)  # later ones render rows in another way
         return {
             **deciding,
             "format": fields,
