@@ -53,8 +53,10 @@ from raytune_fsdp.data.rows.thoughts import begins_with_thought, behind_other_th
 Loss = Literal["assistant", "last_turn", "all"]
 
 _AHEAD = 32
-_CALL = ("\U0010fffb", "\U0010fffc")
+"""How many conversations are rendered in one request."""
 _ASKED = "Go on."
+_CALL = ("\U0010fffb", "\U0010fffc")
+"""Stand for the id and the name of a call."""
 _WAY_OUT = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in a copy of the template "
     "and name that file in data.chat_template"
