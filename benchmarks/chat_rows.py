@@ -1,13 +1,14 @@
-"""How fast conversations become token ids and masks, on one thread; beside another tree of this package.
+"""How fast conversations become token ids and masks; beside another tree of this package.
 
     python -m benchmarks.chat_rows --base DIR
 
-Processor time of one thread, for conversations of one to five turns with the demo's tokenizer: `rendering` is from a
-row to text and spans, `rows` is from a row to ids and labels; `tokenizer` is what its library alone does with those
-texts, from text to ids: no rendering can make rows faster than that. Each tree is measured in processes of its own that
-take turns. The shipped templates say themselves what is trained on (`{% generation %}`); without these tags, as most
-models' own templates are, each turn is found by rendering the conversation again. The trees must make the same
-documents.
+By the clock, with one thread for the tokenizer, for conversations of one to five turns, with the demo's tokenizer:
+`rows` is from a row to ids and labels, all in one call; `rendering` is from a row to text and spans, one by one;
+`tokenizer` is what its library alone does with those texts, from text to ids: no rendering can make rows faster than
+that. Not processor time: templates run in a process of their own, whose time would be missing. Each tree is measured in
+processes of its own that take turns. The shipped templates say themselves what is trained on (`{% generation %}`);
+without these tags, as most models' own templates are, each turn is found by where the template puts the messages. The
+trees must make the same documents.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def measure(many: int) -> dict[str, Any]:
-    """Rows a second of processor time, and a hash of the documents, by template."""
+    """Rows a second, and a hash of the documents, by template."""
     import xxhash
     from transformers import AutoTokenizer
 
@@ -109,9 +110,9 @@ def _rows(many: int) -> list[dict[str, Any]]:
 def _rate(rows: int, work: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(3):
-        start = time.process_time()
+        start = time.perf_counter()
         work()
-        seconds.append(time.process_time() - start)
+        seconds.append(time.perf_counter() - start)
     return rows / min(seconds)
 
 

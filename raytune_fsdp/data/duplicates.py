@@ -27,10 +27,10 @@ from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
-from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.prepared import prepare_file
 from raytune_fsdp.data.sources.source import Source
-from raytune_fsdp.data.trial import try_functions
+from raytune_fsdp.data.trial import try_functions, try_templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class RowReader:
         options: dict[str, Any] = {
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
-            "template": None if data.chat_template is None else load_template(data.chat_template),
+            "template": TemplateChoice.of(data, dataset),
             "columnar": source.columnar,
             "special_tokens": data.special_tokens_in_text,
             "order": order,
@@ -77,6 +77,7 @@ class RowReader:
         }
         formatter = Formatter(dataset.format, **options)
         try_functions([formatter], [source], order)
+        try_templates([formatter], [source])
         if formatter.function is not None:  # keys in the cache are valid for these modules only
             options |= {"code": formatter.function.code, "modules": dict(formatter.function.modules)}
         return cls(source, RowKeys(dataset.format, **options), formatter)

@@ -12,6 +12,7 @@ import xxhash
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import FORMAT
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
+from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.plan.identity import ABSENT, named
@@ -19,7 +20,10 @@ from raytune_fsdp.plan.identity import ABSENT, named
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DECIDING = {"seq_len", "packing", "long_documents", "shuffle", "window", "special_tokens_in_text"}
+_DECIDING = {
+    "seq_len", "packing", "long_documents", "shuffle", "window", "special_tokens_in_text", "chat_template_kwargs",
+    "chat_template_date",
+}  # fmt: skip
 
 
 def identity_of_windows(
@@ -28,7 +32,6 @@ def identity_of_windows(
     sources: Sequence[Source],
     weights: Sequence[Fraction],
     tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
     *,
     seed: int,
     pad_id: int,
@@ -68,9 +71,10 @@ def identity_of_windows(
         **modules,
         **{f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)},
         **selections,
+        **_templates_of(datasets),
         **{f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)},
         "tokenizer": _tokenizer_fingerprint(tokenizer),
-        "chat_template": template,
+        "chat_template": None if data.chat_template is None else load_template(data.chat_template),
         "pad_id": pad_id,
         "vocab_size": vocab_size,
         "reshuffle": "windows" if repeats else "full",
@@ -78,6 +82,17 @@ def identity_of_windows(
         # a window that skipped rows is refused where bad rows are errors.
         **named("data", data, exclude=set(DataConfig.model_fields) - _DECIDING),
     }
+
+
+def _templates_of(datasets: Sequence[DatasetConfig]) -> dict[str, Any]:
+    """Return the entries for templates of datasets of their own."""
+    found = {}
+    for i, dataset in enumerate(datasets):
+        text = None if dataset.chat_template is None else load_template(dataset.chat_template)
+        for key, value in {"chat_template": text, "chat_template_kwargs": dataset.chat_template_kwargs}.items():
+            if value != ABSENT[f"datasets.{key}"]:
+                found[f"datasets.{i}.{key}"] = value
+    return found
 
 
 def files_by_key(sources: Sequence[Source]) -> dict[str, list[str]]:

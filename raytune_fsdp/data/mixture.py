@@ -44,6 +44,8 @@ from raytune_fsdp.base.random import derive_key, mix64
 #     4             a directory is read by splits (`sources.splits`), and chats also by what `sources.keys` looks for;
 #                   modules that a user's function imports belong to the run (`data.trial`); equal rows are held out
 #                   together, or not at all (`data.duplicates`)
+#     5             the end of a turn is trained on also where a template leaves it to whatever follows, and not where
+#                   generation never writes it; nor is an empty thought that the template adds (`rows.turns`)
 #
 # A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest version that
 # gives them their rows in their order: most data is the same under all versions, and so keeps its runs and its cache.
@@ -57,8 +59,9 @@ OLDEST_ORDER = 2
 
 THIRD_ORDER = 3
 FOURTH_ORDER = 4
+FIFTH_ORDER = 5
 
-ORDER_VERSION = FOURTH_ORDER
+ORDER_VERSION = FIFTH_ORDER
 """The newest version."""
 
 _ROUNDS = 8

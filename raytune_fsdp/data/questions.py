@@ -22,7 +22,7 @@ from raytune_fsdp.data.mixture import order_of
 from raytune_fsdp.data.packing import PackedSamples, Packing, pack
 from raytune_fsdp.data.rows.encoding import SpanEncoder
 from raytune_fsdp.data.rows.formats import Document
-from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see, chat_template
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TemplateChoice, as_templates_see, chat_template
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.source import Columns, Source, dataset_name, shorten
 from raytune_fsdp.data.windows import pad_id_of
@@ -115,7 +115,7 @@ def open_tasks(
             max_row_bytes=config.data.max_row_bytes, columns=columns, order=order_of(order),
         )  # fmt: skip
         rows = _read(source, task, field)
-        prompter = _Prompter(task, tokenizer, rows[: task.shots])
+        prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of(config.data))
         rows = rows[task.shots :]
         if not rows:
             raise DataError(f"{field}.shots={task.shots}: {source.label} has no more rows than that; lower it")
@@ -238,12 +238,13 @@ class _Prompter:
         task: ChoicesTask | ExactTask,
         tokenizer: PreTrainedTokenizerBase,
         shots: Sequence[_Asked],
+        choice: TemplateChoice,
     ) -> None:
         self._encoder = SpanEncoder(tokenizer)
         self.plain = task.style == "plain" or (task.style == "auto" and not tokenizer.chat_template)
         # Chat templates write their own prefix.
         self._prefix = np.array(self._encoder.prefix if self.plain else [], dtype=np.int32)
-        self._template: ChatTemplate | None = None if self.plain else chat_template(tokenizer, None)
+        self._template: ChatTemplate | None = None if self.plain else chat_template(tokenizer, choice)
         self._system = task.system
         self._shots = [(row.question, row.choices[_right(row)] if row.choices else str(row.answer)) for row in shots]
 

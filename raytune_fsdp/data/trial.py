@@ -1,17 +1,26 @@
-"""Try users' functions before they are used: does each give the same twice, and which modules does it need?"""
+"""Try what is a stranger's before it is used: users' functions, and chat templates.
+
+Does a function give the same twice, and which modules does it need? Does what is known of a template find the turns of
+the first rows as rendering each turn does?
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
-from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
+from raytune_fsdp.data.rows.templates import ChatTemplate
 from raytune_fsdp.data.rows.user_functions import call_elsewhere
 from raytune_fsdp.data.sources.source import Source
 
-_TRIED_ROWS = 20
-"""How many rows of each dataset its function is tried on."""
+logger = logging.getLogger(__name__)
+
+_TRIED_ROWS, _TRIED_MESSAGES = 20, 24
+"""How many rows a function is tried on (of each dataset) or a template (of all that have it), and messages of a row."""
 
 
 def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], order: int) -> bool:
@@ -40,3 +49,28 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
                 formatter.function.modules = there.modules
             formatter.check_function(rows, wheres, made)
     return any(each.function is not None and each.function.modules for each in formatters)
+
+
+def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:
+    """Render the first rows both ways; where the ways differ, render each turn of all rows of that template."""
+    by_template: dict[tuple[ChatTemplate, ...], list[tuple[Formatter, Source]]] = {}
+    for formatter, source in zip(formatters, sources, strict=True):
+        if formatter.finds_turns:
+            by_template.setdefault(formatter.templates, []).append((formatter, source))
+    for pairs in by_template.values():
+        # As many rows for a template, however many datasets have it: there may be thousands.
+        each = -(-_TRIED_ROWS // len(pairs))
+        if not all(_renders_alike(formatter, source, each) for formatter, source in pairs[:_TRIED_ROWS]):
+            for formatter, _ in pairs:
+                formatter.render_by_turn()
+
+
+def _renders_alike(formatter: Formatter, source: Source, many: int) -> bool:
+    # What is wrong with a row is said where the row is used.
+    with suppress(DataError):
+        for index, row in enumerate(source.rows(range(min(many, len(source))))):
+            where = source.where(index)
+            if not isinstance(row, RowError) and not formatter.renders_alike(row, where, _TRIED_MESSAGES):
+                logger.info("%s: each turn is rendered by itself", where)
+                return False
+    return True

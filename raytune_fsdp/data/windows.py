@@ -30,10 +30,10 @@ from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
-from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.opening import open_sources
 from raytune_fsdp.data.sources.source import Source, dataset_names
-from raytune_fsdp.data.trial import try_functions
+from raytune_fsdp.data.trial import try_functions, try_templates
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
 
@@ -83,35 +83,35 @@ class Windows:
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
         self.sources = sources or open_sources(datasets, data, cache, progress, order.rules)
-        self.order_version = order.version(self._lowest_order())
-        self.unread = unread_columns(datasets, self.sources, self.order_version)
-        """Well-known columns that are not read."""
-        template = None if data.chat_template is None else load_template(data.chat_template)
+        options: Any = {"tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules}
         formatters = [
             Formatter(
-                dataset.format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, columnar=source.columnar,
-                special_tokens=data.special_tokens_in_text, order=self.order_version,
+                dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar,
+                special_tokens=data.special_tokens_in_text, **options,
             )
             for dataset, source in zip(datasets, self.sources, strict=True)
         ]  # fmt: skip
         self._formatters: list[Formatter] | bytes = formatters
+        self.order_version = self._lowest_order(formatters, order)
+        self.unread = unread_columns(datasets, self.sources, self.order_version)
+        """Well-known columns that are not read."""
         with_modules = try_functions(formatters, self.sources, order.rules)
+        try_templates(formatters, self.sources)
         self.pad_id = pad_id_of(tokenizer, vocab_size)
         rows = [len(source) for source in self.sources]
         weights = weights_of([each.weight for each in datasets], [each.share for each in datasets], rows)
-        blocks = [source.blocks for source in self.sources]
-        self._mixture = Mixture(blocks, weights, shuffle=data.shuffle, seed=seed)
+        self._mixture = Mixture([each.blocks for each in self.sources], weights, shuffle=data.shuffle, seed=seed)
         self.repeats = self._mixture.repeats if data.reshuffle == "auto" else data.reshuffle == "windows"
         """Whether every epoch has the same windows."""
         self.weights = tuple(map(float, weights))
         self._check_mixture()
         self.identity = identity_of_windows(
-            datasets, data, self.sources, weights, tokenizer, template,
+            datasets, data, self.sources, weights, tokenizer,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
         )  # fmt: skip
         """Everything that decides the windows, by name."""
-        about = {"datasets": self.names, "sources": [source.label for source in self.sources], "seq_len": self.seq_len}
+        about = {"datasets": self.names, "sources": [each.label for each in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
         if with_modules:
             self.raise_order(FOURTH_ORDER)
@@ -134,11 +134,14 @@ class Windows:
     def fingerprint(self) -> str:
         return self.cache.fingerprint
 
-    def _lowest_order(self) -> int:
-        """Return the lowest version that gives these rows in their order."""
-        lowest = max(source.order_version for source in self.sources)
+    def _lowest_order(self, formatters: Sequence[Formatter], order: Order) -> int:
+        """Return the lowest version that gives these rows in their order, and have them read by it."""
+        lowest = [*(source.order_version for source in self.sources), *(each.order_version for each in formatters)]
         in_order = self.data.shuffle == "none" and self.data.packing == "best_fit"
-        return max(lowest, THIRD_ORDER if in_order else OLDEST_ORDER)
+        version = order.version(max(*lowest, THIRD_ORDER if in_order else OLDEST_ORDER))
+        for formatter in formatters:
+            formatter.read_by(version)
+        return version
 
     @property
     def seq_len(self) -> int:

@@ -33,6 +33,13 @@ ABSENT: dict[str, Any] = {
     "format.python.then.chat.system": "system",
     # Never named: it decides what is warned of, not what is read.
     **{f"format.{kind}.ignore": [] for kind, each in sections_of(Format).items() if "ignore" in each.model_fields},
+    # The template of the run, without variables, told this date.
+    "datasets.chat_template": None,
+    "datasets.chat_template_kwargs": None,
+    "data.chat_template_kwargs": {},
+    "data.chat_template_date": "2024-07-26",
+    "format.chat.reasoning": "template",
+    "format.python.then.chat.reasoning": "template",
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
     **{f"method.{type_}.routers": None for type_ in ("full", "lora", "qlora")},

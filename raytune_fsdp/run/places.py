@@ -61,7 +61,7 @@ def places_in(tree: Any) -> set[str]:
     for keys in _LISTS:
         rows = _value(tree, keys)
         for row in rows if isinstance(rows, list) else []:
-            named += [(f"{'.'.join(keys)}.{key}", _value(row, (key,))) for key in ("path", "hub")]
+            named += [(f"{'.'.join(keys)}.{key}", _value(row, (key,))) for key in ("path", "hub", "chat_template")]
     return {f"{field}={text}" for field, text in named if isinstance(text, str) and _is_place(field, text)}
 
 
@@ -187,7 +187,7 @@ def _value(tree: Any, keys: Iterable[str]) -> Any:
 def _is_place(field: str, text: str) -> bool:
     if not text or text.startswith("hf://"):
         return False
-    if field == "data.chat_template":
+    if field.endswith("chat_template"):
         from raytune_fsdp.data.rows.templates import is_shipped  # imported here, as below: few configs need it
 
         return not is_shipped(text)

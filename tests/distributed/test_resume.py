@@ -166,7 +166,7 @@ def test_what_a_run_gains_is_read_as_a_run_begun_with_it_reads_it(
             for kept in checkpoints(run_dir(config)):
                 state = Path(kept.path) / "state.json"
                 values = json.loads(state.read_text())
-                assert values.pop("newest_order") == 4 and values["identity"]["data.order_version"] == 2
+                assert values.pop("newest_order") == 5 and values["identity"]["data.order_version"] == 2
                 state.write_text(json.dumps(values))
                 with_hashes(Path(kept.path))
         values = config.model_dump()

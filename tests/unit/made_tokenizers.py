@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
 from raytune_fsdp.demo.make_tokenizer import texts
@@ -19,7 +20,8 @@ from raytune_fsdp.demo.make_tokenizer import texts
 MARKS = ("<|im_start|>", "<|im_end|>", "<|prompter|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 GLUED = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-"""A template with nothing between messages, so that byte-level BPE merges across them."""
+"""A template with nothing between messages, so that byte-level BPE merges across them. As nothing ends a turn, only
+runs of older versions of the order may have it."""
 
 
 def without_tags(source: str) -> str:
@@ -60,10 +62,16 @@ def metaspace(scheme: str) -> PreTrainedTokenizerBase:
 
 
 def convert(
-    row: Any, format: Any, tokenizer: PreTrainedTokenizerBase, template: str | None = None, *, vocab_size: int = 5000
+    row: Any,
+    format: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None = None,
+    *,
+    vocab_size: int = 5000,
+    order: int = ORDER_VERSION,
 ) -> Document:
     """The document of a good row."""
-    formatter = Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template)
+    formatter = Formatter(format, tokenizer=tokenizer, vocab_size=vocab_size, template=template, order=order)
     (document,) = formatter.documents([row], ["f.jsonl:7"])
     assert isinstance(document, Document), document
     return document

@@ -38,6 +38,7 @@ TINY = {
     "same_bits": "--rounds 1 --worlds 2",
     "attention": "--rounds 1 --lengths 256 512",
     "chat_rows": "--rounds 1 --rows 32",
+    "long_conversations": "--rounds 1 --turns 20 --base .",
     "checkpoint": "--rounds 1 --layers 1 --width 64 --no-process",
     "data_memory": "--gigabytes 0.002",
     "export": "--rounds 1 --layers 1",

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.config import ChatFormat
+from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows import encoding
 from raytune_fsdp.data.rows.encoding import ByteTokens, SpanEncoder, is_byte_level
 from raytune_fsdp.data.rows.templates import load_template
@@ -283,7 +284,8 @@ def test_mask(name: str) -> None:
     tokenizer, template, options, messages, expected = CONVERSATIONS[name]
     source = load_template(template) if template and "{" not in template else template
     format = ChatFormat(**options)
-    document = convert({format.messages: messages}, format, tokenizer, source)
+    order = FOURTH_ORDER if source == GLUED else ORDER_VERSION
+    document = convert({format.messages: messages}, format, tokenizer, source, order=order)
     parts = re.split("[«»]", expected)
     assert pieces(document, tokenizer) == [(part, bool(index % 2)) for index, part in enumerate(parts) if part]
 
@@ -468,7 +470,8 @@ def test_offsets_that_leave_out_spaces() -> None:
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     assert tokenizer("The model", return_offsets_mapping=True)["offset_mapping"][1] == (4, 9)
-    document = convert({"messages": turns(("u", "The "), ("a", "model"))}, ChatFormat(), tokenizer, GLUED)
+    row = {"messages": turns(("u", "The "), ("a", "model"))}
+    document = convert(row, ChatFormat(), tokenizer, GLUED, order=FOURTH_ORDER)
     assert pieces(document, tokenizer) == [("The ", False), ("model", True)]
 
 

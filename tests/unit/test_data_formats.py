@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
+from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, pieces, refusal, without_tags
@@ -87,8 +88,8 @@ def test_special_tokens_around_a_text_are_the_tokenizers(single: str, around: tu
     assert pieces(convert({"text": "What?"}, TEXT, tokenizer), tokenizer) == [("<s>What?<|endoftext|>", True)]
     document = convert({"prompt": "The Wh", "completion": "at?"}, PLAIN, tokenizer)
     assert pieces(document, tokenizer) == [("<s>The Wh", False), ("at?<|endoftext|>", True)]
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert pieces(convert(GOOD, ChatFormat(), tokenizer, template), tokenizer) == [("What?", False), ("The GPU.", True)]
+    document = convert(GOOD, ChatFormat(), tokenizer, GLUED, order=FOURTH_ORDER)
+    assert pieces(document, tokenizer) == [("What?", False), ("The GPU.", True)]
 
 
 def test_instructions_in_three_styles() -> None:
@@ -456,22 +457,23 @@ TAGS_TOO_NARROW = (
 
 
 @pytest.mark.parametrize(
-    ("template", "loss", "warnings"),
+    ("template", "loss", "order", "warnings"),
     [
-        (UNENDED, "assistant", 1),
-        (UNENDED, "all", 0),
-        (UNENDED + "{{ raise_exception('no') }}", "assistant", 0),
-        (TAGS_TOO_NARROW, "last_turn", 1),
-        (load_template("chatml"), "assistant", 0),
-        (without_tags(load_template("llama-3")), "assistant", 0),
-        (None, "assistant", 0),
+        (UNENDED, "assistant", FOURTH_ORDER, 1),
+        (UNENDED, "assistant", ORDER_VERSION, 0),  # the next message ends it
+        (UNENDED, "all", FOURTH_ORDER, 0),
+        (UNENDED + "{{ raise_exception('no') }}", "assistant", FOURTH_ORDER, 0),
+        (TAGS_TOO_NARROW, "last_turn", ORDER_VERSION, 1),
+        (load_template("chatml"), "assistant", FOURTH_ORDER, 0),
+        (without_tags(load_template("llama-3")), "assistant", FOURTH_ORDER, 0),
+        (None, "assistant", FOURTH_ORDER, 0),
     ],
 )
 def test_template_that_ends_no_turn(
-    template: str | None, loss: Any, warnings: int, caplog: pytest.LogCaptureFixture
+    template: str | None, loss: Any, order: int, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "raytune_fsdp.data.rows.formats"):
-        formatter = Formatter(ChatFormat(loss=loss), tokenizer=demo(), vocab_size=5000, template=template)
+        formatter = Formatter(ChatFormat(loss=loss), tokenizer=demo(), vocab_size=5000, template=template, order=order)
         formatter.documents([GOOD, GOOD], ["f:1", "f:2"])
     assert len(caplog.messages) == warnings
     assert all("does not learn to end its turn" in m and "data.chat_template" in m for m in caplog.messages)
@@ -495,8 +497,9 @@ def golden_documents() -> list[Document]:
     shipped = [load_template(name) for name in ("chatml", "llama-2", "llama-3", "openassistant")]
     dated = "{{ date_string }}" + str(demo().chat_template)
     for template in (*shipped, *map(without_tags, shipped), dated, GLUED):
+        order = FOURTH_ORDER if template == GLUED else ORDER_VERSION
         for loss in ("assistant", "last_turn", "all"):
-            documents += [convert(row, ChatFormat(loss=loss), chat(), template) for row in (talk, muted)]
+            documents += [convert(row, ChatFormat(loss=loss), chat(), template, order=order) for row in (talk, muted)]
     calls = messages(("function_call", str([CALL]).replace("'", '"')), ("observation", "rain"), ("gpt", "It rains."))
     calls["messages"][0]["reasoning_content"] = "Hm."
     documents.append(convert({**calls, "tools": [CALL]}, ChatFormat(), chat(), shipped[0]))

@@ -145,6 +145,8 @@ def test_row_that_needs_too_much_work_is_named_and_never_left_out() -> None:
     with pytest.raises(TooMuchWork, match=r"^f\.jsonl:7: the chat template does too much work") as caught:
         formatter.documents([row], ["f.jsonl:7"])
     assert not isinstance(caught.value, RowError) and caught.value.exit_code == 2
+    with pytest.raises(TooMuchWork, match=r"^f\.jsonl:7: the chat template does too much work"):  # in a batch
+        formatter.documents([{"messages": MESSAGES}, row], ["f.jsonl:6", "f.jsonl:7"])
 
 
 def test_prompts_are_rendered_under_the_same_limit() -> None:

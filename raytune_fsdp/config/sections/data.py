@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from datetime import date
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from raytune_fsdp.config.rules import Section, local_path, safe_name, without_credentials
 from raytune_fsdp.config.sections.formats import ChatFormat, Format
 
+DATE = "2024-07-26"
+"""The date that templates are told unless the config has another one: the one that Llama 3's have by default."""
+
+OURS = ("messages", "tools", "add_generation_prompt")
+"""What templates get from here, and no config may set."""
+
 EVERY_SPLIT = "all"
 """The `split` that makes every file of a directory be read."""
+
+
+def _a_date(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"{value!r} is not a date; write year, month and day, such as {DATE}") from None
+
+
+def _not_ours(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := [name for name in OURS if name in value]:
+        raise ValueError(f"{', '.join(taken)}: templates get these from the rows; leave them out")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{value!r} is not what JSON can hold ({error}); use texts, numbers, true and false") from None
+    return value
+
+
+Variables = Annotated[dict[str, Any], AfterValidator(_not_ours)]
 
 
 class RowsConfig(Section):
@@ -99,6 +127,13 @@ class DatasetConfig(SourceConfig):
     format: Format = Field(default_factory=ChatFormat)
     """How a row becomes a document."""
 
+    chat_template: str | None = None
+    """A chat template for this dataset, as in `data.chat_template`, which it replaces. The exported model has that of
+    `data`, or the tokenizer's own."""
+
+    chat_template_kwargs: Variables | None = None
+    """Variables for the template of this dataset, instead of those of `data.chat_template_kwargs`."""
+
     weight: float | None = Field(default=None, ge=0)
     """How often each row is seen in an epoch: 3 for three times, 0.25 for a quarter of the rows, a different quarter in
     each epoch. Default: 1, unless `share` is set."""
@@ -182,6 +217,14 @@ class DataConfig(Section):
     chat_template: str | None = None
     """A file with a Jinja chat template, or the name of one that comes with this package (chatml, llama-2, llama-3,
     openassistant), to use instead of the tokenizer's own."""
+
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    """Variables for chat templates, such as `{enable_thinking: false}`: which ones a template reads, its maker says. They
+    hold for training, evaluation and tasks; whoever serves the exported model sets them again."""
+
+    chat_template_date: Annotated[str, AfterValidator(_a_date)] = DATE
+    """The date (year-month-day) that chat templates get where they ask for today's, as those of gpt-oss and Llama 3 do. It
+    stays the same, so that the same data is the same tomorrow."""
 
     cache: CacheConfig = Field(default_factory=CacheConfig)
     """Where prepared data is kept."""

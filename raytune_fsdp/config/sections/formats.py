@@ -42,6 +42,11 @@ class ChatFormat(Section):
     """Tokens that are trained on: all turns of the assistant, its last turn, or every token. A message with
     `"train": false`, `"training": false` or `"weight": 0` is never trained on."""
 
+    reasoning: Literal["template", "keep", "drop"] = "template"
+    """What happens to the reasoning of the assistant's messages. `template`: what the chat template does, many of which
+    leave it out of earlier turns; `keep`: a row is a bad row if the template leaves out any of it; `drop`: it is taken out
+    of all messages, also between `<think>` and `</think>` at the start of their content."""
+
     ignore: list[str] = Field(default_factory=list)
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 

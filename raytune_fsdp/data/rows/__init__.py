@@ -11,5 +11,10 @@ templates.py       chat templates: which one applies, and the text it renders
 sandbox.py         the process in which templates run, with limits, one for each process that reads rows
 template_program.py  what runs there: Jinja's sandbox, with what transformers gives to templates
 turns.py           which characters of that text are trained on, found by invisible marks around each message
+marks.py           these marks
+lost.py            what of a row is missing from its text
+thoughts.py        empty thoughts that a template writes by itself
+habits.py          what a template does around every turn, so that a conversation is not rendered for each
+learn.py           learns that from conversations of our own
 encoding.py        text becomes token ids, and characters that are trained on become tokens that are
 """

@@ -14,6 +14,7 @@ from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.sources.source import shorten
 
 _SYSTEM = ("system", "developer")
+_THOUGHT = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _USUAL_ROLES = {
@@ -46,6 +47,8 @@ class Conversation:
     column: str
     first: int = 0
     """Place of the column's first message in `messages`."""
+    keep: bool = False
+    """Whether all reasoning must be in the text."""
 
     def place(self, index: int) -> str:
         """Return the name of a message in errors."""
@@ -87,11 +90,12 @@ def read_conversation(
         messages.append(_read_message(message, format, place))
     tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
     system = _system_beside(row, format, messages, where) if newer else None
+    keep = format.reasoning == "keep"
     if system is None:
-        return Conversation(messages, train, tools, where, column)
+        return Conversation(messages, train, tools, where, column, keep=keep)
     if messages[0]["role"] in _SYSTEM:  # that one is empty
         messages, train = messages[1:], train[1:]
-    return Conversation([system, *messages], [True, *train], tools, where, column, first=1)
+    return Conversation([system, *messages], [True, *train], tools, where, column, first=1, keep=keep)
 
 
 def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
@@ -187,6 +191,9 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
         message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     elif "function_call" in message:
         message["tool_calls"] = [message.pop("function_call")]
+    if format.reasoning == "drop" and role == "assistant":
+        content = _THOUGHT.sub("", content) if isinstance(content, str) else content
+        message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = _read_calls(calls, role, f"{place}.tool_calls")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +22,14 @@ from raytune_fsdp.config.sections.formats import (
     TokensFormat,
     parts_of,
 )
-from raytune_fsdp.data.mixture import ORDER_VERSION
+from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column, read_conversation
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
+from raytune_fsdp.data.rows.habits import Habits
+from raytune_fsdp.data.rows.learn import learn, needs_newer
 from raytune_fsdp.data.rows.template_program import Span
-from raytune_fsdp.data.rows.templates import chat_template
-from raytune_fsdp.data.rows.turns import Rendering, trained_spans
+from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
+from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import shorten
 
@@ -74,6 +76,17 @@ class RowText:
     """Special tokens in the text that are encoded as plain text."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A conversation that is not rendered yet."""
+
+    rendering: Rendering
+    conversation: Conversation
+    guarded: Conversation
+    """The same, with a break in each special token that is plain text."""
+    loss: Loss
+
+
 class Formatter:
     """Turns the rows of one dataset into documents. Can be pickled.
 
@@ -87,31 +100,35 @@ class Formatter:
         *,
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
-        template: str | None,
+        template: TemplateChoice | str | None,
         columnar: bool = False,
         code: str | None = None,
         modules: Mapping[str, str] | None = None,
         special_tokens: Policy = "keep",
         order: int = ORDER_VERSION,
         copied: bool = False,
+        by_turn: bool = False,
     ) -> None:
-        """`code`, `modules`: see `RowFunction`. `order`: the version by whose rules rows are read.
+        """`template`: its text, None for the tokenizer's own, or all that the config says of it. `code`, `modules`: see
+        `RowFunction`. `order`: the version by whose rules rows are read.
 
-        `copied`: made from another formatter, which has given the warnings already.
+        `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`.
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
         self._given: dict[str, Any] = {
             "format": format, "tokenizer": tokenizer, "vocab_size": vocab_size, "template": template,
-            "columnar": columnar, "special_tokens": special_tokens, "order": order,
+            "columnar": columnar, "special_tokens": special_tokens, "order": order, "by_turn": by_turn,
         }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
         self._order = order
         self._vocab_size = vocab_size
-        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._in_text = SpecialTokens(self._special, special_tokens)
+        self._templates: list[ChatTemplate] = []
+        self._habits: dict[tuple[bool, bool], Habits] = {}
         if isinstance(format, TokensFormat):
             return
         self._encoder = SpanEncoder(tokenizer)
@@ -119,8 +136,11 @@ class Formatter:
             isinstance(format, InstructionFormat | TemplateFormat) and format.style == "chat"
         ):
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
-            self._templates = [chat_template(tokenizer, template, tools=tools) for tools in (False, True)]
-            if format.loss != "all" and not self._templates[0].trains_an_end():
+            choice = template if isinstance(template, TemplateChoice) else TemplateChoice(text=template)
+            self._templates = [chat_template(tokenizer, choice, tools=tools) for tools in (False, True)]
+            # Without tags newer rules find an end, or refuse each row.
+            is_seen = order < FIFTH_ORDER or self._templates[0].tags
+            if format.loss != "all" and is_seen and not self._templates[0].trains_an_end():
                 logger.log(logging.DEBUG if copied else logging.WARNING, _NO_END)
             return
         if tokenizer.eos_token_id is None:
@@ -141,6 +161,57 @@ class Formatter:
         )
         return partial(Formatter, **self._given, **known, copied=True), ()
 
+    @property
+    def order_version(self) -> int:
+        """The lowest version of the order that gives these documents, by its rules for turns."""
+        if self._order < FIFTH_ORDER or not self._templates:
+            return OLDEST_ORDER
+        everything = getattr(self.format, "loss", None) == "all"
+        kinds = zip((False, True), self._templates, strict=True)
+        newer = any(needs_newer(each, self._special, tools=tools, everything=everything) for tools, each in kinds)
+        return FIFTH_ORDER if newer else OLDEST_ORDER
+
+    def render_by_turn(self) -> None:
+        """Render each turn of the assistant to find it, however well the template is known."""
+        self._given["by_turn"] = True
+        self._habits.clear()
+
+    @property
+    def templates(self) -> tuple[ChatTemplate, ...]:
+        """The templates of conversations without tools and with them; none if the format needs none."""
+        return tuple(self._templates)
+
+    @property
+    def finds_turns(self) -> bool:
+        """Whether turns are found by where the template puts messages."""
+        return isinstance(self.format, ChatFormat) and not all(each.tags for each in self._templates)
+
+    def renders_alike(self, row: dict[str, Any], where: str, messages: int) -> bool:
+        """Return whether what is known of the template finds the first turns of a row as rendering each does."""
+        assert isinstance(self.format, ChatFormat)
+        try:
+            row = row if self.function is None else self.function(row, where)
+            whole = read_conversation(row, self.format, where, columnar=self._columnar, order=self._order)
+        except RowError:
+            return True
+        first = replace(whole, messages=whole.messages[:messages], train=whole.train[:messages])
+        template, options = self._templates[first.tools is not None], self._turns(first)
+        found: list[Any] = []
+        for habits in (options["habits"], options["habits"].by_turn()):
+            try:
+                found.append(trained_spans(template, first, loss="assistant", **{**options, "habits": habits}))
+            except RowError as error:
+                found.append(str(error))
+        return bool(found[0] == found[1])
+
+    def _turns(self, conversation: Conversation) -> dict[str, Any]:
+        """Return what is needed to find the turns of a conversation."""
+        tools, newer = conversation.tools is not None, self._order >= FIFTH_ORDER
+        if (tools, newer) not in self._habits:
+            habits = learn(self._templates[tools], self._special, newer=newer, tools=tools)
+            self._habits[tools, newer] = habits.by_turn() if self._given["by_turn"] else habits
+        return {"special": self._special, "newer": newer, "habits": self._habits[tools, newer]}
+
     def documents(
         self, rows: Sequence[dict[str, Any] | RowError], wheres: Sequence[str], *, made: bool = False
     ) -> list[Document | RowError]:
@@ -148,7 +219,9 @@ class Formatter:
 
         `wheres`: how errors name the rows. `made`: the user's function has made these rows already.
         """
-        read = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
+        begun = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
+        render_ahead([each.rendering for each in begun if isinstance(each, _Begun)])
+        read = [self._finish_or_error(each) if isinstance(each, _Begun) else each for each in begun]
         # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, RowText)]
         encoded: Iterator[Tokens] = iter(())
@@ -187,15 +260,25 @@ class Formatter:
 
     def _read_or_error(
         self, row: dict[str, Any] | RowError, where: str, made: bool = False
-    ) -> RowText | Document | RowError:
+    ) -> RowText | Document | _Begun | RowError:
         if isinstance(row, RowError):
             return row
         try:
-            return self._read(row if self.function is None or made else self.function(row, where), where)
+            return self._begin(row if self.function is None or made else self.function(row, where), where)
+        except RowError as error:
+            return error
+
+    def _finish_or_error(self, begun: _Begun) -> RowText | RowError:
+        try:
+            return self._finish(begun)
         except RowError as error:
             return error
 
     def _read(self, row: dict[str, Any], where: str) -> RowText | Document:
+        begun = self._begin(row, where)
+        return self._finish(begun) if isinstance(begun, _Begun) else begun
+
+    def _begin(self, row: dict[str, Any], where: str) -> RowText | Document | _Begun:
         format = self.format
         if isinstance(format, ChatFormat):
             conversation = read_conversation(row, format, where, columnar=self._columnar, order=self._order)
@@ -219,21 +302,27 @@ class Formatter:
         text = prompt + instruction.completion
         return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
-        template = self._templates[conversation.tools is not None]
-        where = conversation.where
+    def _render(self, conversation: Conversation, loss: Loss) -> RowText | _Begun:
         guarded = replace(
             conversation,
-            messages=self._in_text.guard(conversation.messages, where),
-            tools=self._in_text.guard(conversation.tools, where),
+            messages=self._in_text.guard(conversation.messages, conversation.where),
+            tools=self._in_text.guard(conversation.tools, conversation.where),
         )
-        text = self._text(*trained_spans(template, guarded, loss=loss, special=self._special), plain=False)
-        if guarded != conversation and Rendering(template, conversation, self._special).text != text.text:
-            raise RowError(
-                f"{where}: the chat template renders a message differently when a special token in it is escaped; "
-                "correct or remove the row, or set data.special_tokens_in_text to keep or error",
-                "special_token",
-            )
+        template = self._templates[conversation.tools is not None]
+        return _Begun(Rendering(template, guarded, **self._turns(conversation)), conversation, guarded, loss)
+
+    def _finish(self, begun: _Begun) -> RowText:
+        conversation = begun.conversation
+        text = self._text(*begun.rendering.trained(begun.loss), plain=False)
+        if begun.guarded != conversation:
+            given = Rendering(begun.rendering.template, conversation, self._special).text
+            # An end may have been added to the text.
+            if not text.text.startswith(given) or text.text.removeprefix(given).strip() not in ("", *self._special):
+                raise RowError(
+                    f"{conversation.where}: the chat template renders a message differently when a special token in it "
+                    "is escaped; correct or remove the row, or set data.special_tokens_in_text to keep or error",
+                    "special_token",
+                )
         return text
 
     def _text(self, text: str, spans: list[Span] | None, *, plain: bool) -> RowText:

@@ -24,8 +24,10 @@ from tokenizers.models import WordLevel, WordPiece
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import Format
+from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
+from raytune_fsdp.data.rows.turns import Loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +66,15 @@ class RowKeys(Formatter):
         """All that decides the keys of a row, as JSON."""
         format, _, options = self._made_of
         deciding = {key: value for key, value in options.items() if key not in ("vocab_size", "template", "copied")}
+        fields = format.model_dump(mode="json")
+        for each in (fields, fields.get("then") or {}):
+            if each.get("reasoning") == "template":  # as before there was this field
+                del each["reasoning"]
+        if "order" in deciding:
+            deciding["order"] = min(deciding["order"], FOURTH_ORDER)  # later ones render rows in another way
         return {
             **deciding,
-            "format": format.model_dump(mode="json"),
+            "format": fields,
             "special": self._special,
             "end": self._eos_text,
             "tokenizer": [self._normalizes, self._unknown],
@@ -76,12 +84,12 @@ class RowKeys(Formatter):
         """Return the keys of each row; zeros for a row that becomes no document."""
         return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
 
-    def _key(self, item: RowText | Document | RowError) -> Keys:
-        if isinstance(item, RowError):
-            return _NO_KEY
+    def _key(self, item: object) -> Keys:
         if isinstance(item, Document):
             exact = token_key(item)
             return xxhash.xxh3_64_intdigest(exact) or 1, exact
+        if not isinstance(item, RowText):
+            return _NO_KEY
         # Surrogates are refused where a row is rendered.
         content = f"{item.spans}{item.plain}{item.literals}\0{item.text}".encode("utf-8", "surrogatepass")
         # A text that ends with its end token gets no second one.
@@ -99,7 +107,7 @@ class RowKeys(Formatter):
             said = said.casefold()
         return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
 
-    def _render(self, conversation: Conversation, loss: Literal["assistant", "last_turn", "all"]) -> RowText:
+    def _render(self, conversation: Conversation, loss: Loss) -> RowText:
         said = []
         for message in conversation.messages:
             # A template may add a system message of its own where there is none, and rewrite a tool's result.

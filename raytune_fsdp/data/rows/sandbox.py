@@ -13,7 +13,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -29,9 +29,10 @@ MEMORY, MEMORY_PER_BYTE = 512 << 20, 32
 
 _DEEP = "it goes too deep"
 
-_SETTINGS = {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"}
+_SETTINGS = {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0", "TZ": "UTC"}
 """Settings of Python that decide what a template writes. Without the first, each process would order a set
-(`a.keys() - b.keys()`) in its own way; without the second, some machines would leave out a row with a long number."""
+(`a.keys() - b.keys()`) in its own way; without the second, some machines would leave out a row with a long number;
+without the third, `strftime_now("%s")` would depend on where a machine is."""
 
 
 class LimitError(Exception):
@@ -52,12 +53,18 @@ class Sandbox:
         self._parents = (self._process, getattr(self, "_parents", None))
         self._lock, self._process = Lock(), None
 
-    def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> tuple[str, Any]:
+    def ask(self, source: str, variables: Mapping[str, Any] | None = None, *, date: str = "") -> tuple[str, Any]:
         """Return how a rendering has ended, and with what; without variables, what there is to know of the template.
 
-        Raises LimitError.
+        `date`: what the template is told of today. Raises LimitError.
         """
-        request = pickle.dumps((source, variables))
+        return self.ask_all(source, None if variables is None else [variables], date=date)[0]
+
+    def ask_all(
+        self, source: str, variables: Sequence[Mapping[str, Any]] | None, *, date: str = ""
+    ) -> list[tuple[str, Any]]:
+        """Return how each of several renderings has ended, which together have the limits of one."""
+        request = pickle.dumps((source, variables, date))
         limits: dict[int | None, str] = {
             -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
             -signal.SIGSEGV: _DEEP,
@@ -66,7 +73,7 @@ class Sandbox:
         with self._lock:
             for again in (True, False):
                 try:
-                    kind, value = self._answer(request)
+                    answers = self._answer(request)
                     break
                 except (OSError, EOFError) as error:
                     code = self.end(seconds=1.0)  # it closes its pipes before it ends
@@ -78,11 +85,11 @@ class Sandbox:
                 except BaseException:  # the next request would get the answer to this one
                     self.end()
                     raise
-        if kind == "deep":
+        if any(kind == "deep" for kind, _ in answers):
             raise LimitError(_DEEP)
-        return kind, value
+        return answers
 
-    def _answer(self, request: bytes) -> tuple[str, Any]:
+    def _answer(self, request: bytes) -> list[tuple[str, Any]]:
         if self._process is None:
             # -P: a file of the working directory is not Jinja. A session of its own: Ctrl-C is for this process.
             path = os.pathsep.join(each for each in sys.path if each and isinstance(each, str))
@@ -95,8 +102,7 @@ class Sandbox:
         assert process.stdin is not None and process.stdout is not None
         send(process.stdin, request)
         answer = read_exactly(process.stdout, read_count(process.stdout))
-        kind, value = json.loads(answer.decode("utf-8", "surrogatepass"))
-        return kind, value
+        return [(kind, value) for kind, value in json.loads(answer.decode("utf-8", "surrogatepass"))]
 
     def end(self, seconds: float = 0.0) -> int | None:
         """End the process, after it had these seconds to end by itself, and return its exit code."""

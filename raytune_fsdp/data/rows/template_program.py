@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import IO, Any
@@ -35,6 +35,15 @@ NO_MEMORY = 12
 # What a template's code can raise when it was not written for a row like this one.
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
+_SEARCHES = {
+    "count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
+    "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip",
+}  # fmt: skip
+_KEYS = {
+    "arguments", "content", "description", "function", "id", "name", "parameters", "reasoning", "reasoning_content",
+    "role", "text", "thinking", "tool_call_id", "tool_calls", "type",
+}  # fmt: skip
+
 
 class Template:
     """A compiled template, with an environment of its own, which notes what was written so far."""
@@ -44,10 +53,10 @@ class Template:
         self._tree = self._environment.parse(source)
         self._template = self._environment.from_string(source)
 
-    def about(self) -> tuple[bool, int | None, list[str]]:
-        """Return whether it has generation tags, the line of a Jinja block that has one inside, and all words.
+    def about(self) -> tuple[bool, int | None, list[str], list[str]]:
+        """Return whether it has generation tags, the line of a Jinja block that has one inside, words, and looked for.
 
-        Words: every name and every string literal in its code.
+        Words: every name and every string literal in its code. Looked for: the literals that it looks for in a text.
         """
         tree, inside = self._tree, None
         for outer in tree.find_all((nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)):
@@ -56,11 +65,12 @@ class Template:
         words = {node.name for node in tree.find_all(nodes.Name)}
         words |= {node.attr for node in tree.find_all(nodes.Getattr)}
         words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        return any(_is_generation(node) for node in tree.find_all(nodes.CallBlock)), inside, sorted(words)
+        tags = any(_is_generation(node) for node in tree.find_all(nodes.CallBlock))
+        return tags, inside, sorted(words), sorted(_looked_for(tree))
 
-    def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+    def render(self, variables: Mapping[str, Any], date: str) -> tuple[str, list[Span]]:
         """Return the text, and the spans in `{% generation %}`. Raises whatever the template does."""
-        written, spans = self._environment.begin()
+        written, spans = self._environment.begin(date)
         for piece in self._template.generate(variables):
             written.append(piece)
         return "".join(written), spans
@@ -68,6 +78,18 @@ class Template:
 
 def _is_generation(node: nodes.CallBlock) -> bool:
     return isinstance(node.call.node, nodes.ExtensionAttribute)
+
+
+def _looked_for(tree: nodes.Template) -> set[str]:
+    found: set[Any] = set()
+    for compared in tree.find_all(nodes.Compare):
+        if isinstance(compared.expr, nodes.Const) and any(each.op in ("in", "notin") for each in compared.ops):
+            found.add(compared.expr.value)
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
+            found |= {each.value for each in call.args if isinstance(each, nodes.Const)}
+    # White space at the ends of a text is in sight wherever the text is.
+    return {each for each in found if isinstance(each, str) and each.strip()} - _KEYS
 
 
 class _GenerationTag(Extension):
@@ -91,19 +113,23 @@ class _GenerationTag(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=(_GenerationTag, loopcontrols))
-        self.begin()
+        self.begin("1970-01-01")
         self.filters["tojson"] = _tojson
         # These write different text every time they are called, so the same data would be different tomorrow.
         del self.filters["random"], self.globals["lipsum"]
         self.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+            raise_exception=_raise_exception, strftime_now=self._strftime_now, dict=_Dict(), namespace=_Namespace
         )
 
-    def begin(self) -> tuple[list[str], list[Span]]:
-        """Begin a rendering; return the lists that will hold its text and the spans in it."""
+    def begin(self, date: str) -> tuple[list[str], list[Span]]:
+        """Begin a rendering on this date; return the lists that will hold its text and the spans in it."""
+        self._now = datetime.fromisoformat(date)
         self.written: list[str] = []
         self.spans: list[Span] = []
         return self.written, self.spans
+
+    def _strftime_now(self, format: str) -> str:
+        return self._now.strftime(format)
 
 
 class _Dict:
@@ -139,10 +165,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -175,20 +197,26 @@ def read_count(stream: IO[bytes]) -> int:
     return int.from_bytes(read_exactly(stream, 8), "little")
 
 
-def as_bytes(answer: tuple[str, Any]) -> bytes:
-    """Return an answer as JSON. Half of a surrogate pair stays half of one, which rows are refused for."""
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+def as_bytes(answers: list[tuple[str, Any]]) -> bytes:
+    """Return answers as JSON. Half of a surrogate pair stays half of one, which rows are refused for."""
+    return json.dumps(answers, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _answer(source: str, variables: Mapping[str, Any] | None) -> tuple[str, Any]:
+def _answer(source: str, variables: Sequence[Mapping[str, Any]] | None, date: str) -> list[tuple[str, Any]]:
     try:
         template = compiled(source)
     except TemplateSyntaxError as error:
-        return "invalid", f"is not valid Jinja: {error.message} (line {error.lineno})"
+        return [("invalid", f"is not valid Jinja: {error.message} (line {error.lineno})")]
     except (SyntaxError, ValueError, RecursionError) as error:
-        return "invalid", f"cannot be compiled: {type(error).__name__}: {error}"
+        return [("invalid", f"cannot be compiled: {type(error).__name__}: {error}")]
+    if variables is None:
+        return [("done", template.about())]
+    return [_rendered(template, each, date) for each in variables]
+
+
+def _rendered(template: Template, variables: Mapping[str, Any], date: str) -> tuple[str, Any]:
     try:
-        return "done", template.about() if variables is None else template.render(variables)
+        return "done", template.render(variables, date)
     except _REFUSALS as error:
         return "refused", " ".join(str(error).split()) or type(error).__name__
     except RecursionError:

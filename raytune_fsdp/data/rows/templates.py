@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.config.sections.data import DATE, DataConfig, DatasetConfig
 from raytune_fsdp.data.rows.sandbox import SANDBOX, LimitError
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.sources.source import shorten
@@ -22,12 +25,34 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 _SHIPPED = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
-# Some templates (Llama 3.2) print today's date unless they get one; the data must not depend on the day it is read.
-DATE = "26 Jul 2024"
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 # The largest templates of models have 30,000 characters. Compiling one takes about 10 us for each of them.
 _MOST_CHARACTERS = 200_000
 _WAY_OUT = "correct it, or name another one in data.chat_template"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateChoice:
+    """What the config says of the template of a dataset."""
+
+    text: str | None = None
+    """The template; None: the tokenizer's own."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What it gets besides the conversation."""
+    date: str = DATE
+    """What it is told of today. The data must not depend on the day it is read."""
+
+    @classmethod
+    def of(cls, data: DataConfig, dataset: DatasetConfig | None = None) -> TemplateChoice:
+        """Return what the config says of a dataset's template, or of the run's."""
+        name, variables = data.chat_template, data.chat_template_kwargs
+        if dataset is not None and dataset.chat_template is not None:
+            name = dataset.chat_template
+        if dataset is not None and dataset.chat_template_kwargs is not None:
+            variables = dataset.chat_template_kwargs
+        text = None if name is None else load_template(name)
+        return cls(text=text, variables=variables, date=data.chat_template_date)
 
 
 def is_shipped(name_or_path: str) -> bool:
@@ -60,20 +85,20 @@ class TooMuchWork(DataError):
 class ChatTemplate:
     """A template with the tokenizer's special tokens. `tags`: whether `{% generation %}` marks generated text in it.
 
-    `words`: every name and string literal in its code.
+    `words`: every name and string literal in its code. `looked_for`: what it looks for in the contents of messages.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], *, date: str = DATE) -> None:
         if len(source) > _MOST_CHARACTERS:
             raise DataError(
                 f"the chat template has {len(source)} characters, at most {_MOST_CHARACTERS} are read; {_WAY_OUT}"
             )
-        self._source = source
+        self._source, self._date = source, date
         kind, found = self._ask(None)
         if kind == "invalid":
             raise DataError(f"the chat template {found}; {_WAY_OUT}")
-        self.tags, inside, words = found
-        self.words = frozenset(words)
+        self.tags, inside, words, looked_for = found
+        self.words, self.looked_for = frozenset(words), tuple(looked_for)
         if inside is not None:
             # transformers takes a span's place from the characters printed so far, and such a Jinja block is printed
             # only at its end.
@@ -82,7 +107,17 @@ class ChatTemplate:
                 "filter, set or generation), where its place in the text is not known; move it out of that block in a "
                 "copy of the template and name that file in data.chat_template"
             )
-        self._variables = plain({**variables, "date_string": DATE, "documents": None})
+        year, month, day = date.split("-")
+        given = {"date_string": f"{day} {_MONTHS[int(month) - 1]} {year}", "documents": None}
+        self._variables = plain({**given, **variables})
+
+        self._key = source, date, json.dumps(self._variables, sort_keys=True, default=str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChatTemplate) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False
@@ -92,9 +127,26 @@ class ChatTemplate:
         Messages and tools are plain data, with the messages' reasoning under all its names: see `as_templates_see`.
         `prompt`: append the header of the assistant's next turn.
         """
-        kind, found = self._ask(
-            {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
-        )
+        return self._result(self._ask(self._given(messages, tools, prompt)))
+
+    def render_all(
+        self, conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]]
+    ) -> list[tuple[str, list[Span]] | None]:
+        """Render several conversations in one request, which is faster. None for one to be rendered by itself."""
+        variables = [self._given(messages, tools, prompt=False) for messages, tools in conversations]
+        try:
+            answers = SANDBOX.ask_all(self._source, variables, date=self._date)
+        except LimitError:
+            return [None] * len(variables)
+        return [self._result(answer) if answer[0] == "done" else None for answer in answers]
+
+    def _given(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool
+    ) -> dict[str, Any]:
+        return {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+
+    def _result(self, answer: tuple[str, Any]) -> tuple[str, list[Span]]:
+        kind, found = answer
         if kind == "refused":
             raise Refused(shorten(found, limit=500))
         if kind == "failed":
@@ -104,7 +156,7 @@ class ChatTemplate:
 
     def _ask(self, variables: Mapping[str, Any] | None) -> tuple[str, Any]:
         try:
-            return SANDBOX.ask(self._source, variables)
+            return SANDBOX.ask(self._source, variables, date=self._date)
         except LimitError as error:
             raise TooMuchWork(f"the chat template does too much work: {error}; {_WAY_OUT}") from None
 
@@ -119,21 +171,16 @@ class ChatTemplate:
         return not (text[: spans[-1][1]] if spans else text).endswith("Yes.")
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, text: str | None, *, tools: bool = False) -> ChatTemplate:
-    """Return the template that renders conversations: the given one, otherwise the tokenizer's own."""
+def chat_template(tokenizer: PreTrainedTokenizerBase, choice: TemplateChoice, *, tools: bool = False) -> ChatTemplate:
+    """Return the template that renders conversations: the chosen one, otherwise the tokenizer's own."""
     try:
-        source = tokenizer.get_chat_template(tools=[] if tools else None) if text is None else text
+        source = tokenizer.get_chat_template(tools=[] if tools else None) if choice.text is None else choice.text
     except ValueError:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, which conversations need; set "
             f"data.chat_template to one of {', '.join(_SHIPPED)} or a file with a Jinja template, or use another format"
         ) from None
-    if "strftime_now" in source and "date_string" not in source:
-        raise DataError(
-            "the chat template prints the current date (strftime_now), so the same data would be different tomorrow; "
-            "write a fixed date into a copy of the template and name that file in data.chat_template"
-        )
-    return ChatTemplate(source, tokenizer.special_tokens_map)
+    return ChatTemplate(source, {**tokenizer.special_tokens_map, **choice.variables}, date=choice.date)
 
 
 def as_templates_see(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

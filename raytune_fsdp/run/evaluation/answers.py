@@ -136,13 +136,15 @@ def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what ends an answer, and what follows it, for `generate`.
 
     The end is the tokenizer's end token, or the token with which its chat template ends a turn: some models have both.
+    If nothing ends a turn there, it is the token with which the next one begins.
     """
     tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _WORDS}]
         try:
-            text = _rendered(
-                tokenizer, [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _WORDS}]
-            )
+            text = _rendered(tokenizer, turns)
+            if text.endswith(_WORDS):  # as in GLM's, a turn ends with what the next message begins with
+                text = _rendered(tokenizer, [*turns, {"role": "user", "content": "Go on."}])
         except Refused:
             text = ""
         after = tokenizer(text.rpartition(_WORDS)[2].lstrip(), add_special_tokens=False)["input_ids"]

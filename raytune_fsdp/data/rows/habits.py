@@ -1,0 +1,68 @@
+"""What a chat template does around each turn of the assistant, so that a conversation is not rendered for every turn.
+
+Where a turn begins and ends follows from a rendering of the conversation up to it (`turns.py`), so one of 800 turns
+would take a hundred times as long as one of 80. But a template does the same around every turn that looks the same: the
+same text in front of it and behind it, after the same kind of message. So what was found for one such turn holds for
+the others. It is learned from conversations of our own, once for each template, and otherwise from the conversation
+itself: after two turns that look the same and are the same. It never comes from other rows, so a row's mask depends on
+nothing but the row.
+
+A template could break this rule, so some rows of each dataset are rendered both ways beforehand (`data/trial.py`). If
+they differ, all of its rows are rendered turn by turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Key = tuple[Any, ...]
+"""What a turn looks like."""
+
+
+class Habits:
+    """What is known of turns, by what they look like. `by_turn`: nothing is, each turn is rendered."""
+
+    def __init__(self, known: Mapping[Key, Any] | None = None, *, by_turn: bool = False) -> None:
+        self._known = known or {}
+        self._by_turn = by_turn
+        self._seen: dict[Key, list[Any]] = {}
+        self.names_calls_by_id = False
+        """Whether the template writes the ids of calls instead of their names, as Kimi's does."""
+        self.open_ended = False
+        """Whether nothing ends a turn but what follows it."""
+
+    def of_row(self, *, alike: bool) -> Habits:
+        """Return what is known when a row begins. `alike`: it has no text that the template looks for."""
+        return self._like(Habits(self._known if alike else None, by_turn=self._by_turn))
+
+    def by_turn(self) -> Habits:
+        """Return the same template's, of which no turn is known."""
+        return self._like(Habits(by_turn=True))
+
+    def learned(self) -> Habits:
+        """Return what was found, where it was always the same, as known."""
+        same = {key: seen[0] for key, seen in self._seen.items() if all(each == seen[0] for each in seen)}
+        return self._like(Habits(same))
+
+    def _like(self, made: Habits) -> Habits:
+        made.names_calls_by_id, made.open_ended = self.names_calls_by_id, self.open_ended
+        return made
+
+    def known(self, key: Key) -> Any:
+        """Return what is known of this, or None."""
+        return self._known.get(key)
+
+    def ask(self, key: Key, find: Callable[[], Any]) -> Any:
+        """Return what is known of turns that look like this, or find it."""
+        if key in self._known:
+            return self._known[key]
+        seen = self._seen.setdefault(key, [])
+        if len(seen) == 2 and seen[0] == seen[1] and not self._by_turn:
+            return seen[0]
+        value = find()
+        if len(seen) < 2:
+            seen.append(value)
+        elif value != seen[0]:  # only where each turn is rendered
+            seen[:] = [seen[0], value]
+        return value
