@@ -11,7 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("gathered", "scattered", "all_reduced")
-_OPERATIONS = {"c10d::_allgather_base_": "gathered", "c10d::_reduce_scatter_base_": "scattered"}
+_OPERATIONS = {
+    "c10d::_allgather_base_": "gathered",
+    "c10d::_reduce_scatter_base_": "scattered",
+    "c10d::alltoall_base_": "scattered",
+}
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -43,7 +43,6 @@ from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.speed import moved_in_layers, phases_of
@@ -53,6 +52,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.step.parallel import memory_of as memory_of_device
 from raytune_fsdp.step.train_step import train_step
+from tests.runs import prepare_on_rank0
 
 CPU = torch.device("cpu")
 MIB = 2**20

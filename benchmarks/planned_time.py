@@ -29,7 +29,6 @@ from benchmarks.planned_memory import CASES, CPU, _step, config_of
 from benchmarks.ranks import run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.calibrate import calibrate
 from raytune_fsdp.predict.devices import Calibration, device_of, read_calibration, write_calibration
@@ -37,6 +36,7 @@ from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import full_batches
 from raytune_fsdp.run.assemble import assemble
+from tests.runs import prepare_on_rank0
 
 AFTER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "15M Qwen3, IA3, accumulated": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.config import FinetuneConfig
 from tests.ranks import resident_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 48,
@@ -90,7 +93,6 @@ def train_rank(values: Mapping[str, Any], stop_after: int | None = None) -> bool
     """One rank of a run; True if it was interrupted after step `stop_after`."""
     import torch
 
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
 
     config = FinetuneConfig.model_validate(values)
@@ -105,6 +107,18 @@ def train_rank(values: Mapping[str, Any], stop_after: int | None = None) -> bool
     except Interrupted:
         return True
     return False
+
+
+def prepare_on_rank0(config: FinetuneConfig) -> tuple[RunInputs, ResumePoint]:
+    """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
+    import torch.distributed as dist
+
+    from raytune_fsdp.base.collectives import on_rank0
+    from raytune_fsdp.run.prepare import prepare
+    from raytune_fsdp.run.resume_point import agree
+
+    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
+    return prepared, agree(config, prepared, lambda: standing)
 
 
 def largest_difference(left: list[dict[str, Any]], right: list[dict[str, Any]], key: str) -> float:

@@ -31,7 +31,6 @@ from torch._dynamo.utils import counters
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import choose_device, join
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER
 from raytune_fsdp.model.precision.quantized import QuantizedLayer
@@ -43,6 +42,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import RankRun, train
 from raytune_fsdp.step.flops import peak_flops
 from raytune_fsdp.step.precision import numerics
+from tests.runs import prepare_on_rank0
 
 WARMUP_STEPS, LOG_EVERY = 10, 5
 SIZES: dict[str, dict[str, Any]] = {

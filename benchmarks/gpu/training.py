@@ -35,11 +35,11 @@ from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import choose_device, join, work
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_trajectory
 from raytune_fsdp.step.profiling import shares_of
+from tests.runs import prepare_on_rank0
 
 _MOST_AT_ONCE = 2**30
 """Bytes of a plain copy to the host: pinned memory of all of them would take a while to get."""

@@ -26,10 +26,7 @@ def file_system(url: str) -> tuple[Any, str]:
     bucket, slash, path = rest.partition("/")
     # Opened by the bucket's URL without the path, which would have to be quoted, and is not.
     place = f"{scheme}://{bucket}{query}"
-    system = _FILE_SYSTEMS.get((place, _settings()), lambda: pa.fs.FileSystem.from_uri(place)[0])
+    # What a client takes from the environment when it is opened: a notebook may later name another store.
+    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_"))))
+    system = _FILE_SYSTEMS.get((place, settings), lambda: pa.fs.FileSystem.from_uri(place)[0])
     return system, bucket.rpartition("@")[2] + slash + path
-
-
-def _settings() -> tuple[tuple[str, str], ...]:
-    """Return what a client takes from the environment when it is opened: a notebook may later name another store."""
-    return tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_"))))

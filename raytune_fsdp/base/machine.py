@@ -56,6 +56,15 @@ def this_node() -> tuple[str, str]:
     return socket.gethostname(), boot
 
 
+def processor() -> str | None:
+    """Return the name of this machine's processor; None where the kernel does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return None
+
+
 def free_memory() -> int:
     """Return how many bytes this process and its neighbours may still take: the machine's, or its groups' if less."""
     free = int(psutil.virtual_memory().available)

@@ -103,7 +103,22 @@ def redact(value: object, key: str = "") -> Any:
 
 def redact_text(text: str) -> str:
     """Return the text without values that look like secrets or are assigned to a secret's name."""
-    return _without_assigned(_without_shapes(text))
+    text = _without_shapes(text)
+    clean, position = [], 0
+    # The search goes on right after a name that is not a secret's: its value may hold another name
+    # (`error: password=...`).
+    while named := _NAMED.search(text, position):
+        clean.append(text[position : named.end()])
+        position = named.end()
+        key = named["key"] or named["flag"]
+        # Already redacted, or a vocabulary's `<token>`.
+        if not is_secret_key(key) or text.startswith(("<", "'<", '"<'), position):
+            continue
+        value = _VALUE.match(text, position)
+        if value and not _is_harmless(value[0].strip("\"'"), key):
+            clean.append(REDACTED)
+            position = value.end()
+    return "".join([*clean, text[position:]])
 
 
 def redact_shapes(value: object) -> Any:
@@ -167,27 +182,6 @@ def _without_option(found: re.Match[str]) -> str:
     least = 4 if is_secret_key(name) else _SECRET_OPTIONS.get(name.lower())
     secret = least is not None and len(value) >= least and not _is_harmless(value, name)
     return f"{begin}{name}={REDACTED}" if secret else found[0]
-
-
-def _without_assigned(text: str) -> str:
-    """Return the text without values that are assigned to a secret's name.
-
-    The search goes on right after a name that is not a secret's: its value may hold another name
-    (`error: password=...`).
-    """
-    clean, position = [], 0
-    while named := _NAMED.search(text, position):
-        clean.append(text[position : named.end()])
-        position = named.end()
-        key = named["key"] or named["flag"]
-        # Already redacted, or a vocabulary's `<token>`.
-        if not is_secret_key(key) or text.startswith(("<", "'<", '"<'), position):
-            continue
-        value = _VALUE.match(text, position)
-        if value and not _is_harmless(value[0].strip("\"'"), key):
-            clean.append(REDACTED)
-            position = value.end()
-    return "".join([*clean, text[position:]])
 
 
 def _is_harmless(value: str, key: str) -> bool:

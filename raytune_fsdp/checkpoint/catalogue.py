@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import check
+from raytune_fsdp.checkpoint.manifest import check_files
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, parse_directory_name
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ def as_checkpoint(path: str) -> CommittedCheckpoint | None:
     """Return the committed checkpoint at a path or URL; None if it is not one."""
     root, _, name = path.rstrip("/").rpartition("/")
     found = parse_directory_name(name)
-    if found is None or MANIFEST_FILE not in storage_at(root).sizes(name):
-        return None
-    return _at(found, root)
+    return _at(found, root) if found is not None and MANIFEST_FILE in storage_at(root).sizes(name) else None
 
 
 def committed(root: str) -> list[CommittedCheckpoint]:
@@ -94,7 +92,7 @@ def verify(
 ) -> str | None:
     """Return the problem with a committed checkpoint; None if it is intact. See `manifest.check`."""
     try:
-        return check(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
+        return check_files(storage_at(found.root), found.name, hashes=hashes, share=share, threads=threads)
     except OSError as error:  # this says nothing about the checkpoint: the storage may answer later
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 

@@ -81,7 +81,14 @@ def written_of(
             raise ModelError(named.unbuilt or alone)
         match = match_keys(named.network, base)
         rest = matched_weights(base, match, named.network)
-        _check_same(named, rest, source, str(base.directory))
+        # A base with other sizes is not the one that was trained. Rows of tokens may have been added since.
+        tokens, stored = set(rows_of_tokens(named.network)), rest.shapes()
+        for name, shape in source.shapes().items():
+            there = named.there(name)
+            if there not in tokens and tuple(stored.get(there, shape)) != tuple(shape):
+                raise ModelError(
+                    f"{str(base.directory)} is another model than the run began with: its {there} has another shape"
+                )
     except (RaytuneError, OSError, ValueError) as error:  # ValueError: a place of an unknown protocol
         if whole:  # nothing is missing; it has the names that transformers gives it
             return WrittenAs(source=source)
@@ -96,8 +103,7 @@ def written_of(
 
 def sees(files: Path) -> bool:
     """Return whether a config.json describes a language model as a part of another model."""
-    values = read_config(files)
-    return isinstance(values.get("text_config"), dict)
+    return isinstance(read_config(files).get("text_config"), dict)
 
 
 def _base(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> Path:
@@ -131,15 +137,6 @@ def began_with(files: Path) -> tuple[str, str | None, bool]:
     if init != "pretrained" or not isinstance(path, str) or not isinstance(revision, str | None):
         raise ModelError("the run began with random weights, and has no base")
     return path, revision, on_hub is True
-
-
-def _check_same(named: NamedClass, rest: Weights, source: WholeTensors, where: str) -> None:
-    """Refuse a base with other sizes than the one that was trained. Rows of tokens may have been added since."""
-    tokens, stored = set(rows_of_tokens(named.network)), rest.shapes()
-    for name, shape in source.shapes().items():
-        there = named.there(name)
-        if there not in tokens and tuple(stored.get(there, shape)) != tuple(shape):
-            raise ModelError(f"{where} is another model than the run began with: its {there} has another shape")
 
 
 class _Around:

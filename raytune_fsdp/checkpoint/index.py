@@ -80,8 +80,11 @@ def parse_index(content: bytes, sizes: Mapping[str, int]) -> Index:
             ends.append(place[1] + place[2])
         _check_covered(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
-    for file, (starts, ends) in used.items():
-        _check_apart(file, np.array(starts), np.array(ends))
+    for file, spans in used.items():
+        first, end = map(np.array, spans)
+        order = np.argsort(first, kind="stable")
+        if (end[order][:-1] > first[order][1:]).any():
+            raise UnsoundError(f"has two pieces in the same bytes of {file}")
     return Index(Metadata(tensors), places)
 
 
@@ -157,10 +160,3 @@ def _parts(boxes: list[Box], axis: int) -> list[list[Box]]:
         parts[-1].append(box)
         end = max(end, box[0][axis] + box[1][axis])
     return parts
-
-
-def _check_apart(file: str, starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> None:
-    """Refuse two pieces that share bytes of a file."""
-    order = np.argsort(starts, kind="stable")
-    if (ends[order][:-1] > starts[order][1:]).any():
-        raise UnsoundError(f"has two pieces in the same bytes of {file}")

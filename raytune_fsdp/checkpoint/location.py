@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from raytune_fsdp.base.urls import is_url
-from raytune_fsdp.checkpoint.storage import Storage
+from raytune_fsdp.checkpoint.storage import PosixStorage, Storage
 
 
 def storage_at(location: str) -> Storage:
     """Return the storage of a directory or URL, without touching either."""
     from raytune_fsdp.checkpoint.objects import ObjectStorage
-    from raytune_fsdp.checkpoint.storage import PosixStorage
 
     return ObjectStorage(location) if is_url(location) else PosixStorage(location)

@@ -80,7 +80,7 @@ def read_manifest(storage: Storage, name: str) -> Listed:
     return found
 
 
-def check(
+def check_files(
     storage: Storage, name: str, *, hashes: bool, share: tuple[int, int] = (0, 1), threads: int = 1
 ) -> str | None:
     """Compare sizes and hashes of a checkpoint's files with its manifest. Return the problem; None if it is intact.
@@ -178,8 +178,7 @@ def hash_file(storage: Storage, name: str, file: str, size: int) -> str:
             chunk = view[: min(_CHUNK_BYTES, size - start)]
             source.read_into(start, chunk)
             digest.update(chunk)
-    found: str = digest.hexdigest()
-    return found
+    return digest.hexdigest()
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world: int) -> list[str]:

@@ -60,7 +60,18 @@ def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
 def model_files(checkpoint: CommittedCheckpoint) -> Path:
     """Return the directory with config and tokenizer of a checkpoint's run; for an object store, a local copy."""
     if is_url(checkpoint.root):
-        files, where = _copied(checkpoint.root), f"{checkpoint.root.rpartition('/')[0]}/{MODEL_FILES}"
+        store = ObjectStorage(checkpoint.root.rpartition("/")[0])
+        copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
+        atexit.register(shutil.rmtree, copy, ignore_errors=True)
+        for name in store.sizes(MODEL_FILES):
+            # Keys of an object store are any text, `../` included.
+            if is_known(name) or name in _OF_THE_RUN or re.fullmatch(r"\w+\.py", name):
+                (copy / name).parent.mkdir(exist_ok=True)
+                try:
+                    (copy / name).write_bytes(store.read(MODEL_FILES, name, _COPIED_BYTES))
+                except UnsoundError as error:
+                    raise ModelError(f"{store.where(MODEL_FILES)}/{name} {error}") from error
+        files, where = copy, f"{checkpoint.root.rpartition('/')[0]}/{MODEL_FILES}"
     else:
         files = Path(checkpoint.root).parent / MODEL_FILES
         where = str(files)
@@ -71,21 +82,6 @@ def model_files(checkpoint: CommittedCheckpoint) -> Path:
         )
     travelling(files, code=True)  # none of them is a link
     return files
-
-
-def _copied(root: str) -> Path:
-    store = ObjectStorage(root.rpartition("/")[0])
-    copy = Path(tempfile.mkdtemp(prefix="raytune-model-"))
-    atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    for name in store.sizes(MODEL_FILES):
-        # Keys of an object store are any text, `../` included.
-        if is_known(name) or name in _OF_THE_RUN or re.fullmatch(r"\w+\.py", name):
-            (copy / name).parent.mkdir(exist_ok=True)
-            try:
-                (copy / name).write_bytes(store.read(MODEL_FILES, name, _COPIED_BYTES))
-            except UnsoundError as error:
-                raise ModelError(f"{store.where(MODEL_FILES)}/{name} {error}") from error
-    return copy
 
 
 def put_model_files(model: Path, checkpoints: str) -> None:

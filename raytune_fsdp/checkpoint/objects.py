@@ -85,9 +85,7 @@ class ObjectStorage:
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[StoredFile]:
         what = f"reading {self.where(name)}/{file}"
-        path = self._path(name, file)
-        source = patiently(what, lambda: self._system().open_input_file(path))
-        with source:
+        with patiently(what, lambda: self._system().open_input_file(self._path(name, file))) as source:
             yield _ObjectSource(source, what)
 
     def set_aside(self, name: str) -> str:

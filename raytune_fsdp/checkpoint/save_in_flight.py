@@ -205,7 +205,13 @@ class SaveInFlight:
             for rank in range(1, job.world):
                 job.messages.send(job.ended_key(rank), ending)
         else:
-            ending = self._receive_ending()
+            # Not in a collective, which would time out long before a slow save does.
+            deadline = time.monotonic() + 2 * job.seconds + _GRACE_SECONDS
+            while (message := job.messages.receive(job.ended_key(job.rank))) is None:
+                if time.monotonic() > deadline:
+                    raise TransientError(f"rank 0 does not report how the checkpoint of step {job.step} ended")
+            assert message in ENDINGS, message
+            ending = message
         dist.all_reduce(torch.zeros(()))  # rank 0 hosts the messages: it must not exit before all have read theirs
         return self.report(ending)
 
@@ -218,16 +224,6 @@ class SaveInFlight:
         while (outcome := self.outcome()) is None:
             self._thread.join(0.2 if self._committing else max(0.01, min(0.2, self._left())))
         return outcome
-
-    def _receive_ending(self) -> Ending:
-        """Wait for rank 0's message. Not in a collective, which would time out long before a slow save does."""
-        deadline = time.monotonic() + 2 * self.job.seconds + _GRACE_SECONDS
-        while (ending := self.job.messages.receive(self.job.ended_key(self.job.rank))) is None:
-            if time.monotonic() > deadline:
-                raise TransientError(f"rank 0 does not report how the checkpoint of step {self.job.step} ended")
-        assert ending in ENDINGS, ending
-        found: Ending = ending
-        return found
 
     def _run(self) -> None:
         """Write this rank's file and send the message about it; on rank 0, also commit. Runs in the writer's thread."""
@@ -257,12 +253,12 @@ class SaveInFlight:
         file = f"__{job.rank}_{job.serial}{PIECES}"
         try:
             job.ready()
-            written = write_pieces(job.draft, file, job.pieces, job.layout.mine)
+            total, spans = write_pieces(job.draft, file, job.pieces, job.layout.mine)
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
             return {"problem": in_one_line(error), "no_room": lacks_room(error)}
-        return {"file": file, "sum": asdict(written.sum), "spans": written.spans}
+        return {"file": file, "sum": asdict(total), "spans": spans}
 
     def _send(self, message: dict[str, Any]) -> None:
         self.sent_at = time.monotonic()
@@ -272,7 +268,13 @@ class SaveInFlight:
         """On rank 0: wait for every rank's message, then commit."""
         job = self.job
         try:
-            messages = [self._receive(rank) for rank in range(job.world)]
+            messages: list[dict[str, Any]] = []
+            for rank in range(job.world):
+                self._waiting_for = rank
+                while (message := job.messages.receive(job.written_key(rank))) is None:
+                    if self._given_up or self._left() < 0:
+                        raise TransientError(self._too_late())
+                messages.append(message)
             problems = [f"rank {r}: {each['problem']}" for r, each in enumerate(messages) if "problem" in each]
             if problems:
                 job.draft.discard()
@@ -288,14 +290,6 @@ class SaveInFlight:
         saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting)
         return Outcome(step=job.step, ending="committed", saved=saved)
 
-    def _receive(self, rank: int) -> dict[str, Any]:
-        self._waiting_for = rank
-        while (message := self.job.messages.receive(self.job.written_key(rank))) is None:
-            if self._given_up or self._left() < 0:
-                raise TransientError(self._too_late())
-        found: dict[str, Any] = message
-        return found
-
     def _commit(self, messages: list[dict[str, Any]]) -> int:
         """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size."""
         job = self.job
@@ -306,8 +300,7 @@ class SaveInFlight:
             METADATA_FILE: job.layout.metadata_file(files, spans, job.path),
             STATE_FILE: job.state.encode(),
         }
-        for name, content in small.items():
-            sums[name] = write_small(job.draft, name, content)
+        sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.

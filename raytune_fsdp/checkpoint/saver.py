@@ -67,9 +67,8 @@ class Saver:
 
     def guard(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         """Return the optimizer, kept from changing on this device what a save is still copying."""
-        if self.staging is None or device.type == "cpu":
-            return optimizer
-        return UpdatesAfterCopies(optimizer, self.staging)
+        held = None if device.type == "cpu" else self.staging
+        return optimizer if held is None else UpdatesAfterCopies(optimizer, held)
 
     def status(self) -> tuple[Ending | None, bool]:
         """Return how the last save ended, if rank 0 has yet to report that, and whether this rank is still busy.
@@ -214,15 +213,13 @@ def open_saver(
     """Return the saver of an attempt with this model and optimizer. Collective."""
     optimizer.init_state()
     now = partial(tensors_of, model, optimizer)
-    tensors = now()
-    layout = make_layout(tensors)
     return Saver(
         storage=storage_at(root),
         attempt=attempt,
         keep=keep,
         seconds=seconds,
         tensors=now,
-        layout=layout,
+        layout=make_layout(now()),
         staging=Staging() if asynchronous else None,
         messages=open_messages(),
         scores=dict(scores),

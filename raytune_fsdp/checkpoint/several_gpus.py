@@ -18,11 +18,9 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         return model.to(device)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     free = torch.cuda.mem_get_info(device)[0]
-    return model.to(device) if needed <= _SHARE * free else _spread(model, needed, free)
-
-
-def _spread(model: PreTrainedModel, needed: int, free: int) -> PreTrainedModel:
-    """Put whole layers on each GPU, and what is left in host memory. One layer after the other is computed."""
+    if needed <= _SHARE * free:
+        return model.to(device)
+    # Whole layers on each GPU, and what is left in host memory. One layer after the other is computed.
     try:
         from accelerate import dispatch_model, infer_auto_device_map
         from accelerate.utils import get_max_memory

@@ -75,7 +75,21 @@ def read_state(found: CommittedCheckpoint) -> RunState:
         if not isinstance(values, dict):
             raise UnsoundError("is not a JSON object")
         check_format(values.pop("format", None))
-        return _checked(values, found)
+        # Older versions wrote fewer.
+        for key, value in values.items():
+            if key not in _RULES:
+                raise UnsoundError(f"has the unknown entry {shown(key)}")
+            if not _RULES[key](value):
+                raise UnsoundError(f"has the {key} {shown(value)}")
+        missing = {"step", "samples", "cursor", "identity"} - values.keys()
+        if missing:
+            raise UnsoundError(f"has no {sorted(missing)[0]}")
+        if values["step"] != found.step or values.get("attempt", found.attempt) != found.attempt:
+            raise UnsoundError(f"is that of step {values['step']} of attempt {values.get('attempt')}")
+        # The names of files are kept along with their hashes, for messages.
+        if not all(_is_texts(values["identity"].get(key, [])) for key in values.get("files", {})):
+            raise UnsoundError("has files without hashes")
+        return RunState(**{**values, "cursor": Cursor(**values["cursor"])})
     except OSError as error:
         raise TransientError(f"{file} could not be read: {error}") from error
     except ValueError as error:
@@ -114,17 +128,13 @@ def _is_map_of(inner: Callable[[Any], bool], value: Any) -> bool:
     return isinstance(value, dict) and all(map(inner, value.values()))
 
 
-def _is_scale(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 < value < math.inf)
-
-
 _RULES: dict[str, Callable[[Any], bool]] = {
     "step": is_count,
     "samples": is_count,
     "cursor": lambda value: _is_map_of(is_count, value) and value.keys() == {each.name for each in fields(Cursor)},
     "schedule_steps": lambda value: value is None or (is_count(value) and value > 0),
     "skipped_in_row": is_count,
-    "loss_scale": _is_scale,
+    "loss_scale": lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),
     "good_steps": is_count,
     "identity": lambda value: isinstance(value, dict) and all(key.isprintable() for key in value),
     "files": partial(_is_map_of, _is_texts),
@@ -135,21 +145,3 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "attempt": is_count,
     "world_size": is_count,
 }
-
-
-def _checked(values: dict[str, Any], found: CommittedCheckpoint) -> RunState:
-    """Return the state, from the values in its file; older versions wrote fewer. UnsoundError if they are none."""
-    for key, value in values.items():
-        if key not in _RULES:
-            raise UnsoundError(f"has the unknown entry {shown(key)}")
-        if not _RULES[key](value):
-            raise UnsoundError(f"has the {key} {shown(value)}")
-    missing = {"step", "samples", "cursor", "identity"} - values.keys()
-    if missing:
-        raise UnsoundError(f"has no {sorted(missing)[0]}")
-    if values["step"] != found.step or values.get("attempt", found.attempt) != found.attempt:
-        raise UnsoundError(f"is that of step {values['step']} of attempt {values.get('attempt')}")
-    # The names of files are kept along with their hashes, for messages.
-    if not all(_is_texts(values["identity"].get(key, [])) for key in values.get("files", {})):
-        raise UnsoundError("has files without hashes")
-    return RunState(**{**values, "cursor": Cursor(**values["cursor"])})

@@ -163,7 +163,16 @@ class Staging:
         """Copy the values of `mine` as they are now. On a CPU the caller waits."""
         now = {name: local_piece(tensors[name]) for name in mine}
         if not self.pieces:
-            self._allocate(now)
+            places, size = {}, 0
+            for name, piece in now.items():
+                places[name] = size
+                size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self._block = torch.empty(size, dtype=torch.uint8)
+            device = next((piece.device for piece in now.values() if piece.is_cuda), None)
+            if device is not None:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                _pin(self, self._block, device)
+            self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
         if self._stream is None:
             for name, piece in self.pieces.items():
                 piece.copy_(now[name])
@@ -185,18 +194,6 @@ class Staging:
         """Make what the device computes from here on wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
-
-    def _allocate(self, now: Mapping[str, torch.Tensor]) -> None:
-        places, size = {}, 0
-        for name, piece in now.items():
-            places[name] = size
-            size += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._block = torch.empty(size, dtype=torch.uint8)
-        device = next((piece.device for piece in now.values() if piece.is_cuda), None)
-        if device is not None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            _pin(self, self._block, device)
-        self.pieces = {name: self._view(places[name], piece) for name, piece in now.items()}
 
     def _view(self, start: int, like: torch.Tensor) -> torch.Tensor:
         """Return a part of the buffer as a tensor with storage of its own: torch.save writes a view's whole storage."""
@@ -252,12 +249,6 @@ class Sum:
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    sum: Sum
-    spans: tuple[Span, ...]
-
-
 class NotFiniteError(Exception):
     """The state has an infinity or a NaN, so it is not worth a checkpoint."""
 
@@ -299,16 +290,16 @@ class Hashing:
         return Sum(self.size, self._digest.hexdigest())
 
 
-def write_pieces(draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], order: Sequence[str]) -> WrittenFile:
+def write_pieces(
+    draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], order: Sequence[str]
+) -> tuple[Sum, list[Span]]:
     """Write a file of tensors, each by torch.save, which is what torch.distributed.checkpoint reads."""
 
-    def write() -> WrittenFile:
-        spans = []
+    def write() -> tuple[Sum, list[Span]]:
         with draft.create(file) as sink:
             target = Hashing(sink)
-            for name in order:
-                spans.append(_write_piece(target, pieces[name].cpu(), name))
-        return WrittenFile(target.sum, tuple(spans))
+            spans = [_write_piece(target, pieces[name].cpu(), name) for name in order]
+        return target.sum, spans
 
     return _tried(draft, file, write)
 

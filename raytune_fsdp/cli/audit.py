@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust_places, config_of_run, run
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, config_of_run, run_command
+from raytune_fsdp.cli.progress import show_progress
 
 DIFFERS = 4
 """The exit code if the segment is not what the record says; no other failure has this code."""
@@ -43,9 +42,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         action="store_true",
         help="take tokenized rows from the run's cache, which is faster and proves less: not that they are its data's",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
-    add_trust_places(parser)
-    return run(parser, argv, _audit)
+    add_trust(parser, code=RUNS_CODE)
+    return run_command(parser, argv, _audit)
 
 
 def _audit(parser: ConfigParser, arguments: list[str]) -> int:
@@ -75,7 +73,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--scratch {scratch}: {error.strerror}; name a directory that can be written") from None
     try:
-        with directory as name, shown() as progress:
+        with directory as name, show_progress() as progress:
             outcome = audit(config, place, segment, Path(name), progress, use_cache=found.use_cache)
     except Interrupted:
         # Training's message says that what it has saved is there to go on from, which is not so here.
@@ -85,7 +83,3 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.out is not None:
         found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0 if outcome.difference is None else DIFFERS
-
-
-if __name__ == "__main__":
-    sys.exit(main())

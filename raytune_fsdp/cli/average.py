@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, run, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command, say
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
@@ -19,10 +18,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     which.add_argument("--steps", type=int, nargs="+", metavar="STEP", help="the checkpoints of these steps")
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
-    parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; it is copied, not run")
-    add_trust_places(parser)
-    return run(parser, argv, _average)
+    add_trust(parser, base=BASE, code=f"{TRUST}; it is copied, not run")
+    return run_command(parser, argv, _average)
 
 
 def _average(parser: Parser, arguments: Sequence[str]) -> int:
@@ -44,7 +41,3 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     steps = ", ".join(str(each.step) for each in checkpoints)
     say(f"exported the mean of steps {steps} to {found.destination}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.base.untrusted import printable, without_controls
-from raytune_fsdp.cli.common import ModelParser, run
-
-if TYPE_CHECKING:
-    from raytune_fsdp.run.evaluation.answers import Talk
+from raytune_fsdp.cli.common import ModelParser, run_command
 
 _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
@@ -28,7 +24,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> 
         max_new_tokens=512,
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    return run(parser, argv, _chat)
+    return run_command(parser, argv, _chat)
 
 
 def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:
@@ -47,26 +43,22 @@ def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:
     if sys.stdin.isatty():
         print(f"({_COMMANDS})", file=sys.stderr)
     for line in _lines():
+        command, _, rest = line.partition(" ")
         if line == "/exit":
             break
-        _obey(talk, line)
+        if command == "/reset":
+            talk.forget()
+        elif command == "/system":
+            talk.system = rest.strip() or None
+        elif command.startswith("/") and command[1:].isalpha():
+            _note(f"there is no {command}; {_COMMANDS}")
+        else:
+            try:
+                talk.ask(line, show=lambda text: print(without_controls(text), end="", flush=True), note=_note)
+            except DataError as error:  # about this message; the conversation is as it was before
+                _note(str(error))
+            print(flush=True)
     return 0
-
-
-def _obey(talk: Talk, line: str) -> None:
-    command, _, rest = line.partition(" ")
-    if command == "/reset":
-        talk.forget()
-    elif command == "/system":
-        talk.system = rest.strip() or None
-    elif command.startswith("/") and command[1:].isalpha():
-        _note(f"there is no {command}; {_COMMANDS}")
-    else:
-        try:
-            talk.ask(line, show=lambda text: print(without_controls(text), end="", flush=True), note=_note)
-        except DataError as error:  # about this message; the conversation is as it was before
-            _note(str(error))
-        print(flush=True)
 
 
 def _note(text: str) -> None:
@@ -104,7 +96,3 @@ def _piped() -> str:
     if not line:
         raise EOFError
     return line
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, add_trust_places, run, say
+from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
 from raytune_fsdp.cli.runs import check_run
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
-    from raytune_fsdp.checkpoint.on_demand import Asking
     from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.2
@@ -36,8 +34,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
     parser.add_argument(
         "--wait", type=float, default=600.0, metavar="SECONDS", help="how long `now` waits (default: 600)"
     )
-    add_trust_places(parser)
-    return run(parser, argv, _run)
+    add_trust(parser)
+    return run_command(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
@@ -47,11 +45,25 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
 
 def _now(found: Namespace) -> int:
     from raytune_fsdp.checkpoint.on_demand import Asking
+    from raytune_fsdp.launch.run_lock import Signs
 
     place = check_run(found.run)
-    asking = Asking(place.path)
+    asking, signs, taken = Asking(place.path), Signs(place), False
     try:
-        answer = _answer(asking, place, found.wait)
+        began = heard = time.monotonic()
+        asking.ask()
+        while (answer := asking.answer()) is None:  # as long as the run shows a sign of life
+            now = time.monotonic()
+            if signs.look() == "running" or asking.taken() != taken:
+                heard, taken = now, asking.taken()
+            if now - heard > _SILENT_SECONDS:
+                raise TrainingError(f"{_why_silent(place)}; nothing was changed")
+            if now - began > found.wait:
+                state = "began it but has not finished" if taken else "does not answer: is it training?"
+                raise TrainingError(
+                    f"{printable(str(place.path))} {state} (--wait {found.wait:g}); nothing was changed"
+                )
+            time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise TrainingError(
             f"{printable(str(found.run))}: cannot leave a request there ({error}); ask as a user who may"
@@ -62,26 +74,6 @@ def _now(found: Namespace) -> int:
         raise TrainingError(f"the checkpoint of step {answer['step']} was not written: {answer['problem']}")
     say(f"step {answer['step']}: {answer['path']}")
     return 0
-
-
-def _answer(asking: Asking, place: RunDir, wait: float) -> dict[str, object]:
-    """Ask, and wait for the answer as long as the run shows a sign of life."""
-    from raytune_fsdp.launch.run_lock import Signs
-
-    signs, taken = Signs(place), False
-    began = heard = time.monotonic()
-    asking.ask()
-    while (answer := asking.answer()) is None:
-        now = time.monotonic()
-        if signs.look() == "running" or asking.taken() != taken:
-            heard, taken = now, asking.taken()
-        if now - heard > _SILENT_SECONDS:
-            raise TrainingError(f"{_why_silent(place)}; nothing was changed")
-        if now - began > wait:
-            state = "began it but has not finished" if taken else "does not answer: is it training?"
-            raise TrainingError(f"{printable(str(place.path))} {state} (--wait {wait:g}); nothing was changed")
-        time.sleep(_POLL_SECONDS)
-    return answer
 
 
 def _why_silent(place: RunDir) -> str:
@@ -140,7 +132,3 @@ def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     if not there:
         say(f"{run} has no checkpoint in {check_run(run).checkpoints}")
     return there
-
-
-if __name__ == "__main__":
-    sys.exit(main())

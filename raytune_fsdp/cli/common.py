@@ -38,8 +38,12 @@ TRUST = "the model may bring Python code of its own; only for models whose code 
 RUNS_CODE = "the run's config may name Python code (of its model, or to read rows); only for code you have read"
 
 
-def add_trust_places(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of commands that go where a run's files lead."""
+def add_trust(parser: argparse.ArgumentParser, *, base: str | None = None, code: str | None = None) -> None:
+    """Add the flags of commands that go where a run's files lead: --trust-places always, others by their help."""
+    if base is not None:
+        parser.add_argument("--base", metavar="PATH", help=base)
+    if code is not None:
+        parser.add_argument("--trust-remote-code", action="store_true", help=code)
     parser.add_argument(
         "--trust-places",
         action="store_true",
@@ -76,7 +80,12 @@ def _code_of(work: Callable[[], int]) -> int:
     except RaytuneError as error:
         # Under torchrun every rank finds the same mistake of the user; an error in training may be one rank's alone.
         speaks = is_rank0() or not isinstance(error, UserError)
-        for line in _lines_of(error) if speaks else ():
+        # One line for each problem of a user's error, as a stranger's names may have line ends; all lines of an error
+        # in training, which may be the words of many ranks.
+        lines = (str(error) or type(error).__name__).splitlines()
+        if isinstance(error, UserError) and any(error.args):
+            lines = [str(problem) for problem in error.args]
+        for line in lines if speaks else ():
             # Libraries quote whole addresses in their errors, secrets included; and we quote strangers' texts.
             print("error:", printable(redact_shapes(line)), file=sys.stderr)
         return error.exit_code
@@ -91,19 +100,9 @@ def _code_of(work: Callable[[], int]) -> int:
         return Interrupted.exit_code
 
 
-def run(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
+def run_command(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
     """Run a command with its parser and its arguments: these, or those of the process."""
     return exit_code(lambda: command(parser, list(sys.argv[1:] if argv is None else argv)))
-
-
-def _lines_of(error: RaytuneError) -> list[str]:
-    """Return one line for each problem of a user's error, as a stranger's names may have line ends.
-
-    An error in training may be the words of many ranks: return all of its lines.
-    """
-    if isinstance(error, UserError) and any(error.args):
-        return [str(problem) for problem in error.args]
-    return (str(error) or type(error).__name__).splitlines()
 
 
 def _output_is_read() -> bool:
@@ -154,9 +153,7 @@ class ModelParser(Parser):
             help=f"maximum length of an answer (default: {max_new_tokens})",
         )  # fmt: skip
         self.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
-        self.add_argument("--base", metavar="PATH", help=BASE)
-        self.add_argument("--trust-remote-code", action="store_true", help=TRUST)
-        add_trust_places(self)
+        add_trust(self, base=BASE, code=TRUST)
 
     def parse_and_load(
         self, arguments: Sequence[str]

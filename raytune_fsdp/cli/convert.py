@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.cli.common import Parser, run, say, write_new
+from raytune_fsdp.cli.common import Parser, run_command, say, write_new
 
 _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") 
         help="convert as if the file did not have these; may be given again",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the config there (default: print it)")
-    return run(parser, argv, _run)
+    return run_command(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
@@ -60,7 +60,3 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     if not converted.project.fragment:
         say(f"then: raytune-fsdp data preview --config {found.out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust_places, exit_code, nearest, say
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust, exit_code, nearest, say
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _main(arguments: list[str], prog: str) -> int:
 
 def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, FinetuneConfig]:
     """Parse as other commands do. If the config is a run's own, which may be a stranger's, check the run's places."""
-    add_trust_places(parser)
+    add_trust(parser)
     found, config = parser.parse_with_config(arguments)
     file = Path(found.config or "")
     if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
@@ -68,7 +68,7 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
         parser.error(f"--samples {found.samples} must be at least 1")
     from raytune_fsdp.run.prepare import open_as_run
 
-    with shown() as progress:
+    with show_progress() as progress:
         tokenizer, train, evals = open_as_run(config, progress)
     if found.eval is not None and found.eval not in evals:
         known = ", ".join(evals) or "none"
@@ -101,7 +101,7 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     if found.png is not None and not can_draw():
         raise ConfigError(f"--png {found.png}: {NOT_INSTALLED}")
 
-    with shown() as progress:
+    with show_progress() as progress:
         _, train, evals = open_as_run(config, progress)
         every: dict[str, Windows] = {"train": train, **{f"eval {name}": windows for name, windows in evals.items()}}
         censuses = {
@@ -151,7 +151,3 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

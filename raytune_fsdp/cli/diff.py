@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run
+from raytune_fsdp.cli.common import Parser, run_command
 
 PART = 1
 """The exit code for runs that part; `diff` has the same for files that differ."""
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> 
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("other", type=Path, help="the other run's directory")
-    return run(parser, argv, _diff)
+    return run_command(parser, argv, _diff)
 
 
 def _diff(parser: Parser, arguments: Sequence[str]) -> int:
@@ -34,17 +33,10 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
     if there.step is None and not there.equal:
         raise UserError(f"{there.words} Compare runs that have trained the same steps")
     print(printable(there.words))
-    if there.step is None:
-        for sentence in there.unknown:
-            print(printable(sentence))
-        return 0
-    print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
-    for cause in there.causes:
-        print(f"  {printable(cause.words)}")
+    if there.step is not None:
+        print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
+        for cause in there.causes:
+            print(f"  {printable(cause.words)}")
     for sentence in there.unknown:
         print(printable(sentence))
-    return PART
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 0 if there.step is None else PART

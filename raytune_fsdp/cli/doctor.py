@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import ConfigParser, run
+from raytune_fsdp.cli.common import ConfigParser, run_command
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -
         "--bandwidth", metavar="SPEED", help="the nominal speed of the network, such as 400Gbps, to compare with"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return run(parser, argv, _doctor)
+    return run_command(parser, argv, _doctor)
 
 
 def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:
@@ -78,7 +78,3 @@ def _end(code: int) -> None:
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

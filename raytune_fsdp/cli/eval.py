@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust_places, run
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run_command
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.names import ANSWERED, with_perplexity
@@ -35,16 +34,20 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
         action="store_true",
         help="print the numbers alone as one line of JSON; null is for what is not finite",
     )
-    parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; and {RUNS_CODE}")
-    add_trust_places(parser)
-    return run(parser, argv, _eval)
+    add_trust(parser, base=BASE, code=f"{TRUST}; and {RUNS_CODE}")
+    return run_command(parser, argv, _eval)
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
-        run = _run_of(Path(model))
+        # The run that a directory belongs to: the run's own, its export's or one of its checkpoints'. Many programs
+        # have a config.yaml; only a run also has an events file next to it.
+        place = Path(model).resolve()
+        near = (place, *list(place.parents)[:2])
+        run = next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
+        if run is not None:
+            check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
         if run is None and "--config" not in [word.partition("=")[0] for word in arguments]:
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
@@ -78,17 +81,6 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     for fields in answered:
         print(printable(event_in_words(ANSWERED, fields), keep="\n\t"))
     return 0
-
-
-def _run_of(model: Path) -> Path | None:
-    """Return the run that a directory belongs to: the run's own, its export's or one of its checkpoints'; else None."""
-    place = model.resolve()
-    for each in (place, *list(place.parents)[:2]):
-        # Many programs have a config.yaml; only a run also has an events file next to it.
-        if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file():
-            check_links(each)
-            return each
-    return None
 
 
 _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "long_documents", "window")
@@ -143,12 +135,8 @@ def _measure(
     check_prompts(config, tokenizer, positions)
     orders = _orders_of_run(config, own)
     rules = Order.of(**orders).rules
-    with shown() as progress:
+    with show_progress() as progress:
         evals = open_evals(config, tokenizer, vocabulary, progress, **orders)
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
     return examine(config, network, tokenizer, Evaluation.of(config, evals, tasks), device)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

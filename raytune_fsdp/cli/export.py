@@ -7,7 +7,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust_places, exit_code, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, exit_code, say
 from raytune_fsdp.launch.signals import Signals
 
 
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         default=True,
         help="make a repository that --push creates private (default); --no-private: as its owner's account decides",
     )
-    parser.add_argument(
-        "--base", metavar="PATH", help=f"{BASE}. Also for a multimodal model whose tower was not trained"
+    add_trust(
+        parser,
+        base=f"{BASE}. Also for a multimodal model whose tower was not trained",
+        code=f"{TRUST}; it is copied, not run",
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help=f"{TRUST}; it is copied, not run")
-    add_trust_places(parser)
     return exit_code(lambda: _export(parser, arguments))
 
 
@@ -68,7 +68,3 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     if pushed is not None:
         say(f"pushed to {pushed}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

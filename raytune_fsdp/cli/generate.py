@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from raytune_fsdp.base.untrusted import without_controls
-from raytune_fsdp.cli.common import ModelParser, run
+from raytune_fsdp.cli.common import ModelParser, run_command
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate")
         prog, "Ask a trained model. Without prompts, each line of standard input is one.", max_new_tokens=128
     )
     parser.add_argument("prompts", nargs="*", metavar="prompt", help="what to ask")
-    return run(parser, argv, _generate)
+    return run_command(parser, argv, _generate)
 
 
 def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
@@ -31,7 +31,3 @@ def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
         )  # fmt: skip
         print(without_controls(text), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

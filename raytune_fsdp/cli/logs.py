@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from argparse import Namespace
 from collections import deque
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular, reason
-from raytune_fsdp.cli.common import Parser, run
+from raytune_fsdp.cli.common import Parser, run_command
 from raytune_fsdp.cli.region import clean
 from raytune_fsdp.cli.runs import check_run
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp logs") -> 
     parser.add_argument("--attempt", type=int, metavar="N", help="this attempt (default: the newest)")
     parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of each rank")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    return run(parser, argv, _logs)
+    return run_command(parser, argv, _logs)
 
 
 def _logs(parser: Parser, arguments: Sequence[str]) -> int:
@@ -77,9 +76,8 @@ def _files(place: RunDir, attempt: int | None, rank: int | None, *, alive: bool)
     """Return the log of each rank that is asked for. If there is none, raises an error that names those that exist."""
     attempts = attempts_of(place)
     if not attempts:
-        why = "only Ray keeps the output of ranks in files; without Ray it was printed with the command's own"
-        why = "its ranks have not started yet" if alive else why
-        raise ResumeError(f"{place.path} has no logs: {why}")
+        without = "only Ray keeps the output of ranks in files; without Ray it was printed with the command's own"
+        raise ResumeError(f"{place.path} has no logs: {'its ranks have not started yet' if alive else without}")
     chosen = attempts[-1] if attempt is None else attempt
     if chosen not in attempts:
         raise ResumeError(f"--attempt {chosen}: {place.path.name} has logs of {_listed('attempt', attempts)}")
@@ -130,7 +128,3 @@ class _Logs:
                     yield line
         except (OSError, UnsoundError) as error:
             raise ResumeError(f"{path} cannot be read: {reason(error)}") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

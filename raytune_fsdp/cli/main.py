@@ -32,6 +32,7 @@ COMMANDS = {
     "watch": "follow a run that another command trains",
     "logs": "show what the ranks of a run have printed",
     "checkpoint": "commit one now, list them, verify them",
+    "digest": "say in one line which numbers a checkpoint or a model holds, or compare two",
     "export": "write a checkpoint as a Hugging Face model directory",
     "average": "write the mean of a run's checkpoints as a Hugging Face model directory",
     "recipes": "list, show and copy the configs that come with the package",
@@ -57,9 +58,7 @@ def _main(arguments: list[str]) -> int:
         what = "argument" if name.startswith("-") else "command"
         near = nearest(name, COMMANDS)
         raise ConfigError(f"unknown {what} {name}{near}; commands: {', '.join(COMMANDS)}")
-    command = import_module(f"raytune_fsdp.cli.{name}")
-    code: int = command.main(rest, prog=f"{PROGRAM} {name}")
-    return code
+    return int(import_module(f"raytune_fsdp.cli.{name}").main(rest, prog=f"{PROGRAM} {name}"))
 
 
 def usage() -> str:

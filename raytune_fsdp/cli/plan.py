@@ -6,16 +6,15 @@ Imports torch only for GPUs (`plan_on_gpus.py`) and `--units`.
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
-from raytune_fsdp.cli.common import ConfigParser, run, say_lines
+from raytune_fsdp.cli.common import ConfigParser, run_command, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
-from raytune_fsdp.plan.cadence import in_words
+from raytune_fsdp.plan.cadence import cadence_in_words
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
     plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return run(parser, argv, _plan)
+    return run_command(parser, argv, _plan)
 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
@@ -68,12 +67,12 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     units = _units(found, config, plan) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)
     if found.json:
-        data = on_gpus.data if on_gpus else {}
+        data = on_gpus[1] if on_gpus else {}
         print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units, **data}, indent=2))
         return 0
     say_lines(plan_in_words(config, plan, place.path))
     if on_gpus:
-        print(f"\n{on_gpus.page}")
+        print(f"\n{on_gpus[0]}")
     if found.units:
         from raytune_fsdp.record.console import event_in_words
         from raytune_fsdp.record.names import SHARDED
@@ -101,13 +100,6 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def _saved(config: FinetuneConfig, plan: Plan) -> str:
-    """Say how often the run is saved before its end."""
-    by_clock = config.checkpoint.by_clock
-    planned = [in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []
-    return ", ".join([*planned, *(["by the clock (checkpoint.every)"] if by_clock else [])])
-
-
 def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     """Return the plan as lines of text."""
     layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
@@ -119,6 +111,8 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         copies = f"{layout.data_ranks} groups that share {shared}, {copies}"
     over = layout.shard_size * layout.tensor
     rounds = f"{division.full_rounds} a step"
+    by_clock = ["by the clock (checkpoint.every)"] if config.checkpoint.by_clock else []
+    saved = [*([cadence_in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []), *by_clock]
     rows = {
         "run": str(run_dir),
         "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(over)} ({parallel.strategy})",
@@ -128,13 +122,9 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",
-        "saved": f"{_saved(config, plan)}, and at the end",
-        "evaluated": f"{in_words(plan.eval_every)}, and at the end"
+        "saved": f"{', '.join(saved)}, and at the end",
+        "evaluated": f"{cadence_in_words(plan.eval_every)}, and at the end"
         if data.eval or config.eval.tasks or config.eval.prompts
         else "never",
     }
     return "\n".join(f"{name:10} {value}" for name, value in rows.items())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

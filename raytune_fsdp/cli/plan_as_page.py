@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from argparse import Namespace
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.untrusted import printable
@@ -27,7 +28,13 @@ def serve_plan(found: Namespace, config: FinetuneConfig, census: Census | None, 
     with server_of(found, config, census, world) as server:
         print(f"the plan is at {server.url}\nCtrl-C ends it", flush=True)
         if not found.no_browser:
-            _open(server.url)
+            with suppress(webbrowser.Error):  # there is none
+                browser = webbrowser.get()
+                # One that has a window: a text browser would take over this terminal.
+                if not isinstance(browser, webbrowser.GenericBrowser) or isinstance(
+                    browser, webbrowser.BackgroundBrowser
+                ):
+                    browser.open(server.url)
         try:
             server.serve_forever()
         except KeyboardInterrupt:  # the intended end
@@ -66,20 +73,12 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         return
     if found.gpu is None:
         parser.error("--serve needs a device to begin with: --gpu A100-80GB")
-    others = {"--json": found.json, "--units": found.units, "--alternatives": found.alternatives}
-    others["--storage"] = found.storage is not None
+    others = {
+        "--json": found.json, "--units": found.units, "--alternatives": found.alternatives,
+        "--storage": found.storage is not None,
+    }  # fmt: skip
     for flag, given in others.items():
         if given:
             parser.error(f"{flag} prints, --serve shows a page: give one of the two")
     if found.port is not None and not 0 <= found.port < 1 << 16:
         parser.error(f"--port {found.port} must be 0 (any that is free) to 65535")
-
-
-def _open(url: str) -> None:
-    """Open a page in a browser that has a window, if there is one; a text browser would take over this terminal."""
-    try:
-        browser = webbrowser.get()
-    except webbrowser.Error:
-        return
-    if not isinstance(browser, webbrowser.GenericBrowser) or isinstance(browser, webbrowser.BackgroundBrowser):
-        browser.open(url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,9 @@ if TYPE_CHECKING:
     from raytune_fsdp.plan.plan import Plan
     from raytune_fsdp.predict.devices import Device
     from raytune_fsdp.predict.search import Offer
-    from raytune_fsdp.predict.stopping import Writing
 
 
 PER_NODE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class OnGpus:
-    """A plan on GPUs, for people and for programs."""
-
-    page: str
-    data: dict[str, Any]
 
 
 def add_flags(parser: ConfigParser) -> None:
@@ -54,8 +45,10 @@ def add_flags(parser: ConfigParser) -> None:
     parser.add_argument("--hours", type=float, metavar="H", help="with --search: the run has to end within H hours")
 
 
-def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan) -> OnGpus | None:
-    """Plan the run on the GPUs that are asked for; None if none are."""
+def plan_on_gpus(
+    parser: ConfigParser, found: Namespace, config: FinetuneConfig, plan: Plan
+) -> tuple[str, dict[str, Any]] | None:
+    """Plan the run on the GPUs that are asked for, for people and for programs; None if none are."""
     if found.gpu is None and found.search is None:
         return None
     from raytune_fsdp.predict.devices import link_speed
@@ -66,40 +59,33 @@ def plan_on_gpus(parser: ConfigParser, found: Namespace, config: FinetuneConfig,
         return _search(found, config, plan, _offers(parser, found.search), between)
     device = gpu_of(found.gpu)
     speed = link_speed(found.storage) if found.storage else None
-    per_node = _per_node(parser, found, device, plan.layout.world)
+    measured = device.measured
+    if measured is not None and measured.ranks == 1 < plan.layout.world:
+        parser.error(
+            f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size "
+            f"{plan.layout.world}: measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
+        )
+    per_node = found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
+    from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.predict.page.text import as_data, as_page
     from raytune_fsdp.predict.planned import planned
     from raytune_fsdp.predict.prediction import Cluster
-    from raytune_fsdp.predict.stopping import Writing
-
-    writing = None if speed is None else Writing(speed, measured=False)
-    each = planned(
-        config, plan, Cluster(device=device, per_node=per_node, between=between),
-        architecture=found.architecture, price=found.price, free=_free(config), writing=writing or _recorded(config),
-        with_alternatives=found.alternatives,
-    )  # fmt: skip
-    return OnGpus(as_page(each), {"on_gpus": as_data(each)})
-
-
-def _free(config: FinetuneConfig) -> int | None:
-    """Return the free bytes where checkpoints would go, if that is a directory on this machine; else None."""
-    place = config.checkpoint.storage or config.run.storage
-    try:
-        return shutil.disk_usage(place).free
-    except (OSError, ValueError):  # it is elsewhere, or an object store
-        return None
-
-
-def _recorded(config: FinetuneConfig) -> Writing | None:
-    """Return the speed at which this run has saved before, if it has, and its record is here."""
-    from raytune_fsdp.plan.run_dir import RunDir
-    from raytune_fsdp.predict.stopping import as_recorded
+    from raytune_fsdp.predict.stopping import Writing, as_recorded
     from raytune_fsdp.record.jsonl import each_event
 
-    try:
-        return as_recorded(each_event(RunDir.of(config).events))
-    except (OSError, RaytuneError):
-        return None
+    writing = None if speed is None else Writing(speed, measured=False)
+    if writing is None:
+        with suppress(OSError, RaytuneError):  # as this run has saved before, if its record is here
+            writing = as_recorded(each_event(RunDir.of(config).events))
+    free: int | None = None
+    with suppress(OSError, ValueError):  # where checkpoints would go may be elsewhere, or an object store
+        free = shutil.disk_usage(config.checkpoint.storage or config.run.storage).free
+    each = planned(
+        config, plan, Cluster(device=device, per_node=per_node, between=between),
+        architecture=found.architecture, price=found.price, free=free, writing=writing,
+        with_alternatives=found.alternatives,
+    )  # fmt: skip
+    return as_page(each), {"on_gpus": as_data(each)}
 
 
 def gpu_of(name: str) -> Device:
@@ -107,16 +93,6 @@ def gpu_of(name: str) -> Device:
     from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
 
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
-
-
-def _per_node(parser: ConfigParser, found: Namespace, device: Device, world: int) -> int:
-    measured = device.measured
-    if measured is not None and measured.ranks == 1 < world:
-        parser.error(
-            f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size {world}: "
-            f"measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
-        )
-    return found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
 
 
 def check(parser: ConfigParser, found: Namespace) -> None:
@@ -137,17 +113,14 @@ def check(parser: ConfigParser, found: Namespace) -> None:
     for flag, missing in needs.items():
         if getattr(found, flag) not in (None, False) and missing():
             instead = ", in the place of --gpu" if flag == "hours" and found.gpu else ", too"
-            parser.error(f"--{flag} is for a plan on GPUs: name them{instead} (--{_with(flag)})")
+            way = "--search A100-80GB=1.8,H100=2.9" if flag == "hours" else "--gpu A100-80GB"
+            parser.error(f"--{flag} is for a plan on GPUs: name them{instead} ({way})")
     if found.gpus_per_node is not None and found.gpus_per_node < 1:
         parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
     for flag in ("price", "hours"):
         value = getattr(found, flag)
         if value is not None and not 0 <= value < float("inf"):
             parser.error(f"--{flag} {value} must be 0 or more")
-
-
-def _with(flag: str) -> str:
-    return "search A100-80GB=1.8,H100=2.9" if flag == "hours" else "gpu A100-80GB"
 
 
 def _offers(parser: ConfigParser, text: str) -> list[Offer]:
@@ -169,7 +142,9 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
     return offers
 
 
-def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[Offer], between: float | None) -> OnGpus:
+def _search(
+    found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[Offer], between: float | None
+) -> tuple[str, dict[str, Any]]:
     from raytune_fsdp.predict.page.text import search_as_data, search_as_page
     from raytune_fsdp.predict.search import search
     from raytune_fsdp.predict.subject import ModelSpec
@@ -179,4 +154,4 @@ def _search(found: Namespace, config: FinetuneConfig, plan: Plan, offers: list[O
         subject, config, plan, offers,
         per_node=found.gpus_per_node or PER_NODE, between=between, most_hours=found.hours,
     )  # fmt: skip
-    return OnGpus(search_as_page(clusters, found.hours), {"search": search_as_data(clusters)})
+    return search_as_page(clusters, found.hours), {"search": search_as_data(clusters)}

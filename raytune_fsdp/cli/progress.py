@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_MESSAGES = 0.1
 
 
 @contextmanager
-def shown(*, quiet: bool = False) -> Iterator[Progress | None]:
+def show_progress(*, quiet: bool = False) -> Iterator[Progress | None]:
     """Yield a callback that shows progress while the context lasts; None with `quiet`."""
     if quiet:
         yield None

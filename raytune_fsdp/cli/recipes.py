@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, nearest, run, write_new
+from raytune_fsdp.cli.common import Parser, nearest, run_command, write_new
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -25,41 +23,32 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") 
     parser.add_argument(
         "destination", nargs="?", type=Path, metavar="DEST", help="file or directory to copy to (default: NAME.yaml)"
     )
-    return run(parser, argv, _run)
+    return run_command(parser, argv, _run)
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.config.load import recipe_text, recipes
+    from raytune_fsdp.config.load import load_config, recipe_text, recipes
 
     known = recipes()
     if found.what == "list":
         if found.name is not None:
             parser.error(f"unexpected argument {found.name}; a recipe is shown with `show {found.name}`")
         for name, path in known.items():
-            print(f"{name:24} {_about(path)}")
+            comment = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+            about = " ".join(line.removeprefix("# ") for line in comment).partition(". ")[0].rstrip(".")
+            print(f"{name:24} {about}")
         return 0
     if found.name is None:
         parser.error(f"{found.what} needs the name of a recipe: {', '.join(known)}")
     if found.name not in known:
         parser.error(f"unknown recipe {found.name}{nearest(found.name, known)}; recipes: {', '.join(known)}")
-    if found.what == "copy":
-        return _copy(found, recipe_text(found.name))
-    if found.destination is not None:
-        parser.error(f"unexpected argument {found.destination}; only copy takes a destination")
-    print(recipe_text(found.name), end="")
-    return 0
-
-
-def _about(recipe: Path) -> str:
-    """Return the first sentence of the comment at a recipe's top."""
-    lines = takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
-    return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(".")
-
-
-def _copy(found: Namespace, text: str) -> int:
-    from raytune_fsdp.config.load import load_config
-
+    text = recipe_text(found.name)
+    if found.what == "show":
+        if found.destination is not None:
+            parser.error(f"unexpected argument {found.destination}; only copy takes a destination")
+        print(text, end="")
+        return 0
     target = found.destination or Path(f"{found.name}.yaml")
     if target.is_dir():
         target = target / f"{found.name}.yaml"
@@ -82,7 +71,3 @@ def _yours(config: FinetuneConfig) -> Iterator[str]:
                 yield f"data.{kind}.{index}.path: {dataset.path} is not here"
     if config.model.path is not None and not Path(config.model.path).exists():
         yield f"model.path: {config.model.path} comes from the hub, or give a directory"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,24 +35,19 @@ class Region:
         same = not above and len(lines) == len(self._shown) and (columns == self._columns or not lines)
         if same and not changed:
             return ""
-        out = self._in_place(lines, changed) if same else self._anew(above, lines, columns)
+        if same:
+            row, out = len(lines) - 1, ""
+            # If others are rewritten, so is the last line: the cursor then stands at its end.
+            for each in dict.fromkeys([*changed, len(lines) - 1]):
+                out += f"{_down(each - row)}\r{lines[each]}" + "\x1b[K" * (each in changed)
+                row = each
+        else:
+            # A terminal that was made narrower has wrapped the lines into more rows.
+            rows = sum(max(1, -(-width_of(line) // max(1, columns))) for line in self._shown)
+            out = f"{_down(1 - rows) if rows else ''}\r\x1b[J"
+            out += "".join(f"{line}\r\n" for line in above) + "\r\n".join(lines)
         self._shown, self._columns = lines, columns
         return out
-
-    def _in_place(self, lines: Sequence[str], changed: Sequence[int]) -> str:
-        last, row, out = len(lines) - 1, len(lines) - 1, ""
-        for each in changed:
-            out += f"{_down(each - row)}\r{lines[each]}\x1b[K"
-            row = each
-        # If others were rewritten, write the last line again: the cursor then stands at its end.
-        return out if row == last else f"{out}{_down(last - row)}\r{lines[last]}"
-
-    def _anew(self, above: Sequence[str], lines: Sequence[str], columns: int) -> str:
-        # A terminal that was made narrower has wrapped the lines into more rows.
-        rows = sum(max(1, -(-width_of(line) // max(1, columns))) for line in self._shown)
-        return (
-            f"{_down(1 - rows) if rows else ''}\r\x1b[J" + "".join(f"{line}\r\n" for line in above) + "\r\n".join(lines)
-        )
 
 
 def _down(rows: int) -> str:

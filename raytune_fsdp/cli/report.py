@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, run, say
+from raytune_fsdp.cli.common import Parser, run_command, say
 
 COMPARISON = "comparison.html"
 
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -
         f"runs report/{COMPARISON} of the first)",
     )
     parser.add_argument("--png", action="store_true", help="also draw the loss as a picture, next to the page")
-    return run(parser, argv, _report)
+    return run_command(parser, argv, _report)
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> int:
@@ -47,7 +46,3 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
         plot_runs(found.run, png)
         say(png)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

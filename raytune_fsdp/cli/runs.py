@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.cli.common import Parser, nearest, run, say
+from raytune_fsdp.cli.common import Parser, nearest, run_command, say
 
 if TYPE_CHECKING:
     from raytune_fsdp.plan.run_dir import RunDir
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> 
     )
     parser.add_argument("storage", type=Path, nargs="?", default=Path("runs"), help="run.storage (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every run")
-    return run(parser, argv, _runs)
+    return run_command(parser, argv, _runs)
 
 
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:
@@ -151,7 +150,3 @@ def seconds_since(moment: str | None) -> float | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return max(0.0, passed) if math.isfinite(passed) else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

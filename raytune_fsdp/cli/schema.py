@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
-from raytune_fsdp.cli.common import Parser, run
+from raytune_fsdp.cli.common import Parser, run_command
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
     """Print the schema; return the exit code."""
-    parser = Parser(prog, "Print the JSON schema of a run's config, for editors.")
-    return run(parser, argv, _schema)
+    return run_command(Parser(prog, "Print the JSON schema of a run's config, for editors."), argv, _schema)
 
 
 def _schema(parser: Parser, arguments: Sequence[str]) -> int:
@@ -21,7 +19,3 @@ def _schema(parser: Parser, arguments: Sequence[str]) -> int:
 
     print(json.dumps(FinetuneConfig.model_json_schema(), indent=2, ensure_ascii=False))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -72,34 +72,25 @@ def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
         with suppress(OSError):
             process.stdin.write(f"{_END}\n".encode())
             process.stdin.close()
-        _wait(process)
+        try:
+            process.wait()  # until the region is gone: what is printed next stands in its place
+        except BaseException:  # Ctrl-C at this moment
+            process.wait()
+            raise
 
 
 def _start(terminal: int) -> subprocess.Popen[bytes]:
+    here = str(Path(raytune_fsdp.__file__).parents[1])  # a job's copy of this package need not be installed
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the process inherits the mask
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "raytune_fsdp.cli.screen"],
             stdin=subprocess.PIPE, stdout=terminal, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": _path()},
+            env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the region is gone: what is printed next stands in its place."""
-    try:
-        process.wait()
-    except BaseException:  # Ctrl-C at this moment
-        process.wait()
-        raise
-
-
-def _path() -> str:
-    """Return a PYTHONPATH with this package: a job's copy of it need not be installed."""
-    here = str(Path(raytune_fsdp.__file__).parents[1])
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class _Screen:
@@ -152,7 +143,6 @@ class _Screen:
             self._draw()
 
     def _read(self) -> None:
-        """Read what was printed."""
         found = os.read(self._source, 1 << 16)
         *lines, rest = (self._rest + self._decoder.decode(found, not found)).split("\n")
         # Keep the last text of a line that is rewritten again and again, and the end of an endless one.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import printable, printable_json
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust_places, config_of_run, run
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust, config_of_run, run_command
+from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -40,10 +40,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
         "kept checkpoint before the step",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
-    parser.add_argument("--base", metavar="PATH", help=BASE)
-    parser.add_argument("--trust-remote-code", action="store_true", help=RUNS_CODE)
-    add_trust_places(parser)
-    return run(parser, argv, _step)
+    add_trust(parser, base=BASE, code=RUNS_CODE)
+    return run_command(parser, argv, _step)
 
 
 def _step(parser: ConfigParser, arguments: list[str]) -> int:
@@ -71,7 +69,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     )
     place = past_place(found.run)
     config = placed(config, place)
-    with shown() as progress:
+    with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
     whence = "losses by document, as recorded"
@@ -84,8 +82,11 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
             )
         losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
         whence = f"losses by document under the weights of step {checkpoint.step} ({checkpoint.path})"
-    lines = _as_json(past, losses) if found.json else _lines(past, losses, whence, text=found.text)
-    for line in lines:
+    if found.json:
+        for *_, about in _documents(past, losses):
+            print(printable_json(json.dumps(about, ensure_ascii=False)))
+        return 0
+    for line in _lines(past, losses, whence, text=found.text):
         print(line)
     return 0
 
@@ -129,26 +130,19 @@ def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int
             yield number, index, about
 
 
-def _headline(past: PastStep) -> str:
-    if past.line is None:
-        return f"step {past.step} is not on record: these {len(past.samples)} packed samples are what it will train on"
-    line = past.line["trajectory"]
-    return (
-        f"step {past.step}: {len(past.samples)} packed samples, {line['tokens']:,} tokens, {line['target_tokens']:,} "
-        f"trained; loss {line['loss']:.4f}, gradient norm {line['grad_norm']:.4g}, learning rate {line['lr']:.3e}"
-    )
-
-
-def _as_json(past: PastStep, losses: Losses | None) -> Iterator[str]:
-    for _, _, about in _documents(past, losses):
-        yield printable_json(json.dumps(about, ensure_ascii=False))
-
-
 def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) -> Iterator[str]:
     from raytune_fsdp.record.report.data import documents_of, headline, text_of
 
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    yield _headline(past)
+    if past.line is None:
+        yield f"step {past.step} is not on record: these {len(past.samples)} packed samples are what it will train on"
+    else:
+        line = past.line["trajectory"]
+        yield (
+            f"step {past.step}: {len(past.samples)} packed samples, {line['tokens']:,} tokens, "
+            f"{line['target_tokens']:,} trained; loss {line['loss']:.4f}, gradient norm {line['grad_norm']:.4g}, "
+            f"learning rate {line['lr']:.3e}"
+        )
     if losses is not None:
         yield printable(whence)
     for number, index, about in _documents(past, losses):
@@ -162,7 +156,3 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
         yield printable(f"  -- {about['dataset']}, {about['row']}{cut}: {counts}")
         if text:
             yield from text_of(each.sample, documents_of(each.sample)[index], past.tokenizer, colours=colours)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

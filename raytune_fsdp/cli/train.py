@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.hushed import VERBOSE, speak
 from raytune_fsdp.base.leaving import leave
-from raytune_fsdp.cli.common import ConfigParser, add_trust_places, exit_code, say, say_lines
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import ConfigParser, add_trust, exit_code, say, say_lines
+from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -64,7 +64,7 @@ def _parser(prog: str, default_config: str | Path | None) -> ConfigParser:
         help="start also where weights and what is kept of them are more than a device has, or storage has no room for "
         "a checkpoint",
     )
-    add_trust_places(parser)
+    add_trust(parser)
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
     return parser
 
@@ -90,7 +90,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
 
     if is_rank0():
         look_around()
-    with shown(quiet=not is_rank0()) as progress:
+    with show_progress(quiet=not is_rank0()) as progress:
         result = finetune(config, progress, wait_for_tracking=found.wait_for_tracking, **allowed)
     if is_rank0():
         from raytune_fsdp.plan.run_dir import mlflow_database
@@ -138,7 +138,10 @@ def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places
 
     if as_json:  # nothing else may appear on stdout, not even what ranks print
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})
-    with shown(quiet=as_json or not is_rank0()) as progress, redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with (
+        show_progress(quiet=as_json or not is_rank0()) as progress,
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),
+    ):
         found = dry_run(config, progress, began=began, force=force, trust_places=trust_places)
     if found is not None:
         print(to_json(found) if as_json else "\n".join(("", *in_words(found))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run, say
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker
@@ -25,7 +24,6 @@ from raytune_fsdp.record.tracker import RunStart
 
 if TYPE_CHECKING:
     from raytune_fsdp.plan.run_dir import RunDir
-    from raytune_fsdp.record.report.overview import Overview
 
 _POLL_SECONDS = 0.5
 _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
@@ -38,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") ->
         prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
     )
     parser.add_argument("run", type=Path, help="run directory")
-    return run(parser, argv, _watch)
+    return run_command(parser, argv, _watch)
 
 
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:
@@ -49,7 +47,7 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     signs = Signs(place)
     state = signs.look()
     try:
-        with shown():
+        with show_progress():
             watched = _Watched(place)
             while state in ("running", None):
                 watched.look()
@@ -60,15 +58,10 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say(f"{place.path.name} goes on; this command has only watched it")
         return 0
-    return _say_how_it_ended(overview(place.path), stale=state == "silent")
-
-
-def _say_how_it_ended(found: Overview, *, stale: bool) -> int:
-    name, step = (
-        printable(found.path.name),
-        f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else ""),
-    )
-    if stale:
+    found = overview(place.path)
+    name = printable(found.path.name)
+    step = f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else "")
+    if state == "silent":
         why = "its command was killed, or its machine is lost; the same command continues it"
         raise TrainingError(f"{name} gives no sign of life, at {step}: {why}")
     if found.ended == "failed":
@@ -96,13 +89,9 @@ class _Watched:
         self._events = EventFollower(place.events)
         self._tracker: ConsoleTracker | None = None
         tell(title=f"{place.path.name}  no step yet", elapsed=0.0)
-        self._before()
-
-    def _before(self) -> None:
-        """Show the attempt that is under way, and its last events."""
         events = list(self._events.events())
         starts = [place for place, event in enumerate(events) if event["event"] == names.ATTEMPT_STARTED]
-        if starts:
+        if starts:  # show the attempt that is under way, and its last events
             self._event(events[starts[-1]])
             for event in events[starts[-1] + 1 :][-_EVENTS_BEFORE:]:
                 self._event(event)
@@ -112,18 +101,15 @@ class _Watched:
         with suppress(OSError):
             for event in self._events.events():
                 self._event(event)
-            self._lines()
-
-    def _lines(self) -> None:
-        steps: list[tuple[StepMetrics, int, int]] = []
-        for line in chain(self._record.lines(), self._measured.lines()):
-            if line["kind"] == "step":
-                steps.append((metrics_of(line), line.get("world_size", 1), line.get("attempt", 1)))
-            elif self._tracker is not None:
-                self._show(steps)
-                values = {key: float(value) for key, value in line["values"].items()}
-                self._tracker.evaluation(step_of(line), values)
-        self._show(steps)
+            steps: list[tuple[StepMetrics, int, int]] = []
+            for line in chain(self._record.lines(), self._measured.lines()):
+                if line["kind"] == "step":
+                    steps.append((metrics_of(line), line.get("world_size", 1), line.get("attempt", 1)))
+                elif self._tracker is not None:
+                    self._show(steps)
+                    values = {key: float(value) for key, value in line["values"].items()}
+                    self._tracker.evaluation(step_of(line), values)
+            self._show(steps)
 
     def _show(self, steps: list[tuple[StepMetrics, int, int]]) -> None:
         if steps:
@@ -154,7 +140,3 @@ class _Watched:
     def end(self) -> None:
         if self._tracker is not None:
             self._tracker.finish("handed_over")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -90,22 +90,41 @@ class FinetuneConfig(Section):
     """What the run leaves for others to load."""
 
     @model_validator(mode="after")
-    def _rounding(self) -> Self:
+    def _precision(self) -> Self:
         if self.optim.stochastic_rounding and self.parallel.precision != "bf16_pure":
             raise ValueError(
                 f"optim.stochastic_rounding=true with parallel.precision={self.parallel.precision}: only weights in bf16 "
                 "are rounded: set parallel.precision=bf16_pure, or leave stochastic_rounding out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fp8(self) -> Self:
         if self.parallel.precision == "fp8" and not self.method.takes_fp8:
             raise ValueError(
                 f"method.type={self.method.type} with parallel.precision=fp8: fp8 is for layers that are trained, and "
                 "with this method their weights are frozen (torchao would compute their gradients all the same, a third "
                 "product where bf16 has two); set parallel.precision=bf16, or method.type=full"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _exact(self) -> Self:
+        if not self.run.exact:
+            return self
+        parallel, mesh = self.parallel, self.parallel.mesh
+        for field, value, right in (
+            ("parallel.strategy", parallel.strategy, ("full_shard", "shard_grad_op")),
+            ("parallel.mesh.replicate", mesh.replicate, (None, 1)),
+            ("parallel.mesh.sequence", mesh.sequence, (1,)),
+            ("parallel.mesh.tensor", mesh.tensor, (1,)),
+            ("parallel.precision", parallel.precision, ("fp64", "fp32", "bf16", "fp16")),
+            ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto",)),
+            ("parallel.reduce", parallel.reduce, ("flat",)),
+            ("parallel.defer_gradient_sync", parallel.defer_gradient_sync, (False,)),
+        ):
+            if value not in right:
+                known = " or ".join(str(each).lower() for each in right if each is not None)
+                raise ValueError(
+                    f"{field}={str(value).lower()} with run.exact=true: the order of its sums depends on the number of "
+                    f"ranks: set it to {known}, or set run.exact=false"
+                )
         return self
 
     @model_validator(mode="after")
@@ -136,25 +155,17 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _rows(self) -> Self:
+    def _named_elsewhere(self) -> Self:
         if getattr(self.method, "train_added_tokens", False) and not self.model.add_tokens:
             raise ValueError(
                 "method.train_added_tokens=true: model.add_tokens names no token, so there are no rows to train: name "
                 "the tokens there, or leave train_added_tokens out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _something_to_register(self) -> Self:
         if self.tracking.mlflow.register is not None and not self.export.at_end:
             raise ValueError(
                 f"tracking.mlflow.register={self.tracking.mlflow.register} registers the export at the end: set "
                 "export.at_end=true, or leave register out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _no_marks(self) -> Self:
         check_no_marks(self.model_dump())
         return self
 

@@ -22,7 +22,7 @@ from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.problems import below, explain
 from raytune_fsdp.config.recorded import recorded
-from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, find, tags
+from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, find_place, tags
 from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, listed, parse, problem_line, scalar, spelled
 
 ROOT = Place((Option(FinetuneConfig),))
@@ -67,19 +67,15 @@ def recipe_text(name: str) -> str:
     return own.sub(lambda found: json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False), text)
 
 
-def _text_of(path: str | Path) -> str:
-    """Return the text of a file, which may also be a pipe of the user's."""
-    with open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"config file {path}: has more than {MAX_BYTES} bytes, more than any config has")
-    return content.decode()
-
-
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     """Return the tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
-        text = _text_of(path)
+        # It may also be a pipe of the user's.
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"config file {path}: has more than {MAX_BYTES} bytes, more than any config has")
+        text = content.decode()
     except FileNotFoundError:
         if str(path) not in recipes():
             hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"
@@ -198,12 +194,12 @@ def read_overrides(arguments: Sequence[str], root: Place) -> tuple[list[Override
 def _read_one(word: str, rest: list[str], root: Place) -> Override:
     name, equals, text = word.removeprefix("--").partition("=")
     path = tuple(name.split("."))
-    place = find(root, path)
+    place = find_place(root, path)
     flag = f"--{name}"
     # A field of a free-form map may itself be called no-something. It exists, so it is not a switch turned off.
     if place is None and name.startswith("no-"):
         negated = tuple(name.removeprefix("no-").split("."))
-        target = find(root, negated)
+        target = find_place(root, negated)
         if target is not None and target.allows(bool):
             if equals:
                 raise Problem(f"{word}: {flag} takes no value; write {flag} or --{'.'.join(negated)} {text}")
@@ -271,7 +267,7 @@ def _forget(sources: dict[Loc, str], path: Loc) -> None:
 def _replace_union(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
     """If the override gives a union another `type`, drop what the file has there: it describes the old type."""
     *parents, last = override.path
-    place = find(root, tuple(parents))
+    place = find_place(root, tuple(parents))
     if last != TAG or place is None or not any(tags(section) for section in place.sections):
         return
     node: Any = tree

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config.rules import CredentialsError
-from raytune_fsdp.config.schema import TAG, Place, describe, find, tags, type_in_words
+from raytune_fsdp.config.schema import TAG, Place, describe, find_place, tags, type_in_words
 from raytune_fsdp.config.text import Loc
 
 _MOST_LINES = 100
@@ -85,7 +85,10 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
     if kind == "value_error":
         # Raised by a rule of ours. A rule about several fields names them itself, and belongs to their section.
         rule = str(detail["ctx"]["error"])
-        origin = _origin(_mentioned(rule, path, sources), sources)
+        # The fields that a rule names and the user has set; if there is none, the place of the error.
+        named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
+        written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
+        origin = _origin(written or [path], sources)
         section = place is not None and bool(place.sections)
         if rule.startswith(f"{name}.") or not path:
             return f"{rule}{origin}"
@@ -117,7 +120,7 @@ def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
     *parents, last = path
     for near in get_close_matches(last, names, n=1):
         return ".".join([*parents, near])
-    union = find(root, tuple(parents))
+    union = find_place(root, tuple(parents))
     if union is None:
         return None
     for near in get_close_matches(last, union.fields(), n=1):
@@ -133,13 +136,6 @@ def _elsewhere(path: Loc, root: Place) -> str | None:
     # 0.75, above difflib's 0.6: a whole path shares much with others, and a wrong hint is worse than none.
     near = same or get_close_matches(".".join(path), known, n=1, cutoff=0.75)
     return near[0] if near else None
-
-
-def _mentioned(rule: str, path: Loc, sources: Mapping[Loc, str]) -> list[Loc]:
-    """Return the fields that a rule names and the user has set; if there is none, the place of the error."""
-    named = [tuple(word.split(".")) for word in _MENTION.findall(rule)]
-    written = [name for name in dict.fromkeys(named) if any(known[: len(name)] == name for known in sources)]
-    return written or [path]
 
 
 def _origin(paths: list[Loc], sources: Mapping[Loc, str]) -> str:

@@ -94,10 +94,8 @@ def differing(config: Section) -> dict[str, tuple[Any, Any]]:
 def _differing(section: Section, default: Section | None, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for name, info in type(section).model_fields.items():
         value, here = getattr(section, name), f"{path}{name}"
-        if default is not None:
-            other = getattr(default, name)
-        else:
-            other = info.get_default(call_default_factory=True, validated_data={})
+        unset = info.get_default(call_default_factory=True, validated_data={})
+        other = getattr(default, name) if default is not None else unset
         if isinstance(value, Section):
             same = isinstance(other, Section) and type(other) is type(value)
             if not same and hasattr(value, TAG):

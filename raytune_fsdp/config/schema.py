@@ -61,10 +61,8 @@ class Place:
     @property
     def item(self) -> Place | None:
         """The place of an item of a list here; None if no list is allowed."""
-        for option in self.options:
-            if get_origin(option.type) is list:
-                return place_of(get_args(option.type)[0])
-        return None
+        lists = (option.type for option in self.options if get_origin(option.type) is list)
+        return next((place_of(get_args(each)[0]) for each in lists), None)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -103,7 +101,7 @@ class Place:
 ANYTHING = Place()
 
 
-def find(root: Place, path: tuple[str, ...]) -> Place | None:
+def find_place(root: Place, path: tuple[str, ...]) -> Place | None:
     place: Place | None = root
     for part in path:
         place = place.child(part) if place is not None else None
@@ -197,7 +195,12 @@ def _fields(place: Place, path: Loc) -> Iterator[DescribedField]:
             for meant, having in _meanings(place, name):
                 shared = len(having) == len(place.sections)
                 only_with = () if shared else tuple(tag for section in having for tag in tags(section))
-                yield from _below(meant, here, only_with)
+                if meant.mixed or not meant.sections:
+                    default = default_in_words(meant)
+                    yield DescribedField(".".join(here), type_in_words(meant), default, meant.doc, only_with)
+                yield from _fields(meant, here)
+                if meant.item is not None and meant.item.sections:
+                    yield from _fields(meant.item, (*here, INDEX))
 
 
 def _meanings(place: Place, name: str) -> list[tuple[Place, list[type[Section]]]]:
@@ -213,16 +216,6 @@ def _meanings(place: Place, name: str) -> list[tuple[Place, list[type[Section]]]
         said = (type_in_words(own), default_in_words(own), own.doc)
         found.setdefault(said, (own, []))[1].append(section)
     return list(found.values())
-
-
-def _below(place: Place, path: Loc, only_with: tuple[str, ...]) -> Iterator[DescribedField]:
-    if place.sections and not place.mixed:
-        yield from _fields(place, path)
-        return
-    yield DescribedField(".".join(path), type_in_words(place), default_in_words(place), place.doc, only_with)
-    yield from _fields(place, path)
-    if place.item is not None and place.item.sections:
-        yield from _fields(place.item, (*path, INDEX))
 
 
 def _doc_of_tag(place: Place) -> str:
@@ -300,8 +293,7 @@ def help_text(root: Place, width: int = 80) -> str:
         if entry.path.split(".")[0] != section:
             section = entry.path.split(".")[0]
             child = root.child(section)
-            title = f"{section}: {child.doc if child else ''}"
-            lines += ["", *textwrap.wrap(title, width)]
+            lines += ["", *textwrap.wrap(f"{section}: {child.doc if child else ''}", width)]
         head = f"--{entry.path}  {entry.type}"
         head += "  (required)" if entry.default == "required" else f"  (default: {entry.default})"
         # Flags and choices with a hyphen must stay whole, or they cannot be copied.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
@@ -90,8 +91,7 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         # In other styles PyYAML writes Unicode's line breaks as they are, and reads them back as spaces or `\n`.
-        style = '"' if _BREAKS.search(text) else None
-        return self.represent_scalar(_PREFIX + "str", text, style=style)
+        return self.represent_scalar(_PREFIX + "str", text, style='"' if _BREAKS.search(text) else None)
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
@@ -111,15 +111,12 @@ def _meaning(kind: str, text: str) -> Any:
     return float(re.sub(r"\.(?=inf|nan)", "", digits.lower()))
 
 
-def _construct(kind: str) -> Any:
-    def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Plain:
-        text = str(loader.construct_scalar(node))
-        try:
-            return Plain(_meaning(kind, text), text)
-        except ValueError as error:  # reached with an explicit tag, such as `!!int x`
-            raise yaml.MarkedYAMLError(problem=f"{shown(text)}: {error}", problem_mark=node.start_mark) from None
-
-    return construct
+def _construct(kind: str, loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Plain:
+    text = str(loader.construct_scalar(node))
+    try:
+        return Plain(_meaning(kind, text), text)
+    except ValueError as error:  # reached with an explicit tag, such as `!!int x`
+        raise yaml.MarkedYAMLError(problem=f"{shown(text)}: {error}", problem_mark=node.start_mark) from None
 
 
 for _kind, _pattern in _RESOLVERS.items():
@@ -128,7 +125,7 @@ for _kind, _pattern in _RESOLVERS.items():
     if _kind in ("int", "float"):
         _Dumper.add_implicit_resolver(_PREFIX + _kind, _whole, None)
     if _kind != "merge":
-        _Loader.add_constructor(_PREFIX + _kind, _construct(_kind))
+        _Loader.add_constructor(_PREFIX + _kind, partial(_construct, _kind))
 
 
 def parse(text: str) -> tuple[Any, dict[Loc, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
     Project,
-    TheirOption,
     Translation,
     ask,
     carry,
@@ -22,7 +21,7 @@ from raytune_fsdp.convert.rules import (
     text,
     whole,
 )
-from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, fsdp_options, strategy
+from raytune_fsdp.convert.sharding import FP8, FSDP_OPTIONS, activation_checkpointing, strategy
 
 _ZERO = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 
@@ -34,11 +33,8 @@ def prepare(c: Translation) -> None:
     c.gpus = ranks if ranks > 0 else c.gpus
     machines = max(1, c.get("num_machines", whole, 1))
     node = c.gpus // machines if c.gpus is not None and c.gpus >= machines else None
-    for key in ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.sharding_strategy"):
-        if key in c.given:
-            strategy(c, key, c.get(key, text, ""), node)
-    for key in ("fsdp_config.fsdp_reshard_after_forward", "fsdp_config.reshard_after_forward"):
-        if key in c.given:
+    for word in ("fsdp_sharding_strategy", "sharding_strategy", "fsdp_reshard_after_forward", "reshard_after_forward"):
+        if (key := f"fsdp_config.{word}") in c.given:
             strategy(c, key, c.get(key, text, ""), node)
     _mesh(c)
     _distributed(c)
@@ -143,78 +139,69 @@ def _megatron(c: Translation) -> bool:
     return str(spelled(c.given.get("distributed_type"))).upper() == "MEGATRON_LM"
 
 
-def _mesh_options() -> tuple[TheirOption, ...]:
-    def axes(names: str) -> str:
-        return " ".join(f"parallelism_config.parallelism_config_{name}" for name in names.split())
-
-    return (
-        settled(
-            axes("dp_replicate_size dp_shard_size tp_size cp_size sp_size"),
-            "`parallel.strategy`, `parallel.shard_size`",
-        ),
-        leave(
-            axes(
-                "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"
-            ),
-            "how ranks share a sample; here every rank has samples of its own",
-        ),
-    )
+def _axes(names: str) -> str:
+    return " ".join(f"parallelism_config.parallelism_config_{name}" for name in names.split())
 
 
-def _options() -> tuple[TheirOption, ...]:
-    def deep(names: str) -> str:
-        return " ".join(f"deepspeed_config.{name}" for name in names.split())
+def _deep(names: str) -> str:
+    return " ".join(f"deepspeed_config.{name}" for name in names.split())
 
-    return (
-        settled("distributed_type", "`parallel.strategy`; NO: `cluster.workers: 1`"),
-        settled("mixed_precision fp16", "`parallel.precision`"),
-        carry("num_processes", "cluster.workers", whole),
-        *fsdp_options(),
-        *_mesh_options(),
-        settled(deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
-        settled(deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
-        ask(deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
-        refuse(
-            deep("gradient_accumulation_steps"),
-            "a part of train.global_batch: set that to the samples of a GPU x this x GPUs",
-            off=(1, "auto"),
-            alike="one, or as the training script says",
-            here="refused, unless it is 1 or auto: a part of `train.global_batch`",
-        ),  # fmt: skip
-        ask("dynamo_config.dynamo_backend dynamo_backend", "`parallel.compile`", _compiler),
-        leave(
-            "dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph",
-            "torch's default; see `parallel.compile`",
-        ),
-        leave("dynamo_config.dynamo_use_regional_compilation dynamo_config", "each layer is compiled by itself"),
-        switch("use_cpu", "cluster.device", "cpu", "GPUs, where there are any"),
-        carry("num_cpu_threads_per_process", "cluster.cpus_per_worker", whole),
-        leave(deep("zero3_save_16bit_model zero3_init_flag"), "the export is whole, in `export.dtype`"),
-        leave(deep("deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"), "DeepSpeed is not used"),
-        leave(
-            deep("deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_moe_layer_cls_names"),
-            "DeepSpeed is not used; the Ray cluster says which machines there are",
-        ),
-        leave(deep("offload_optimizer_nvme_path offload_param_nvme_path"), "offloading goes to memory"),
-        leave(
-            "compute_environment debug main_training_function downcast_bf16",
-            "for accelerate's launcher and TPUs; `raytune-fsdp train` needs none of it",
-        ),
-        leave(
-            "num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network gpu_ids "
-            "enable_cpu_affinity monitor_interval max_restarts mpirun_config",
-            "the Ray cluster says which machines there are; see `cluster`",
-        ),
-        leave(
-            "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands ipex_config",
-            "for hardware that is not supported here",
-        ),
-        same("deepspeed_config parallelism_config", "an empty map sets nothing"),
-        part(
-            "megatron_lm_config", "distributed_type", lambda c: c.given.get("megatron_lm_config") != {} and _megatron(c)
-        ),
-        refuse("fp8_config", FP8),
-    )
+
+_OPTIONS = (
+    settled("distributed_type", "`parallel.strategy`; NO: `cluster.workers: 1`"),
+    settled("mixed_precision fp16", "`parallel.precision`"),
+    carry("num_processes", "cluster.workers", whole),
+    *FSDP_OPTIONS,
+    settled(
+        _axes("dp_replicate_size dp_shard_size tp_size cp_size sp_size"),
+        "`parallel.strategy`, `parallel.shard_size`",
+    ),
+    leave(
+        _axes("cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"),
+        "how ranks share a sample; here every rank has samples of its own",
+    ),
+    settled(_deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
+    settled(_deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),
+    ask(_deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
+    refuse(
+        _deep("gradient_accumulation_steps"),
+        "a part of train.global_batch: set that to the samples of a GPU x this x GPUs",
+        off=(1, "auto"),
+        alike="one, or as the training script says",
+        here="refused, unless it is 1 or auto: a part of `train.global_batch`",
+    ),  # fmt: skip
+    ask("dynamo_config.dynamo_backend dynamo_backend", "`parallel.compile`", _compiler),
+    leave(
+        "dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph",
+        "torch's default; see `parallel.compile`",
+    ),
+    leave("dynamo_config.dynamo_use_regional_compilation dynamo_config", "each layer is compiled by itself"),
+    switch("use_cpu", "cluster.device", "cpu", "GPUs, where there are any"),
+    carry("num_cpu_threads_per_process", "cluster.cpus_per_worker", whole),
+    leave(_deep("zero3_save_16bit_model zero3_init_flag"), "the export is whole, in `export.dtype`"),
+    leave(_deep("deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"), "DeepSpeed is not used"),
+    leave(
+        _deep("deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_moe_layer_cls_names"),
+        "DeepSpeed is not used; the Ray cluster says which machines there are",
+    ),
+    leave(_deep("offload_optimizer_nvme_path offload_param_nvme_path"), "offloading goes to memory"),
+    leave(
+        "compute_environment debug main_training_function downcast_bf16",
+        "for accelerate's launcher and TPUs; `raytune-fsdp train` needs none of it",
+    ),
+    leave(
+        "num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network gpu_ids "
+        "enable_cpu_affinity monitor_interval max_restarts mpirun_config",
+        "the Ray cluster says which machines there are; see `cluster`",
+    ),
+    leave(
+        "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands ipex_config",
+        "for hardware that is not supported here",
+    ),
+    same("deepspeed_config parallelism_config", "an empty map sets nothing"),
+    part("megatron_lm_config", "distributed_type", lambda c: c.given.get("megatron_lm_config") != {} and _megatron(c)),
+    refuse("fp8_config", FP8),
+)
 
 
 ACCELERATE = Project(
@@ -223,7 +210,7 @@ ACCELERATE = Project(
     about="Files for `accelerate launch --config_file`. They say nothing about the model, the data and the training, "
     "so the result is a part of a config: put it into one. Options of accelerate 1.15, with FSDP 1, FSDP 2 or "
     "DeepSpeed.",
-    options=table(*_options()),
+    options=table(*_OPTIONS),
     prepare=prepare,
     finish=finish,
     fragment=True,

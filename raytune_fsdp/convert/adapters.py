@@ -89,7 +89,16 @@ def carry_lora(c: Translation, lora: Lora, quantized: Quantized | None = None) -
     found = c.get(lora.rank, whole, rank)
     _value(c, lora.alpha, "method.alpha", c.get(lora.alpha, whole, 2 * found if alpha is None else alpha))
     _value(c, lora.dropout, "method.dropout", c.get(lora.dropout, number, dropout))
-    _targets(c, lora)
+    asked = c.get(lora.targets, _names, None)
+    if asked is not None:
+        every = asked in lora.all_words or (isinstance(asked, list) and len(asked) == 1 and asked[0] in lora.all_words)
+        c.carry(lora.targets, "method.target_modules", ALL_LINEAR if every else asked)
+    elif lora.all_by_default:
+        c.default("method.target_modules", ALL_LINEAR, f"{lora.targets} by default")
+    elif "method.target_modules" not in c.fields:
+        c.refuse_unsaid(
+            lora.targets, "PEFT chooses modules by the kind of model: name them, or all-linear, in the file"
+        )
     for key, field, read in (
         (lora.saved, "method.modules_to_save", words),
         (lora.parameters, "method.target_parameters", words),
@@ -108,19 +117,6 @@ def _value(c: Translation, key: str, field: str, value: Any) -> None:
     c.carry(key, field, value)
     if key not in c.given:
         c.default(field, value, f"{key} by default")
-
-
-def _targets(c: Translation, lora: Lora) -> None:
-    asked = c.get(lora.targets, _names, None)
-    if asked is not None:
-        every = asked in lora.all_words or (isinstance(asked, list) and len(asked) == 1 and asked[0] in lora.all_words)
-        c.carry(lora.targets, "method.target_modules", ALL_LINEAR if every else asked)
-    elif lora.all_by_default:
-        c.default("method.target_modules", ALL_LINEAR, f"{lora.targets} by default")
-    elif "method.target_modules" not in c.fields:
-        c.refuse_unsaid(
-            lora.targets, "PEFT chooses modules by the kind of model: name them, or all-linear, in the file"
-        )
 
 
 def _names(value: Any) -> str | list[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.axolotl_adapters import method_options, prepare_method
-from raytune_fsdp.convert.axolotl_data import data_options, prepare_data
-from raytune_fsdp.convert.axolotl_left import left_options, machine_options
+from raytune_fsdp.convert.axolotl_adapters import METHOD_OPTIONS, prepare_method
+from raytune_fsdp.convert.axolotl_data import DATA_OPTIONS, prepare_data
+from raytune_fsdp.convert.axolotl_left import LEFT_OPTIONS, MACHINE_OPTIONS
 from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.rules import (
     Project,
-    TheirOption,
     Translation,
     a_map,
     ask,
@@ -33,7 +32,7 @@ from raytune_fsdp.convert.rules import (
 from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory, times_per_epoch
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
-from raytune_fsdp.convert.training import early_stopping, optim_options, say_precision, shared_options
+from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping, say_precision
 
 _ATTENTION_SWITCHES = {
     "flash_attention": "flash_attention_2",
@@ -49,12 +48,45 @@ def prepare(c: Translation) -> None:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     prepare_method(c)
     length(c, "num_epochs", default=1.0)
-    _batch(c)
+    # The batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it.
+    shared = 1
+    for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
+        shared *= max(1, c.get(key, whole, 1))
+        field = f"parallel.mesh.{'tensor' if key.startswith('tensor') else 'sequence'}"
+        c.say(key, "left", f"every rank has samples of its own unless {field} is set; train.global_batch is as there")
+    passes = None
+    if "batch_size" in c.given and "gradient_accumulation_steps" not in c.given:
+        passes = c.get("batch_size", whole, 1) // max(1, c.get("micro_batch_size", whole, 1))
+        c.say("batch_size", "carried", f"train.global_batch: {passes} micro-batch(es) on each GPU")
+    c.say("batch_size", "left", "gradient_accumulation_steps decides, there too")
+    global_batch(c, "micro_batch_size", "gradient_accumulation_steps", default=1, passes=passes, divided_by=shared)
     run_directory(c, "output_dir", default="./model-out")
-    _learning_rate(c)
+    kind = schedule(c, "lr_scheduler", default="cosine", default_lr=5e-5)
+    floor = c.get("cosine_min_lr_ratio", number, 0)
+    if kind == "cosine":
+        c.carry("cosine_min_lr_ratio", "optim.schedule", {"type": "cosine", "floor": floor})
+    c.say("cosine_min_lr_ratio", "left", f"means nothing to {kind}")
+    given = any(key in c.given for key in ("warmup_steps", "warmup_ratio"))
+    if given or kind == "constant":
+        warmup(c, kind)
+    # Without either, warmup is 3 % of the steps, but at most 100.
+    elif (c.fields.get("train.max_steps") or 0) > 3_400:
+        c.default("optim.warmup_steps", 100, "3 % of the steps, at most 100, by default")
+    else:
+        c.tell_default(
+            "optim.warmup_ratio", 0.03, "by default; in runs of more than 3,400 steps axolotl ends it at 100"
+        )
     _cadence(c, "checkpoint.every", "saves_per_epoch", "save_strategy", "save_steps")
     _cadence(c, "eval.every", "evals_per_epoch", c.first("eval_strategy", "evaluation_strategy"), "eval_steps")
-    _memory(c)
+    # Which activations are kept, and where.
+    kept = spelled(c.given.get("gradient_checkpointing"))
+    moved = spelled(c.given.get("activation_offloading"))
+    if kept in _OFFLOADING or moved not in (None, False, "false"):
+        c.put("parallel.activation_offload", True, "activation_offloading")
+    c.say(
+        "activation_offloading", "carried", f"parallel.activation_offload={str(moved not in (False, 'false')).lower()}"
+    )
+    activation_checkpointing(c, "gradient_checkpointing", read=lambda value: plain(value) in _OFFLOADING or flag(value))
     _precision(c)
     c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
     c.default("data.seq_len", 512, "sequence_len by default")
@@ -73,51 +105,6 @@ def _cadence(c: Translation, field: str, per_epoch: str, strategy: str, steps: s
     times_per_epoch(c, field, per_epoch, c.get(per_epoch, whole, 0))
     for key in (strategy, steps):
         c.say(key, "left", f"{per_epoch} decides")
-
-
-def _batch(c: Translation) -> None:
-    """Carry the batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it."""
-    shared = 1
-    for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
-        shared *= max(1, c.get(key, whole, 1))
-        field = f"parallel.mesh.{'tensor' if key.startswith('tensor') else 'sequence'}"
-        c.say(key, "left", f"every rank has samples of its own unless {field} is set; train.global_batch is as there")
-    passes = None
-    if "batch_size" in c.given and "gradient_accumulation_steps" not in c.given:
-        passes = c.get("batch_size", whole, 1) // max(1, c.get("micro_batch_size", whole, 1))
-        c.say("batch_size", "carried", f"train.global_batch: {passes} micro-batch(es) on each GPU")
-    c.say("batch_size", "left", "gradient_accumulation_steps decides, there too")
-    global_batch(c, "micro_batch_size", "gradient_accumulation_steps", default=1, passes=passes, divided_by=shared)
-
-
-def _learning_rate(c: Translation) -> None:
-    kind = schedule(c, "lr_scheduler", default="cosine", default_lr=5e-5)
-    floor = c.get("cosine_min_lr_ratio", number, 0)
-    if kind == "cosine":
-        c.carry("cosine_min_lr_ratio", "optim.schedule", {"type": "cosine", "floor": floor})
-    c.say("cosine_min_lr_ratio", "left", f"means nothing to {kind}")
-    given = any(key in c.given for key in ("warmup_steps", "warmup_ratio"))
-    if given or kind == "constant":
-        warmup(c, kind)
-    # Without either, warmup is 3 % of the steps, but at most 100.
-    elif (c.fields.get("train.max_steps") or 0) > 3_400:
-        c.default("optim.warmup_steps", 100, "3 % of the steps, at most 100, by default")
-    else:
-        c.tell_default(
-            "optim.warmup_ratio", 0.03, "by default; in runs of more than 3,400 steps axolotl ends it at 100"
-        )
-
-
-def _memory(c: Translation) -> None:
-    """Carry which activations are kept, and where."""
-    kept = spelled(c.given.get("gradient_checkpointing"))
-    moved = spelled(c.given.get("activation_offloading"))
-    if kept in _OFFLOADING or moved not in (None, False, "false"):
-        c.put("parallel.activation_offload", True, "activation_offloading")
-    c.say(
-        "activation_offloading", "carried", f"parallel.activation_offload={str(moved not in (False, 'false')).lower()}"
-    )
-    activation_checkpointing(c, "gradient_checkpointing", read=lambda value: plain(value) in _OFFLOADING or flag(value))
 
 
 def _precision(c: Translation) -> None:
@@ -198,127 +185,123 @@ def _dropped_rows(c: Translation, key: str) -> None:
         c.say(key, "refused", "short rows are not dropped: leave them out of the files")
 
 
-def _options() -> tuple[TheirOption, ...]:
-    return (
-        carry("base_model", "model.path", text),
-        ask("base_model_config", "same, if it is the model's; else refused", _base_config),
-        carry("revision_of_model model_revision", "model.revision", text),
-        carry("tokenizer_config", "model.tokenizer", text),
-        carry("overrides_of_model_config model_config", "model.overrides", a_map),
-        switch("reinit_weights", "model.init", "random", "from the weights of base_model"),
-        same("model_type type_of_model tokenizer_type", "by the model's config"),
-        leave("resize_token_embeddings_to_32x", "rows that no token has; see `model.resize_embeddings`"),
-        ask("mean_resizing_embeddings", "same, if it is true or no token is new; else refused", _new_rows),
-        refuse("shrink_embeddings", "rows that no token has stay"),
-        leave("tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files", "the tokenizer is as its files say"),
-        leave(
-            "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
-            "the model's config says what it is",
-        ),
-        *method_options(),
-        refuse("gptq", "a base that is stored quantized by GPTQ is not here"),
-        refuse("model_quantization_config", "say it by load_in_4bit or load_in_8bit"),
-        leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
-        settled("sequence_len", "`data.seq_len`"),
-        settled("sample_packing", "`data.packing: best_fit` (off: `none`)"),
-        settled("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
-        settled("num_epochs", "`train.epochs`"),
-        settled("saves_per_epoch evals_per_epoch", "`checkpoint.every`, `eval.every`: `{per_epoch: N}`"),
-        ask(
-            "optimizer", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer
-        ),
-        settled("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
-        settled("bfloat16 float16 float32", "`parallel.precision`"),
-        settled("activation_offloading", "`parallel.activation_offload`"),
-        settled(
-            "tensor_parallel_size context_parallel_size sequence_parallel_degree",
-            "left, and counted in the batch; `parallel.mesh` has both",
-        ),
-        ask("tf32", "`parallel.tf32`", _tf32),
-        ask(
-            "flash_attention sdp_attention eager_attention flex_attention xformers_attention sage_attention",
-            "`model.attention`",
-            _attention_switch,
-        ),
-        ask(
-            "early_stopping_patience",
-            "`eval.early_stop.patience`, with evaluations every N steps; else refused",
-            early_stopping,
-        ),
-        ask("plugins", "left, if they bring kernels only; else refused", _plugins),
-        switch("curriculum_sampling", "data.shuffle", "none", "the order is random"),
-        switch("dataset_exact_deduplication", "data.drop_duplicates", True, "equal rows are kept"),
-        carry("hub_model_id", "export.push", text),
-        ask("min_sample_len", "same up to 2, else refused", _dropped_rows),
-        carry("use_mlflow", "tracking.mlflow.enabled", flag),
-        carry("mlflow_tracking_uri", "tracking.mlflow.uri", text),
-        carry("mlflow_experiment_name", "tracking.mlflow.experiment", text),
-        carry("ray_num_workers", "cluster.workers", whole),
-        same("auto_resume_from_checkpoints", "the same name continues the same run (run.resume)"),
-        same("pad_to_sequence_len pad_to_multiple_of batch_flattening", "padding does not change what is learned"),
-        refuse("pretrain_multipack_attn", "no document sees another", off=(True,), alike="no document sees another"),
-    )
+_OPTIONS = (
+    carry("base_model", "model.path", text),
+    ask("base_model_config", "same, if it is the model's; else refused", _base_config),
+    carry("revision_of_model model_revision", "model.revision", text),
+    carry("tokenizer_config", "model.tokenizer", text),
+    carry("overrides_of_model_config model_config", "model.overrides", a_map),
+    switch("reinit_weights", "model.init", "random", "from the weights of base_model"),
+    same("model_type type_of_model tokenizer_type", "by the model's config"),
+    leave("resize_token_embeddings_to_32x", "rows that no token has; see `model.resize_embeddings`"),
+    ask("mean_resizing_embeddings", "same, if it is true or no token is new; else refused", _new_rows),
+    refuse("shrink_embeddings", "rows that no token has stay"),
+    leave("tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files", "the tokenizer is as its files say"),
+    leave(
+        "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
+        "the model's config says what it is",
+    ),
+    *METHOD_OPTIONS,
+    refuse("gptq", "a base that is stored quantized by GPTQ is not here"),
+    refuse("model_quantization_config", "say it by load_in_4bit or load_in_8bit"),
+    leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
+    settled("sequence_len", "`data.seq_len`"),
+    settled("sample_packing", "`data.packing: best_fit` (off: `none`)"),
+    settled("micro_batch_size batch_size", "`train.micro_batch`, `train.global_batch`"),
+    settled("num_epochs", "`train.epochs`"),
+    settled("saves_per_epoch evals_per_epoch", "`checkpoint.every`, `eval.every`: `{per_epoch: N}`"),
+    ask("optimizer", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer),
+    settled("lr_scheduler cosine_min_lr_ratio", "`optim.schedule`"),
+    settled("bfloat16 float16 float32", "`parallel.precision`"),
+    settled("activation_offloading", "`parallel.activation_offload`"),
+    settled(
+        "tensor_parallel_size context_parallel_size sequence_parallel_degree",
+        "left, and counted in the batch; `parallel.mesh` has both",
+    ),
+    ask("tf32", "`parallel.tf32`", _tf32),
+    ask(
+        "flash_attention sdp_attention eager_attention flex_attention xformers_attention sage_attention",
+        "`model.attention`",
+        _attention_switch,
+    ),
+    ask(
+        "early_stopping_patience",
+        "`eval.early_stop.patience`, with evaluations every N steps; else refused",
+        early_stopping,
+    ),
+    ask("plugins", "left, if they bring kernels only; else refused", _plugins),
+    switch("curriculum_sampling", "data.shuffle", "none", "the order is random"),
+    switch("dataset_exact_deduplication", "data.drop_duplicates", True, "equal rows are kept"),
+    carry("hub_model_id", "export.push", text),
+    ask("min_sample_len", "same up to 2, else refused", _dropped_rows),
+    carry("use_mlflow", "tracking.mlflow.enabled", flag),
+    carry("mlflow_tracking_uri", "tracking.mlflow.uri", text),
+    carry("mlflow_experiment_name", "tracking.mlflow.experiment", text),
+    carry("ray_num_workers", "cluster.workers", whole),
+    same("auto_resume_from_checkpoints", "the same name continues the same run (run.resume)"),
+    same("pad_to_sequence_len pad_to_multiple_of batch_flattening", "padding does not change what is learned"),
+    refuse("pretrain_multipack_attn", "no document sees another", off=(True,), alike="no document sees another"),
+)
 
 
-def _refused_options() -> tuple[TheirOption, ...]:
-    return (
-        refuse("rl reward_model process_reward_model", "supervised training only"),
-        leave(
-            "rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
-            "means nothing without rl, which is refused",
-        ),
-        leave(
-            "precompute_ref_log_probs dpo_use_weighting dpo_label_smoothing max_prompt_len trl vllm ebft num_labels "
-            "dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_norm_loss "
-            "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
-            "means nothing without rl, which is refused",
-        ),
-        refuse("qat quantization use_onebitllms", "computing in fewer than 8 bits is not here"),
-        refuse("fp8", FP8),
-        leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
-        refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
-        leave(
-            "relora_prune_ratio relora_prune_method relora_cpu_offload lisa_step_interval lisa_layers_attribute",
-            "means nothing without relora or lisa_n_layers, which are refused",
-        ),
-        refuse("lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor", "no schedule of ours has this"),
-        refuse(
-            "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps",
-            "no schedule of ours has this",
-        ),
-        refuse("embedding_lr embedding_lr_scale lr_groups", "set rates by pattern in `optim.groups`"),
-        refuse("adam_beta3 adam_epsilon2 torchdistx_path", "for optimizers that are not here"),
-        unless_zero("noisy_embedding_alpha", "train.neftune_noise_alpha"),
-        refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
-        refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),
-        refuse("fix_untrained_tokens", "rows of tokens that were never trained stay as the model has them"),
-        refuse(
-            "pretraining_sample_concatenation",
-            "texts are packed by sample_packing only, and no document sees another: see data.packing=concat",
-        ),
-        refuse("rope_scaling", "set it as model.overrides.rope_scaling"),
-        refuse("max_packed_sequence_len", "a sample is as long as sequence_len says"),
-        refuse("added_tokens_overrides", "tokens keep their names: add new ones with model.add_tokens"),
-        refuse("trainer_cls", "what a trainer of your own does is not known here"),
-        refuse("quantize_moe_experts", "experts stay in 16 bits"),
-        refuse(
-            "tokenizer_use_mistral_common processor_kwargs cls_model_config",
-            "the tokenizer and the network stay as they are",
-        ),
-        leave(
-            "eaft_alpha eaft_k pose_max_context_len pose_num_chunks pose_split_on_token_ids",
-            "means nothing without use_eaft or use_pose, which are refused",
-        ),
-        leave("scaling_softmax_factor scaling_softmax_bias", "means nothing without scaling_softmax, which is refused"),
-        leave(
-            "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
-            "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
-            "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
-            "means nothing to AdamW; optimizers to which it does are refused",
-        ),
-        refuse("processor_type", "text only"),
-        refuse("test_split_size dataset_shard_num dataset_shard_idx skip_prepare_dataset", "use `rows` of a dataset"),
-    )
+_REFUSED_OPTIONS = (
+    refuse("rl reward_model process_reward_model", "supervised training only"),
+    leave(
+        "rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
+        "means nothing without rl, which is refused",
+    ),
+    leave(
+        "precompute_ref_log_probs dpo_use_weighting dpo_label_smoothing max_prompt_len trl vllm ebft num_labels "
+        "dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_norm_loss "
+        "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
+        "means nothing without rl, which is refused",
+    ),
+    refuse("qat quantization use_onebitllms", "computing in fewer than 8 bits is not here"),
+    refuse("fp8", FP8),
+    leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
+    refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
+    leave(
+        "relora_prune_ratio relora_prune_method relora_cpu_offload lisa_step_interval lisa_layers_attribute",
+        "means nothing without relora or lisa_n_layers, which are refused",
+    ),
+    refuse("lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor", "no schedule of ours has this"),
+    refuse(
+        "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps",
+        "no schedule of ours has this",
+    ),
+    refuse("embedding_lr embedding_lr_scale lr_groups", "set rates by pattern in `optim.groups`"),
+    refuse("adam_beta3 adam_epsilon2 torchdistx_path", "for optimizers that are not here"),
+    unless_zero("noisy_embedding_alpha", "train.neftune_noise_alpha"),
+    refuse("overrides_of_model_kwargs model_kwargs", "set what you need under `model`"),
+    refuse("use_pose use_eaft scaling_softmax s2_attention", "the network and its loss stay as they are"),
+    refuse("fix_untrained_tokens", "rows of tokens that were never trained stay as the model has them"),
+    refuse(
+        "pretraining_sample_concatenation",
+        "texts are packed by sample_packing only, and no document sees another: see data.packing=concat",
+    ),
+    refuse("rope_scaling", "set it as model.overrides.rope_scaling"),
+    refuse("max_packed_sequence_len", "a sample is as long as sequence_len says"),
+    refuse("added_tokens_overrides", "tokens keep their names: add new ones with model.add_tokens"),
+    refuse("trainer_cls", "what a trainer of your own does is not known here"),
+    refuse("quantize_moe_experts", "experts stay in 16 bits"),
+    refuse(
+        "tokenizer_use_mistral_common processor_kwargs cls_model_config",
+        "the tokenizer and the network stay as they are",
+    ),
+    leave(
+        "eaft_alpha eaft_k pose_max_context_len pose_num_chunks pose_split_on_token_ids",
+        "means nothing without use_eaft or use_pose, which are refused",
+    ),
+    leave("scaling_softmax_factor scaling_softmax_bias", "means nothing without scaling_softmax, which is refused"),
+    leave(
+        "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
+        "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
+        "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
+        "means nothing to AdamW; optimizers to which it does are refused",
+    ),
+    refuse("processor_type", "text only"),
+    refuse("test_split_size dataset_shard_num dataset_shard_idx skip_prepare_dataset", "use `rows` of a dataset"),
+)
 
 
 AXOLOTL = Project(
@@ -327,13 +310,13 @@ AXOLOTL = Project(
     about="Files for `axolotl train`. Options of July 2026; older spellings (`sharegpt`, `flash_attention: "
     "true`, `evaluation_strategy`) are known, too.",
     options=table(
-        *_options(),
-        *data_options(),
-        *optim_options(),
-        *shared_options(),
-        *_refused_options(),
-        *left_options(),
-        *machine_options(),
+        *_OPTIONS,
+        *DATA_OPTIONS,
+        *OPTIM_OPTIONS,
+        *SHARED_OPTIONS,
+        *_REFUSED_OPTIONS,
+        *LEFT_OPTIONS,
+        *MACHINE_OPTIONS,
     ),
     prepare=prepare,
     finish=finish,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.convert.adapters import Lora, Quantized, base_of_flags, carry_lora
-from raytune_fsdp.convert.rules import TheirOption, Translation, flag, leave, part, same, settled, text, words
+from raytune_fsdp.convert.rules import Translation, flag, leave, part, same, settled, text, words
 
 _LORA = Lora(
     owner="adapter", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
@@ -39,31 +39,29 @@ def prepare_method(c: Translation) -> None:
     carry_lora(c, _LORA, quantized)
 
 
-def method_options() -> tuple[TheirOption, ...]:
-    lora = (
+METHOD_OPTIONS = (
+    settled("adapter", "`method.type: lora` or `qlora`; others refused"),
+    settled("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+    settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+    settled("lora_target_linear lora_target_modules", "`method.target_modules`"),
+    settled("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
+    settled("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
+    settled("lora_model_dir", "`method.adapter`"),
+    same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network has it"),
+    same(
+        "peft_autocast_adapter_dtype",
+        "adapters are fp32",
+    ),
+    leave("loraplus_lr_embedding", "only for adapters of embeddings"),
+    leave(
+        "lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel merge_lora merge_method "
+        "qlora_sharded_model_loading",
+        "it does not change what is learned",
+    ),
+    part(
         "lora_rank_pattern lora_alpha_pattern peft peft_layers_to_transform peft_layers_pattern peft_layer_replication "
-        "peft_init_lora_weights peft_trainable_token_indices loftq_config bnb_config_kwargs"
-    )
-    return (
-        settled("adapter", "`method.type: lora` or `qlora`; others refused"),
-        settled(
-            "load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"
-        ),
-        settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
-        settled("lora_target_linear lora_target_modules", "`method.target_modules`"),
-        settled("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
-        settled("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
-        settled("lora_model_dir", "`method.adapter`"),
-        same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network has it"),
-        same(
-            "peft_autocast_adapter_dtype",
-            "adapters are fp32",
-        ),
-        leave("loraplus_lr_embedding", "only for adapters of embeddings"),
-        leave(
-            "lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel merge_lora merge_method "
-            "qlora_sharded_model_loading",
-            "it does not change what is learned",
-        ),
-        part(lora, "adapter", lambda c: "adapter" in c.given),
-    )
+        "peft_init_lora_weights peft_trainable_token_indices loftq_config bnb_config_kwargs",
+        "adapter",
+        lambda c: "adapter" in c.given,
+    ),
+)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    TheirOption,
     Translation,
     a_map,
     flag,
@@ -212,20 +210,7 @@ def _chat(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
             for each in (names if isinstance(names, list) else [names])
         }
         c.say(f"{prefix}roles", "carried", in_words("format.roles", made["roles"]))
-    _loss(c, prefix)
-    for key in ("field_thinking", "template_thinking_key"):
-        known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
-        why = "found automatically" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
-        c.say(f"{prefix}{key}", "same" if known else "refused", why)
-    key = f"{prefix}message_field_training"
-    if c.get(key, text, "train") in _TRAINED:
-        c.say(key, "same", 'a message with "train": false is never trained on')
-    c.say(key, "refused", f"a message says whether it is trained on under one of these names: {', '.join(_TRAINED)}")
-    return made
-
-
-def _loss(c: Translation, prefix: str) -> None:
-    """Carry which turns are trained on. `human` and `gpt` are names for the user and the assistant."""
+    # `human` and `gpt` are names for the user and the assistant.
     names = {"human": "user", "gpt": "assistant"}
     trained = {names.get(role, role) for role in c.get(f"{prefix}roles_to_train", words, ["assistant"])}
     if trained != {"assistant"}:
@@ -236,6 +221,15 @@ def _loss(c: Translation, prefix: str) -> None:
             "other roles alone cannot be trained on",
         )
     c.say(f"{prefix}roles_to_train", "same", "format.loss=assistant")
+    for key in ("field_thinking", "template_thinking_key"):
+        known = c.get(f"{prefix}{key}", text, "thinking") in _REASONING
+        why = "found automatically" if known else f"reasoning has one of these names here: {', '.join(_REASONING)}"
+        c.say(f"{prefix}{key}", "same" if known else "refused", why)
+    key = f"{prefix}message_field_training"
+    if c.get(key, text, "train") in _TRAINED:
+        c.say(key, "same", 'a message with "train": false is never trained on')
+    c.say(key, "refused", f"a message says whether it is trained on under one of these names: {', '.join(_TRAINED)}")
+    return made
 
 
 def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
@@ -323,75 +317,72 @@ def _tokens(c: Translation, only_chats: bool) -> None:
         c.carry(key, "model.add_tokens", list(added.values()), note)
 
 
-def data_options() -> tuple[TheirOption, ...]:
-    def each(names: str, *lists: str) -> str:
-        return " ".join(f"{name}.*.{word}" for name in lists or ("datasets", "test_datasets") for word in names.split())
-
-    places = each("path data_files name split", *_LISTS)
-    own = " ".join(f"type.{key}" for key in _OWN_TYPES)
-    return (
-        settled("datasets test_datasets pretraining_dataset", "`data.train`, `data.eval`"),
-        settled(f"{places} {each('revision')}", "`data.train.N.path` or `hub`, `subset`, `split`, `revision`, `rows`"),
-        settled(
-            each("type", *_LISTS), "`format`: chat_template, sharegpt, alpaca, completion, pretrain; others are refused"
-        ),
-        settled(each(own), "`format: {type: template, …}`, if its text is the same for all rows"),
-        settled(f"{each('field')} pretraining_dataset.*.text_column", "`format.text`"),
-        settled(each("field_messages field_tools roles"), "`format.messages`, `tools`, `roles`"),
-        settled(
-            each(
-                "message_property_mappings.role message_property_mappings.content message_field_role "
-                "message_field_content"
-            ),
-            "`format.role`, `format.content`",
-        ),
-        settled(each("roles_to_train"), "same, if it is the assistant; else refused"),
-        settled(
-            each("message_field_training field_thinking template_thinking_key"),
-            "same under the usual names, else refused",
-        ),
-        settled(each("chat_template"), "`data.chat_template` (chatml, llama3)"),
-        settled("chat_template chat_template_jinja", "`data.chat_template` (chatml, llama3, a file)"),
-        settled("train_on_inputs", "`format.loss: all`; refused with chats"),
-        settled("val_set_size", "`data.eval.fraction` or `rows`"),
-        settled("excess_length_strategy", "`data.long_documents`; refused for texts together with other rows"),
-        settled("tokens special_tokens.additional_special_tokens", "`model.add_tokens`"),
-        settled("special_tokens.pad_token", "`model.add_tokens`, which leaves alone what is a token already"),
-        settled(
-            "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token",
-            "`model.add_tokens` for chats, else refused",
-        ),
-        same("special_tokens", "the tokenizer's own"),
-        same(each("ds_type"), "by the file's extension"),
-        leave(each("trust_remote_code preprocess_shards", *_LISTS), "no code of a dataset is run"),
-        leave("eot_tokens", "the chat template says where a turn ends"),
-        *_refused_options(each),
-    )
+def _each(names: str, *lists: str) -> str:
+    return " ".join(f"{name}.*.{word}" for name in lists or ("datasets", "test_datasets") for word in names.split())
 
 
-def _refused_options(each: Callable[[str], str]) -> tuple[TheirOption, ...]:
-    return (
-        refuse(
-            each("train_on_eos train_on_eot"), "a turn's end is trained on as the turn", off=("turn",), alike="as here"
+DATA_OPTIONS = (
+    settled("datasets test_datasets pretraining_dataset", "`data.train`, `data.eval`"),
+    settled(
+        f"{_each('path data_files name split', *_LISTS)} {_each('revision')}",
+        "`data.train.N.path` or `hub`, `subset`, `split`, `revision`, `rows`",
+    ),
+    settled(
+        _each("type", *_LISTS), "`format`: chat_template, sharegpt, alpaca, completion, pretrain; others are refused"
+    ),
+    settled(
+        _each(" ".join(f"type.{key}" for key in _OWN_TYPES)),
+        "`format: {type: template, …}`, if its text is the same for all rows",
+    ),
+    settled(f"{_each('field')} pretraining_dataset.*.text_column", "`format.text`"),
+    settled(_each("field_messages field_tools roles"), "`format.messages`, `tools`, `roles`"),
+    settled(
+        _each(
+            "message_property_mappings.role message_property_mappings.content message_field_role message_field_content"
         ),
-        refuse(
-            f"{each('shards shards_idx')} pretraining_dataset.*.skip",
-            "use `rows` of a dataset for a part of it",
-            off=(False,),
-        ),
-        refuse(
-            each("input_transform input_format conversation field_human field_model drop_system_message"),
-            "rows are read as `format` says; see type python there for rows that have to be changed first",
-            off=(False,),
-        ),
-        refuse(
-            each("chat_template_jinja split_thinking"),
-            "put it into a template, which serves all datasets",
-            off=(False,),
-        ),
-        refuse(
-            each("message_field_training_detail"), "a whole message is trained on or not, by its `train`", off=(False,)
-        ),
-        refuse(each("logprobs_field temperature"), "there is no teacher to learn from", off=(False,)),
-        refuse("default_system_message chat_template_kwargs", "put it into the rows, or into a template of your own"),
-    )
+        "`format.role`, `format.content`",
+    ),
+    settled(_each("roles_to_train"), "same, if it is the assistant; else refused"),
+    settled(
+        _each("message_field_training field_thinking template_thinking_key"),
+        "same under the usual names, else refused",
+    ),
+    settled(_each("chat_template"), "`data.chat_template` (chatml, llama3)"),
+    settled("chat_template chat_template_jinja", "`data.chat_template` (chatml, llama3, a file)"),
+    settled("train_on_inputs", "`format.loss: all`; refused with chats"),
+    settled("val_set_size", "`data.eval.fraction` or `rows`"),
+    settled("excess_length_strategy", "`data.long_documents`; refused for texts together with other rows"),
+    settled("tokens special_tokens.additional_special_tokens", "`model.add_tokens`"),
+    settled("special_tokens.pad_token", "`model.add_tokens`, which leaves alone what is a token already"),
+    settled(
+        "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token",
+        "`model.add_tokens` for chats, else refused",
+    ),
+    same("special_tokens", "the tokenizer's own"),
+    same(_each("ds_type"), "by the file's extension"),
+    leave(_each("trust_remote_code preprocess_shards", *_LISTS), "no code of a dataset is run"),
+    leave("eot_tokens", "the chat template says where a turn ends"),
+    refuse(
+        _each("train_on_eos train_on_eot"), "a turn's end is trained on as the turn", off=("turn",), alike="as here"
+    ),
+    refuse(
+        f"{_each('shards shards_idx')} pretraining_dataset.*.skip",
+        "use `rows` of a dataset for a part of it",
+        off=(False,),
+    ),
+    refuse(
+        _each("input_transform input_format conversation field_human field_model drop_system_message"),
+        "rows are read as `format` says; see type python there for rows that have to be changed first",
+        off=(False,),
+    ),
+    refuse(
+        _each("chat_template_jinja split_thinking"),
+        "put it into a template, which serves all datasets",
+        off=(False,),
+    ),
+    refuse(
+        _each("message_field_training_detail"), "a whole message is trained on or not, by its `train`", off=(False,)
+    ),
+    refuse(_each("logprobs_field temperature"), "there is no teacher to learn from", off=(False,)),
+    refuse("default_system_message chat_template_kwargs", "put it into the rows, or into a template of your own"),
+)

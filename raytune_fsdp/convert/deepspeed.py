@@ -7,7 +7,6 @@ import re
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
     Said,
-    TheirOption,
     Translation,
     ask,
     flag,
@@ -100,67 +99,58 @@ def _deep(names: str) -> str:
     return " ".join(f"deepspeed.{name}" for name in names.split())
 
 
-def deepspeed_options() -> tuple[TheirOption, ...]:
-    """Return the options in a map of DeepSpeed. `auto` means what the file says outside of it."""
-
-    return (
-        ask("deepspeed", "`parallel.strategy`, by the stage in the file's name", _file),
-        ask(_deep("zero_optimization.stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)", _stage),
-        ask(
-            _deep(
-                "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.cpu_offload "
-                "zero_optimization.cpu_offload_params"
-            ),
-            "`parallel.cpu_offload`",
-            _offload,
+# The options in a map of DeepSpeed. `auto` means what the file says outside of it.
+DEEPSPEED_OPTIONS = (
+    ask("deepspeed", "`parallel.strategy`, by the stage in the file's name", _file),
+    ask(_deep("zero_optimization.stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)", _stage),
+    ask(
+        _deep(
+            "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.cpu_offload "
+            "zero_optimization.cpu_offload_params"
         ),
-        leave(_deep("zero_optimization zero_optimization.*"), "how ZeRO moves weights; FSDP has its own ways"),
-        ask(_deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
-        ask(_deep("optimizer.type"), "same, if it is AdamW; others are named outside of deepspeed", _optimizer),
-        refuse(
-            _deep("optimizer.params.* optimizer.params"),
-            "set it outside of deepspeed, by its name there (learning_rate, weight_decay, adam_beta1, …)",
-            off=("auto",),
-            alike=_AUTO,
+        "`parallel.cpu_offload`",
+        _offload,
+    ),
+    leave(_deep("zero_optimization zero_optimization.*"), "how ZeRO moves weights; FSDP has its own ways"),
+    ask(_deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
+    ask(_deep("optimizer.type"), "same, if it is AdamW; others are named outside of deepspeed", _optimizer),
+    refuse(
+        _deep("optimizer.params.* optimizer.params"),
+        "set it outside of deepspeed, by its name there (learning_rate, weight_decay, adam_beta1, …)",
+        off=("auto",),
+        alike=_AUTO,
+    ),
+    refuse(
+        _deep("scheduler.type scheduler.params scheduler.params.* scheduler.* scheduler"),
+        "DeepSpeed's schedules are not here: set lr_scheduler_type or lr_scheduler outside of deepspeed",
+        off=("auto",),
+        alike=_AUTO,
+    ),
+    ask(_deep("bf16.enabled fp16.enabled"), "same, if the file says so outside of it; else refused", _half),
+    leave(_deep("bf16 fp16 bf16.* fp16.*"), "how DeepSpeed scales an fp16 loss; here it is scaled automatically"),
+    refuse(
+        _deep("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps"),
+        "the file says its batch outside of deepspeed; write auto here",
+        off=("auto",),
+        alike=_AUTO,
+    ),
+    refuse(
+        _deep("amp amp.enabled fp32_allreduce prescale_gradients gradient_predivide_factor sparse_gradients"),
+        "gradients are summed in fp32, and nothing is scaled on the way",
+        off=(False, 0, 1.0),
+    ),
+    same(_deep("optimizer"), "AdamW, as the file says outside of deepspeed"),
+    leave(
+        _deep(
+            "steps_per_print wall_clock_breakdown dump_state memory_breakdown comms_logger flops_profiler "
+            "tensorboard wandb csv_monitor autotuning aio checkpoint"
         ),
-        refuse(
-            _deep("scheduler.type scheduler.params scheduler.params.* scheduler.* scheduler"),
-            "DeepSpeed's schedules are not here: set lr_scheduler_type or lr_scheduler outside of deepspeed",
-            off=("auto",),
-            alike=_AUTO,
+        "what DeepSpeed prints and writes; see `metrics.jsonl` and `checkpoint`",
+    ),
+    leave(
+        _deep(
+            "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type activation_checkpointing"
         ),
-        ask(_deep("bf16.enabled fp16.enabled"), "same, if the file says so outside of it; else refused", _half),
-        leave(_deep("bf16 fp16 bf16.* fp16.*"), "how DeepSpeed scales an fp16 loss; here it is scaled automatically"),
-        refuse(
-            _deep("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps"),
-            "the file says its batch outside of deepspeed; write auto here",
-            off=("auto",),
-            alike=_AUTO,
-        ),
-        refuse(
-            _deep("amp amp.enabled fp32_allreduce prescale_gradients gradient_predivide_factor sparse_gradients"),
-            "gradients are summed in fp32, and nothing is scaled on the way",
-            off=(False, 0, 1.0),
-        ),
-        *_left_options(),
-    )
-
-
-def _left_options() -> tuple[TheirOption, ...]:
-    return (
-        same(_deep("optimizer"), "AdamW, as the file says outside of deepspeed"),
-        leave(
-            _deep(
-                "steps_per_print wall_clock_breakdown dump_state memory_breakdown comms_logger flops_profiler "
-                "tensorboard wandb csv_monitor autotuning aio checkpoint"
-            ),
-            "what DeepSpeed prints and writes; see `metrics.jsonl` and `checkpoint`",
-        ),
-        leave(
-            _deep(
-                "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type "
-                "activation_checkpointing"
-            ),
-            "DeepSpeed is not used; see `parallel`",
-        ),
-    )
+        "DeepSpeed is not used; see `parallel`",
+    ),
+)

@@ -131,7 +131,12 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
     about.finish(c)
     lines += [KeyLine(key, None, said) for key, said in c.unsaid]
     problems = [_refusal(line) for line in lines if line.said.fate == "refused"] + c.problems
-    problems += _unknown_drops(drop, [key for key, _, _ in leaves] + [key for key, _ in c.unsaid], about)
+    keys = [key for key, _, _ in leaves] + [key for key, _ in c.unsaid]
+    for each in drop:
+        # An option that the file does not set may be dropped: many files may be converted with the same command.
+        if each not in about.options and not any(_drops([each], key) for key in keys):
+            near = get_close_matches(each, keys, n=1)
+            problems.append(f"--drop {each}: the file has no such key{f'; nearest: {near[0]}' if near else ''}")
     ours = _nested(c.fields)
     problems += [
         f"{key}: looks like a secret, and the config would show it: take it out of the file, and set it in the "
@@ -255,16 +260,6 @@ def _refusal(line: KeyLine) -> str:
     if line.said.drop is None:
         return f"{line.name}: {line.said.text}"
     return f"{line.name}: {line.said.text}; --drop {line.said.drop or line.key} converts without it"
-
-
-def _unknown_drops(drop: Sequence[str], keys: list[str], project: Project) -> list[str]:
-    problems = []
-    for each in drop:
-        # An option that the file does not set may be dropped: many files may be converted with the same command.
-        if each not in project.options and not any(_drops([each], key) for key in keys):
-            near = get_close_matches(each, keys, n=1)
-            problems.append(f"--drop {each}: the file has no such key{f'; nearest: {near[0]}' if near else ''}")
-    return problems
 
 
 def _nested(fields: dict[str, Any]) -> dict[str, Any]:

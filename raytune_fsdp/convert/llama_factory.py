@@ -29,11 +29,11 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.sharding import FP8
 from raytune_fsdp.convert.training import (
+    TRAINING_OPTIONS,
     early_stopping,
     finish_training,
     prepare_training,
     say_precision,
-    training_options,
 )
 
 _TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
@@ -45,8 +45,7 @@ def prepare(c: Translation) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     mixed = prepare_training(c, lr=5e-5, output="saves", default_precision="fp32")
-    pure = c.get("pure_bf16", flag, False)
-    found = "bf16_pure" if pure else mixed
+    found = "bf16_pure" if c.get("pure_bf16", flag, False) else mixed
     say_precision(c, found, "pure_bf16", "bf16", "fp16")
     if found != "bf16":
         c.default("parallel.precision", found, "bf16 and fp16 are off by default")
@@ -54,12 +53,16 @@ def prepare(c: Translation) -> None:
     _packing(c, pretraining)
     c.carry("cutoff_len", "data.seq_len", c.get("cutoff_len", whole, _LENGTH))
     prepare_data(c, pretraining=pretraining)
-    _loss(c)
-    _checkpointing(c)
-    _method(c)
-
-
-def _method(c: Translation) -> None:
+    everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
+    c.say(
+        "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
+    )
+    c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
+    off = c.get("disable_gradient_checkpointing", flag, False)
+    c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
+    if c.get("use_unsloth_gc", flag, False):
+        c.carry("use_unsloth_gc", "parallel.activation_offload", True)
+    c.say("use_unsloth_gc", "same", "off")
     kind = "full" if "finetuning_type" in c.dropping else c.get("finetuning_type", text, "lora")
     quantized = _base(c, beside_adapters=kind == "lora")
     if kind == "full":
@@ -133,22 +136,6 @@ def _packing(c: Translation, pretraining: bool) -> None:
     c.default("data.packing", ours, "packing is on for stage pt, else off, by default")
 
 
-def _loss(c: Translation) -> None:
-    everything, last = c.get("train_on_prompt", flag, False), c.get("mask_history", flag, False)
-    c.say(
-        "train_on_prompt", "carried" if everything else "same", f"format.loss={'all' if everything else 'the answers'}"
-    )
-    c.say("mask_history", "carried" if last else "same", f"format.loss={'last_turn' if last else 'all answers'}")
-
-
-def _checkpointing(c: Translation) -> None:
-    off = c.get("disable_gradient_checkpointing", flag, False)
-    c.carry("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none" if off else "full")
-    if c.get("use_unsloth_gc", flag, False):
-        c.carry("use_unsloth_gc", "parallel.activation_offload", True)
-    c.say("use_unsloth_gc", "same", "off")
-
-
 def finish(c: Translation) -> None:
     finish_training(c, lr=5e-5)
     c.default("parallel.activation_checkpointing", "full", "on by default")
@@ -203,166 +190,159 @@ def _new_tokens(c: Translation, key: str) -> None:
     c.carry(key, "model.add_tokens", added, "their rows start as the mean of all")
 
 
-def _model_options() -> tuple[TheirOption, ...]:
-    return (
-        carry("model_name_or_path", "model.path", text),
-        ask("model_revision", "`model.revision`", _revision),
-        ask("flash_attn", "`model.attention`", _attention),
-        carry("resize_vocab", "model.resize_embeddings", flag),
-        ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
-        switch("split_special_tokens", "data.special_tokens_in_text", "escape", "data.special_tokens_in_text=keep"),
-        switch("train_from_scratch", "model.init", "random", "from the model's weights"),
-        settled("pure_bf16", "`parallel.precision: bf16_pure`"),
-        settled("disable_gradient_checkpointing", "`parallel.activation_checkpointing` (on by default there)"),
-        settled("use_unsloth_gc", "`parallel.activation_offload`"),
-        leave("use_reentrant_gc", "never reentrant here"),
-        leave("use_unsloth enable_liger_kernel use_v1_kernels block_diag_attn", "other kernels for the same function"),
-        leave(
-            "cache_dir low_cpu_mem_usage use_fast_tokenizer print_param_status offload_folder device_map",
-            "where files and weights are; see HF_HOME in the environment, and `parallel`",
-        ),
-        leave("upcast_layernorm upcast_lmhead_output", "weights are fp32; see `parallel.precision`"),
-        leave("hf_hub_token ms_hub_token om_hub_token", "HF_TOKEN in the environment"),
-        refuse("new_special_tokens_config", "list the tokens in `model.add_tokens`, with `like`"),
-        leave("init_special_tokens", "see `model.add_tokens.N.like`"),
-        refuse("rope_scaling", "set what you need in `model.overrides`", off=()),
-        unless_zero("moe_aux_loss_coef", "train.router_aux_loss_coef"),
-        refuse("shift_attn mixture_of_depths", "the network stays as it is"),
-        settled("quantization_bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
-        settled("quantization_method", "as bnb does it; others refused"),
-        settled("quantization_type double_quantization", "nf4, and a byte for each scale; fp4 refused"),
-        settled("quantization_device_map", "left: see `parallel`"),
-        refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
-        leave(
-            "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
-            "video_fps video_maxlen use_audio_in_video audio_sampling_rate media_dir freeze_vision_tower "
-            "freeze_multi_modal_projector",
-            "text only",
-        ),
-        refuse("freeze_language_model", "every weight is trained"),
-    )
+_MODEL_OPTIONS = (
+    carry("model_name_or_path", "model.path", text),
+    ask("model_revision", "`model.revision`", _revision),
+    ask("flash_attn", "`model.attention`", _attention),
+    carry("resize_vocab", "model.resize_embeddings", flag),
+    ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
+    switch("split_special_tokens", "data.special_tokens_in_text", "escape", "data.special_tokens_in_text=keep"),
+    switch("train_from_scratch", "model.init", "random", "from the model's weights"),
+    settled("pure_bf16", "`parallel.precision: bf16_pure`"),
+    settled("disable_gradient_checkpointing", "`parallel.activation_checkpointing` (on by default there)"),
+    settled("use_unsloth_gc", "`parallel.activation_offload`"),
+    leave("use_reentrant_gc", "never reentrant here"),
+    leave("use_unsloth enable_liger_kernel use_v1_kernels block_diag_attn", "other kernels for the same function"),
+    leave(
+        "cache_dir low_cpu_mem_usage use_fast_tokenizer print_param_status offload_folder device_map",
+        "where files and weights are; see HF_HOME in the environment, and `parallel`",
+    ),
+    leave("upcast_layernorm upcast_lmhead_output", "weights are fp32; see `parallel.precision`"),
+    leave("hf_hub_token ms_hub_token om_hub_token", "HF_TOKEN in the environment"),
+    refuse("new_special_tokens_config", "list the tokens in `model.add_tokens`, with `like`"),
+    leave("init_special_tokens", "see `model.add_tokens.N.like`"),
+    refuse("rope_scaling", "set what you need in `model.overrides`", off=()),
+    unless_zero("moe_aux_loss_coef", "train.router_aux_loss_coef"),
+    refuse("shift_attn mixture_of_depths", "the network stays as it is"),
+    settled("quantization_bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+    settled("quantization_method", "as bnb does it; others refused"),
+    settled("quantization_type double_quantization", "nf4, and a byte for each scale; fp4 refused"),
+    settled("quantization_device_map", "left: see `parallel`"),
+    refuse("use_kt", "weights are trained on GPUs, or offloaded by `parallel.cpu_offload`"),
+    leave(
+        "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
+        "video_fps video_maxlen use_audio_in_video audio_sampling_rate media_dir freeze_vision_tower "
+        "freeze_multi_modal_projector",
+        "text only",
+    ),
+    refuse("freeze_language_model", "every weight is trained"),
+)
 
 
-def _method_options() -> tuple[TheirOption, ...]:
-    others = (
+def _details(owner: str, names: str) -> TheirOption:
+    return part(names, owner, lambda c: c.on(owner))
+
+
+_METHOD_OPTIONS = (
+    ask("stage", "`format` (sft, pt); others are refused", _stage),
+    settled("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
+    settled("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+    settled("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
+    settled("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
+    settled("adapter_name_or_path", "`method.adapter`"),
+    refuse("pissa_init create_new_adapter", "adapters start at zero, or continue an adapter"),
+    leave("pissa_iter pissa_convert", "belongs to pissa_init"),
+    leave("loraplus_lr_embedding", "only for adapters of embeddings"),
+    leave("adapter_folder", "name the directory itself in adapter_name_or_path"),
+    part(
         "module_dropout oft_rank oft_block_size oft_target freeze_trainable_layers freeze_trainable_modules "
-        "freeze_extra_modules"
-    )
-    preference = (
+        "freeze_extra_modules",
+        "finetuning_type",
+        _adapts,
+    ),
+    part(
         "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
         "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model "
         "ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters "
-        "reward_model_quantization_bit reward_model_type ld_alpha"
-    )
-
-    def details(owner: str, names: str) -> TheirOption:
-        return part(names, owner, lambda c: c.on(owner))
-
-    return (
-        ask("stage", "`format` (sft, pt); others are refused", _stage),
-        settled("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
-        settled("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
-        settled("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
-        settled("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
-        settled("adapter_name_or_path", "`method.adapter`"),
-        refuse("pissa_init create_new_adapter", "adapters start at zero, or continue an adapter"),
-        leave("pissa_iter pissa_convert", "belongs to pissa_init"),
-        leave("loraplus_lr_embedding", "only for adapters of embeddings"),
-        leave("adapter_folder", "name the directory itself in adapter_name_or_path"),
-        part(others, "finetuning_type", _adapts),
-        part(preference, "stage", lambda c: spelled(c.given.get("stage", "sft")) not in ("sft", "pt")),
-        refuse("use_galore use_apollo use_badam use_adam_mini use_muon", "the optimizer here is AdamW"),
-        details(
-            "use_galore",
-            "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
-        ),
-        details(
-            "use_apollo",
-            "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
-            "apollo_scale_type apollo_layerwise apollo_scale_front",
-        ),
-        details(
-            "use_badam",
-            "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode "
-            "badam_verbose",
-        ),
-        refuse("use_dft_loss use_asft_loss use_eaft_loss", "the loss is the plain cross entropy"),
-        details("use_asft_loss", "asft_alpha"),
-        details("use_eaft_loss", "eaft_alpha"),
-        refuse("use_llama_pro use_mca use_megatron_bridge use_hyper_parallel", "every weight is trained, with FSDP"),
-        refuse("fp8", FP8),
-        details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
-        ask(
-            "early_stopping_steps",
-            "`eval.early_stop.patience`, with evaluations every N steps; else refused",
-            early_stopping,
-        ),
-        leave(
-            "compute_accuracy plot_loss include_effective_tokens_per_second", "every step is in metrics; see the report"
-        ),
-    )
+        "reward_model_quantization_bit reward_model_type ld_alpha",
+        "stage",
+        lambda c: spelled(c.given.get("stage", "sft")) not in ("sft", "pt"),
+    ),
+    refuse("use_galore use_apollo use_badam use_adam_mini use_muon", "the optimizer here is AdamW"),
+    _details(
+        "use_galore",
+        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
+    ),
+    _details(
+        "use_apollo",
+        "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
+        "apollo_scale_type apollo_layerwise apollo_scale_front",
+    ),
+    _details(
+        "use_badam",
+        "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode "
+        "badam_verbose",
+    ),
+    refuse("use_dft_loss use_asft_loss use_eaft_loss", "the loss is the plain cross entropy"),
+    _details("use_asft_loss", "asft_alpha"),
+    _details("use_eaft_loss", "eaft_alpha"),
+    refuse("use_llama_pro use_mca use_megatron_bridge use_hyper_parallel", "every weight is trained, with FSDP"),
+    refuse("fp8", FP8),
+    _details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
+    ask(
+        "early_stopping_steps",
+        "`eval.early_stop.patience`, with evaluations every N steps; else refused",
+        early_stopping,
+    ),
+    leave("compute_accuracy plot_loss include_effective_tokens_per_second", "every step is in metrics; see the report"),
+)
 
 
-def _data_options() -> tuple[TheirOption, ...]:
-    return (
-        settled("dataset eval_dataset", "`data.train`, `data.eval`, as dataset_info.json says"),
-        settled("dataset_dir", "where dataset_info.json is"),
-        ask("template", "`data.chat_template` (llama2, llama3, chatml); others are refused", _template),
-        settled("cutoff_len", "`data.seq_len`"),
-        settled("packing neat_packing", "`data.packing`: neat `best_fit`, off `none`; packing alone is refused"),
-        settled("train_on_prompt mask_history", "`format.loss`: `all`, `last_turn`"),
-        settled("val_size", "`data.eval.fraction` or `rows`"),
-        ask(
-            "max_samples", "`data.train.N.rows.first`", lambda c, key: c.say(key, "carried", "data.train.*.rows.first")
-        ),
-        refuse(
-            "mix_strategy",
-            "set data.train.*.share, which is exact instead of drawn",
-            off=("concat",),
-            alike="every row is seen once in an epoch",
-            here="same for concat, else refused",
-        ),  # fmt: skip
-        switch("disable_shuffling", "data.shuffle", "none", "the order is random"),
-        carry("ray_num_workers", "cluster.workers", whole),
-        refuse("interleave_probs", "set data.train.*.share", off=()),
-        refuse("tokenized_path", "name it under data.train with format.type=tokens", off=()),
-        refuse("default_system tool_format", "put it into the rows, or into a template of your own", off=()),
-        refuse(
-            "enable_thinking", "put it into a template of your own", off=(True,), alike="reasoning stays in the text"
-        ),
-        refuse("preserve_thinking", "put it into a template of your own"),
-        same("ignore_pad_token_for_loss", "padding is not trained on"),
-        leave("streaming buffer_size", "see `data.shuffle: blocks` for datasets too large to copy"),
-        leave(
-            "overwrite_cache preprocessing_batch_size preprocessing_num_workers data_shared_file_system",
-            "see `data.cache`",
-        ),
-        leave("eval_on_each_dataset eval_num_beams", "an evaluation has a curve for each dataset"),
-        leave(
-            "predict_with_generate generation_max_length generation_num_beams generation_config do_sample "
-            "temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens",
-            "see `eval.prompts`",
-        ),
-        leave(
-            "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
-            "swanlab_lark_webhook_url swanlab_lark_secret swanlab_logdir",
-            "metrics go to the run directory, and to MLflow where it is installed",
-        ),
-        leave(
-            "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker",
-            "every run is one of Ray's; see `cluster` and `run.storage`",
-        ),
-        leave("placement_strategy master_addr master_port", "Ray places the workers; see `cluster`"),
-        leave("export_dir export_size export_device export_legacy_format export_hub_model_id", "see `export`"),
-        leave("infer_backend infer_dtype use_kv_cache", "nothing is served here"),
-        leave(
-            "enable_torch_profiler profiler_output_dir profiler_active_steps profiler_wait_steps "
-            "profiler_warmup_steps profiler_repeat profiler_record_shapes profiler_profile_memory "
-            "profiler_with_stack profile_modules",
-            "see `profile.steps`",
-        ),
-        leave("fsdp_transformer_layer_cls_to_wrap", "a network's layers are found"),
-    )
+_DATA_OPTIONS = (
+    settled("dataset eval_dataset", "`data.train`, `data.eval`, as dataset_info.json says"),
+    settled("dataset_dir", "where dataset_info.json is"),
+    ask("template", "`data.chat_template` (llama2, llama3, chatml); others are refused", _template),
+    settled("cutoff_len", "`data.seq_len`"),
+    settled("packing neat_packing", "`data.packing`: neat `best_fit`, off `none`; packing alone is refused"),
+    settled("train_on_prompt mask_history", "`format.loss`: `all`, `last_turn`"),
+    settled("val_size", "`data.eval.fraction` or `rows`"),
+    ask("max_samples", "`data.train.N.rows.first`", lambda c, key: c.say(key, "carried", "data.train.*.rows.first")),
+    refuse(
+        "mix_strategy",
+        "set data.train.*.share, which is exact instead of drawn",
+        off=("concat",),
+        alike="every row is seen once in an epoch",
+        here="same for concat, else refused",
+    ),  # fmt: skip
+    switch("disable_shuffling", "data.shuffle", "none", "the order is random"),
+    carry("ray_num_workers", "cluster.workers", whole),
+    refuse("interleave_probs", "set data.train.*.share", off=()),
+    refuse("tokenized_path", "name it under data.train with format.type=tokens", off=()),
+    refuse("default_system tool_format", "put it into the rows, or into a template of your own", off=()),
+    refuse("enable_thinking", "put it into a template of your own", off=(True,), alike="reasoning stays in the text"),
+    refuse("preserve_thinking", "put it into a template of your own"),
+    same("ignore_pad_token_for_loss", "padding is not trained on"),
+    leave("streaming buffer_size", "see `data.shuffle: blocks` for datasets too large to copy"),
+    leave(
+        "overwrite_cache preprocessing_batch_size preprocessing_num_workers data_shared_file_system",
+        "see `data.cache`",
+    ),
+    leave("eval_on_each_dataset eval_num_beams", "an evaluation has a curve for each dataset"),
+    leave(
+        "predict_with_generate generation_max_length generation_num_beams generation_config do_sample "
+        "temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens",
+        "see `eval.prompts`",
+    ),
+    leave(
+        "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
+        "swanlab_lark_webhook_url swanlab_lark_secret swanlab_logdir",
+        "metrics go to the run directory, and to MLflow where it is installed",
+    ),
+    leave(
+        "ray_run_name ray_storage_path ray_storage_filesystem ray_init_kwargs resources_per_worker",
+        "every run is one of Ray's; see `cluster` and `run.storage`",
+    ),
+    leave("placement_strategy master_addr master_port", "Ray places the workers; see `cluster`"),
+    leave("export_dir export_size export_device export_legacy_format export_hub_model_id", "see `export`"),
+    leave("infer_backend infer_dtype use_kv_cache", "nothing is served here"),
+    leave(
+        "enable_torch_profiler profiler_output_dir profiler_active_steps profiler_wait_steps "
+        "profiler_warmup_steps profiler_repeat profiler_record_shapes profiler_profile_memory "
+        "profiler_with_stack profile_modules",
+        "see `profile.steps`",
+    ),
+    leave("fsdp_transformer_layer_cls_to_wrap", "a network's layers are found"),
+)
 
 
 LLAMA_FACTORY = Project(
@@ -370,7 +350,7 @@ LLAMA_FACTORY = Project(
     title="LLaMA-Factory",
     about="Files for `llamafactory-cli train`. Options of August 2026. The names in `dataset` are looked up in "
     "`dataset_info.json` in `dataset_dir`, seen from the current directory or from the file.",
-    options=table(*_model_options(), *_method_options(), *_data_options(), *training_options()),
+    options=table(*_MODEL_OPTIONS, *_METHOD_OPTIONS, *_DATA_OPTIONS, *TRAINING_OPTIONS),
     prepare=prepare,
     finish=finish,
 )

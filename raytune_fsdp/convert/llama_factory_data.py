@@ -157,7 +157,14 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
     if formatting not in ("alpaca", "sharegpt", "openai"):
         raise _NotHereError(f"formatting must be alpaca, sharegpt or openai; {formatting!r} is not known here")
     if pretraining:
-        return _text(columns, formatting)
+        # Stage pt trains on the column of the question alone.
+        if formatting != "alpaca":
+            raise _NotHereError(
+                "stage pt trains on the first message of a conversation only; see format of type python"
+            )
+        if "prompt" not in columns:
+            raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
+        return _joined(columns, {"type": "completion", "text": columns["prompt"]})
     loss = "all" if c.get("train_on_prompt", flag, False) else ""
     if formatting == "alpaca":
         if columns.get("tools"):
@@ -168,15 +175,6 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
             made["system"] = columns["system"]
         return _joined(columns, {**made, **({"loss": loss} if loss else {})})
     return _chat(columns, tags, loss or ("last_turn" if c.get("mask_history", flag, False) else ""))
-
-
-def _text(columns: dict[str, str], formatting: str) -> dict[str, Any]:
-    """Return the format of stage pt, which trains on the column of the question alone."""
-    if formatting != "alpaca":
-        raise _NotHereError("stage pt trains on the first message of a conversation only; see format of type python")
-    if "prompt" not in columns:
-        raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
-    return _joined(columns, {"type": "completion", "text": columns["prompt"]})
 
 
 def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
@@ -193,9 +191,7 @@ def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
 
 def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str, Any]:
     made: dict[str, Any] = {"type": "chat", "messages": columns.get("messages", "conversations")}
-    for tag, field in (("role_tag", "role"), ("content_tag", "content")):
-        if tag in tags:
-            made[field] = tags[tag]
+    made |= {field: tags[f"{field}_tag"] for field in ("role", "content") if f"{field}_tag" in tags}
     roles = {tags[tag]: role for tag, (usual, role) in _ROLES.items() if tags.get(tag, usual) not in (usual, role)}
     if roles:
         made["roles"] = roles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.schema import sections_of
 from raytune_fsdp.config.sections.optimizers import OptimizerChoice
-from raytune_fsdp.convert.rules import TheirOption, Translation, ask, number, text
+from raytune_fsdp.convert.rules import Translation, ask, number, text
 
 _FIELD = "optim.optimizer"
 _ADAMW = (
@@ -58,6 +58,5 @@ def _of_adamw(c: Translation, key: str) -> None:
         c.carry(key, _OF_ADAMW[key], c.get(key, number, 0.0))
 
 
-def adamw_options() -> tuple[TheirOption, ...]:
-    """Return the options that only some optimizers have."""
-    return tuple(ask(name, f"`{field}`; in `{_FIELD}` with Lion", _of_adamw) for name, field in _OF_ADAMW.items())
+# The options that only some optimizers have.
+ADAMW_OPTIONS = tuple(ask(name, f"`{field}`; in `{_FIELD}` with Lion", _of_adamw) for name, field in _OF_ADAMW.items())

@@ -139,30 +139,25 @@ def cadence(c: Translation, field: str, strategy: str, steps: str, *, without: s
     if how in ("no", "false"):
         safe = "; besides, by the clock, in case of a crash" if field == "checkpoint.every" else ""
         c.say(strategy, "same", f"only at the end, if at all{safe}")
-        c.say(steps, "left", f"not used with {strategy}={how}")
-        return
-    if how == "epoch":
+    elif how == "epoch":
         times_per_epoch(c, field, strategy, 1)
-        c.say(steps, "left", f"not used with {strategy}={how}")
-        return
-    if how not in ("steps", "true"):
+    elif how not in ("steps", "true"):
         c.say(strategy, "left", f"{how} is not a number of steps; without {field} it is at the end")
+    if how not in ("steps", "true"):
         c.say(steps, "left", f"not used with {strategy}={how}")
         return
     found = c.get(steps, number, every)
-    if found is None or found <= 0:
-        c.say(strategy, "left", f"at the end; set {field} for more")
-        c.say(steps, "left", f"at the end; set {field} for more")
-        return
-    count = in_steps(c, found)
+    count = in_steps(c, found) if found is not None and found > 0 else None
     if count is None:
-        why = f"a fraction of the run's steps, which are not known before its data is counted; set {field}"
-        c.say(strategy, "left", why)
-        c.say(steps, "left", why)
+        why = f"at the end; set {field} for more"
+        if found is not None and found > 0:
+            why = f"a fraction of the run's steps, which are not known before its data is counted; set {field}"
+        for key in (strategy, steps):
+            c.say(key, "left", why)
         return
     c.put(field, count, steps if steps in c.given else strategy)
-    c.say(strategy, "carried", in_words(field, count))
-    c.say(steps, "carried", in_words(field, count))
+    for key in (strategy, steps):
+        c.say(key, "carried", in_words(field, count))
     if steps not in c.given and strategy not in c.given:
         c.tell_default(field, count, f"{steps} by default")
 

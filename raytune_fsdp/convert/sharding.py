@@ -7,7 +7,6 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
-    TheirOption,
     Translation,
     ask,
     carry,
@@ -96,43 +95,41 @@ def activation_checkpointing(c: Translation, *own: str, read: Callable[[Any], bo
         c.carry(key, "parallel.activation_checkpointing", mode)
 
 
-def fsdp_options() -> tuple[TheirOption, ...]:
-    """Return the options below `fsdp_config`, which most files write with a second `fsdp_` and some without."""
-
-    def names(these: str) -> str:
-        return " ".join(name for word in these.split() for name in _both(word))
-
-    def shards(c: Translation, key: str) -> None:
-        strategy(c, key, c.get(key, text, ""))
-
-    return (
-        ask(
-            names("sharding_strategy reshard_after_forward"), "`parallel.strategy` (hybrid: `shard_size`, too)", shards
-        ),
-        carry(names("offload_params"), "parallel.cpu_offload", flag),
-        switch(
-            names("cpu_ram_efficient_loading"),
-            "model.fill",
-            "rank0",
-            "no rank needs memory for the whole model (model.fill=auto)",
-        ),  # fmt: skip
-        settled(names("activation_checkpointing"), "`parallel.activation_checkpointing: full`"),
-        carry(names("activation_checkpointing_offload"), "parallel.activation_offload", flag),
-        same(names("version") + " fsdp_version", "always FSDP 2"),
-        same(names("sync_module_states"), "all ranks start from the same weights"),
-        same(names("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"), "a network's layers are found"),
-        leave(names("auto_wrap_policy min_num_params"), "a unit is one layer, or `parallel.wrap` layers"),
-        same(names("state_dict_type final_state_dict_type"), "checkpoints are in shards, the export is whole"),
-        leave(names("mixed_precision_policy"), "see `parallel.precision`"),
-        leave(
-            names("backward_prefetch forward_prefetch limit_all_gathers use_orig_params cpu_offload_pin_memory")
-            + " "
-            + names("xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings ignored_modules"),
-            "FSDP 2 has no such switch, or needs none",
-        ),
-        leave("fsdp_config", "a file of its own: convert what it says by hand (see `parallel`)"),
-    )
-
-
 def _both(word: str) -> tuple[str, str]:
     return f"fsdp_config.fsdp_{word}", f"fsdp_config.{word}"
+
+
+def _names(these: str) -> str:
+    return " ".join(name for word in these.split() for name in _both(word))
+
+
+def _shards(c: Translation, key: str) -> None:
+    strategy(c, key, c.get(key, text, ""))
+
+
+# The options below `fsdp_config`, which most files write with a second `fsdp_` and some without.
+FSDP_OPTIONS = (
+    ask(_names("sharding_strategy reshard_after_forward"), "`parallel.strategy` (hybrid: `shard_size`, too)", _shards),
+    carry(_names("offload_params"), "parallel.cpu_offload", flag),
+    switch(
+        _names("cpu_ram_efficient_loading"),
+        "model.fill",
+        "rank0",
+        "no rank needs memory for the whole model (model.fill=auto)",
+    ),  # fmt: skip
+    settled(_names("activation_checkpointing"), "`parallel.activation_checkpointing: full`"),
+    carry(_names("activation_checkpointing_offload"), "parallel.activation_offload", flag),
+    same(_names("version") + " fsdp_version", "always FSDP 2"),
+    same(_names("sync_module_states"), "all ranks start from the same weights"),
+    same(_names("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap"), "a network's layers are found"),
+    leave(_names("auto_wrap_policy min_num_params"), "a unit is one layer, or `parallel.wrap` layers"),
+    same(_names("state_dict_type final_state_dict_type"), "checkpoints are in shards, the export is whole"),
+    leave(_names("mixed_precision_policy"), "see `parallel.precision`"),
+    leave(
+        _names("backward_prefetch forward_prefetch limit_all_gathers use_orig_params cpu_offload_pin_memory")
+        + " "
+        + _names("xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings ignored_modules"),
+        "FSDP 2 has no such switch, or needs none",
+    ),
+    leave("fsdp_config", "a file of its own: convert what it says by hand (see `parallel`)"),
+)

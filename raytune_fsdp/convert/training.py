@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.deepspeed import deepspeed_options
-from raytune_fsdp.convert.optimizers import adamw_options, optimizer
+from raytune_fsdp.convert.deepspeed import DEEPSPEED_OPTIONS
+from raytune_fsdp.convert.optimizers import ADAMW_OPTIONS, optimizer
 from raytune_fsdp.convert.rules import (
-    TheirOption,
     Translation,
     ask,
     carry,
@@ -26,7 +25,7 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.runs import attention, cadence, global_batch, in_steps, length, run_directory
 from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
-from raytune_fsdp.convert.sharding import activation_checkpointing, fsdp, fsdp_options
+from raytune_fsdp.convert.sharding import FSDP_OPTIONS, activation_checkpointing, fsdp
 
 
 def precision(c: Translation, *, default: str) -> str:
@@ -118,10 +117,6 @@ def _sampling(c: Translation, key: str) -> None:
         c.say(key, "left", "it changes the order only; packed samples are of one length")
 
 
-def _timeout(c: Translation, key: str) -> None:
-    c.carry(key, "cluster.collective_minutes", c.get(key, number, 1800) / 60)
-
-
 def _log(c: Translation, key: str) -> None:
     count = in_steps(c, c.get(key, number, 1) or 1)
     if count is None:
@@ -158,170 +153,154 @@ def evaluates(c: Translation) -> bool:
     return c.get(strategy_key, text, "no").lower() not in ("no", "false")
 
 
-def _clip(c: Translation, key: str) -> None:
-    norm = c.get(key, number, 1.0)
-    c.carry(key, "optim.max_grad_norm", norm or None)
+# The options of the optimizer, which have the same names in axolotl.
+OPTIM_OPTIONS = (
+    carry("learning_rate", "optim.lr", number),
+    carry("weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, not only norms and biases"),
+    *ADAMW_OPTIONS,
+    ask(
+        "max_grad_norm",
+        "`optim.max_grad_norm` (0: null)",
+        lambda c, key: c.carry(key, "optim.max_grad_norm", c.get(key, number, 1.0) or None),
+    ),
+    settled("warmup_steps", f"`optim.warmup_steps`: {AHEAD}"),
+    settled("warmup_ratio", f"`optim.warmup_ratio`: {AHEAD}"),
+    settled(
+        "lr_scheduler_kwargs lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.min_lr "
+        "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.power lr_scheduler_kwargs.lr_end "
+        "lr_scheduler_kwargs.num_decay_steps lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.decay_type "
+        "lr_scheduler_kwargs.warmup_type",
+        "`optim.schedule`: its `floor` and `decay`",
+    ),
+    refuse("optim_args", "set what you need of them in `optim.optimizer`"),
+    refuse(
+        "optim_target_modules",
+        "no optimizer here projects gradients of some modules; for rates by pattern see `optim.groups`",
+    ),
+    unless_zero("neftune_noise_alpha", "train.neftune_noise_alpha"),
+    refuse(
+        "auto_find_batch_size",
+        "a batch is what `train` says; a smaller micro_batch does not change what is learned",
+    ),
+)
 
 
-def optim_options() -> tuple[TheirOption, ...]:
-    """Return the options of the optimizer, which have the same names in axolotl."""
-    return (
-        carry("learning_rate", "optim.lr", number),
-        carry("weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, not only norms and biases"),
-        *adamw_options(),
-        ask("max_grad_norm", "`optim.max_grad_norm` (0: null)", _clip),
-        settled("warmup_steps", f"`optim.warmup_steps`: {AHEAD}"),
-        settled("warmup_ratio", f"`optim.warmup_ratio`: {AHEAD}"),
-        settled(
-            "lr_scheduler_kwargs lr_scheduler_kwargs.num_cycles lr_scheduler_kwargs.min_lr "
-            "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.power lr_scheduler_kwargs.lr_end "
-            "lr_scheduler_kwargs.num_decay_steps lr_scheduler_kwargs.min_lr_ratio lr_scheduler_kwargs.decay_type "
-            "lr_scheduler_kwargs.warmup_type",
-            "`optim.schedule`: its `floor` and `decay`",
-        ),
-        refuse("optim_args", "set what you need of them in `optim.optimizer`"),
-        refuse(
-            "optim_target_modules",
-            "no optimizer here projects gradients of some modules; for rates by pattern see `optim.groups`",
-        ),
-        unless_zero("neftune_noise_alpha", "train.neftune_noise_alpha"),
-        refuse(
-            "auto_find_batch_size",
-            "a batch is what `train` says; a smaller micro_batch does not change what is learned",
-        ),
-    )
+# The other options that have the same names in axolotl.
+SHARED_OPTIONS = (
+    settled("gradient_accumulation_steps", "`train.global_batch`"),
+    settled("max_steps", "`train.max_steps` (-1: none)"),
+    settled("output_dir", "`run.storage` and `run.name`"),
+    settled("save_strategy save_steps", "`checkpoint.every`, of epochs `{per_epoch: 1}`"),
+    settled("eval_strategy evaluation_strategy eval_steps", "`eval.every`, of epochs `{per_epoch: 1}`"),
+    settled("gradient_checkpointing", "`parallel.activation_checkpointing: full`"),
+    settled("bf16 fp16", "`parallel.precision`"),
+    ask("save_total_limit", "`checkpoint.keep_last`, at least 2", _keep),
+    ask("logging_steps", "`train.log_every`", _log),
+    switch(
+        "load_best_model_at_end",
+        "checkpoint.keep_best",
+        1,
+        "the run exports its end",
+        "the run exports its end; the best one with `raytune-fsdp export`",
+    ),  # fmt: skip
+    ask("metric_for_best_model", "same for the loss, else refused with load_best_model_at_end", _metric),
+    ask("greater_is_better", "`checkpoint.best_is`, if the metric is the loss", _direction),
+    carry("ddp_timeout", "cluster.collective_minutes", lambda seconds: number(seconds) / 60),
+    refuse(
+        "resume_from_checkpoint",
+        "a run of another trainer cannot be continued; name its weights as the model",
+        off=(True, False, 1, 0),
+        alike="the same name continues the same run (run.resume)",
+        here="same (`run.resume`); a path is refused",
+    ),  # fmt: skip
+    ask("attn_implementation", "`model.attention`", attention),
+    ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
+    *DEEPSPEED_OPTIONS,
+    *FSDP_OPTIONS,
+    carry("trust_remote_code", "model.trust_remote_code", flag),
+    carry("seed", "run.seed", whole),
+    carry("torch_compile", "parallel.compile", flag_or_auto),
+    same("save_safetensors", "always safetensors"),
+    same("remove_unused_columns", "only the columns that a format names are read"),
+    leave("torch_compile_backend torch_compile_mode torch_compile_options", "torch's default; see `parallel.compile`"),
+    leave("gradient_checkpointing_kwargs.use_reentrant gradient_checkpointing_kwargs", "never reentrant here"),
+    leave("group_by_length", "it changes the order only; packed samples are of one length"),
+    leave("hub_strategy hub_revision", "the export is pushed once, at the end"),
+    leave("dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared automatically"),
+    leave("dataloader_drop_last", "the last step has what is left of the data"),
+    leave(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
+        "how DDP sums gradients; here FSDP does",
+    ),
+    leave("save_only_model", "checkpoints are complete"),
+    leave("torch_empty_cache_steps", "it changes memory only"),
+    leave("local_rank", "`cluster` says what a run runs on"),
+    refuse("accelerator_config", "it may change what a batch is; say it in `train`", off=()),
+)
 
 
-def shared_options() -> tuple[TheirOption, ...]:
-    """Return the other options that have the same names in axolotl."""
-    return (
-        settled("gradient_accumulation_steps", "`train.global_batch`"),
-        settled("max_steps", "`train.max_steps` (-1: none)"),
-        settled("output_dir", "`run.storage` and `run.name`"),
-        settled("save_strategy save_steps", "`checkpoint.every`, of epochs `{per_epoch: 1}`"),
-        settled("eval_strategy evaluation_strategy eval_steps", "`eval.every`, of epochs `{per_epoch: 1}`"),
-        settled("gradient_checkpointing", "`parallel.activation_checkpointing: full`"),
-        settled("bf16 fp16", "`parallel.precision`"),
-        ask("save_total_limit", "`checkpoint.keep_last`, at least 2", _keep),
-        ask("logging_steps", "`train.log_every`", _log),
-        switch(
-            "load_best_model_at_end",
-            "checkpoint.keep_best",
-            1,
-            "the run exports its end",
-            "the run exports its end; the best one with `raytune-fsdp export`",
-        ),  # fmt: skip
-        ask("metric_for_best_model", "same for the loss, else refused with load_best_model_at_end", _metric),
-        ask("greater_is_better", "`checkpoint.best_is`, if the metric is the loss", _direction),
-        ask("ddp_timeout", "`cluster.collective_minutes`", _timeout),
-        refuse(
-            "resume_from_checkpoint",
-            "a run of another trainer cannot be continued; name its weights as the model",
-            off=(True, False, 1, 0),
-            alike="the same name continues the same run (run.resume)",
-            here="same (`run.resume`); a path is refused",
-        ),  # fmt: skip
-        ask("attn_implementation", "`model.attention`", attention),
-        ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
-        *deepspeed_options(),
-        *fsdp_options(),
-        carry("trust_remote_code", "model.trust_remote_code", flag),
-        carry("seed", "run.seed", whole),
-        carry("torch_compile", "parallel.compile", flag_or_auto),
-        same("save_safetensors", "always safetensors"),
-        same("remove_unused_columns", "only the columns that a format names are read"),
-        leave(
-            "torch_compile_backend torch_compile_mode torch_compile_options", "torch's default; see `parallel.compile`"
-        ),
-        leave("gradient_checkpointing_kwargs.use_reentrant gradient_checkpointing_kwargs", "never reentrant here"),
-        leave("group_by_length", "it changes the order only; packed samples are of one length"),
-        leave("hub_strategy hub_revision", "the export is pushed once, at the end"),
-        leave(
-            "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor", "data is prepared automatically"
-        ),
-        leave("dataloader_drop_last", "the last step has what is left of the data"),
-        leave(
-            "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
-            "how DDP sums gradients; here FSDP does",
-        ),
-        leave("save_only_model", "checkpoints are complete"),
-        leave("torch_empty_cache_steps", "it changes memory only"),
-        leave("local_rank", "`cluster` says what a run runs on"),
-        refuse("accelerator_config", "it may change what a batch is; say it in `train`", off=()),
-    )
-
-
-def training_options() -> tuple[TheirOption, ...]:
-    """Return all options of TrainingArguments."""
-    return (
-        settled("per_device_train_batch_size", "`train.micro_batch`, `train.global_batch`"),
-        settled("num_train_epochs", "`train.epochs`"),
-        settled("lr_scheduler_type", "`optim.schedule`"),
-        ask("optim", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer),
-        *optim_options(),
-        *shared_options(),
-        unless_zero("label_smoothing_factor", "train.label_smoothing", "in training only"),
-        settled("activation_checkpointing", "`parallel.activation_checkpointing: full`"),
-        carry("tf32", "parallel.tf32", flag),
-        carry("full_determinism", "run.deterministic", flag),
-        carry("eval_on_start", "eval.at_start", flag),
-        carry("hub_private_repo", "export.private", flag),
-        ask("push_to_hub hub_model_id", "`export.push`", _push),
-        ask("report_to", "`tracking.mlflow`, `tracking.wandb` and `tracking.tensorboard`; others are left", _reports),
-        ask("train_sampling_strategy", "`data.shuffle`", _sampling),
-        switch("use_cpu no_cuda", "cluster.device", "cpu", "GPUs, where there are any"),
-        refuse(
-            "average_tokens_across_devices",
-            "a loss is the mean over all tokens of a step, not of each GPU's mean",
-            off=(True,),
-            alike="a loss is the mean over all tokens of a step",
-        ),
-        same(
-            "restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter",
-            "what is saved and logged is whole here",
-        ),
-        *_left_options(),
-    )
-
-
-def _left_options() -> tuple[TheirOption, ...]:
-    return (
-        leave("run_name project", "a run has the name of its directory; see `run.name`"),
-        leave("per_device_eval_batch_size eval_accumulation_steps", "it changes no loss; `train.micro_batch` counts"),
-        leave("do_train do_eval do_predict", "training, and evaluating where there is data for it"),
-        leave("overwrite_output_dir", "a finished run is not overwritten; see `run.resume`"),
-        leave("data_seed", "`run.seed` decides the order, too"),
-        leave("use_liger_kernel liger_kernel_config use_ipex", "other kernels for the same function; see `model.loss`"),
-        leave("use_cache jit_mode_eval", "nothing is cached in training"),
-        leave(
-            "bf16_full_eval fp16_full_eval half_precision_backend fp16_opt_level fp16_backend", "`parallel.precision`"
-        ),
-        leave(
-            "logging_strategy logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm "
-            "include_num_input_tokens_seen include_tokens_per_second include_for_metrics",
-            "every step is in `metrics.jsonl`",
-        ),
-        leave(
-            "prediction_loss_only batch_eval_metrics eval_do_concat_batches eval_use_gather_object eval_delay "
-            "label_names include_inputs_for_metrics",
-            "an evaluation measures the loss",
-        ),
-        leave(
-            "save_on_each_node enable_jit_checkpoint ignore_data_skip",
-            "checkpoints are whole, on shared storage, and continue where they were taken; see `checkpoint`",
-        ),
-        leave("hub_token hub_always_push", "HF_TOKEN in the environment; pushed once, at the end"),
-        leave("trackio_space_id trackio_bucket_id trackio_static_space_id", "metrics go to MLflow; see `tracking`"),
-        leave(
-            "dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order length_column_name",
-            "data is prepared automatically",
-        ),
-        leave(
-            "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index",
-            "how processes are started and communicate; see `cluster`",
-        ),
-        leave(
-            "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*",
-            "how activations are computed again; see `parallel.activation_checkpointing`",
-        ),
-    )
+# All options of TrainingArguments.
+TRAINING_OPTIONS = (
+    settled("per_device_train_batch_size", "`train.micro_batch`, `train.global_batch`"),
+    settled("num_train_epochs", "`train.epochs`"),
+    settled("lr_scheduler_type", "`optim.schedule`"),
+    ask("optim", "`optim.optimizer`: AdamW, also in 8 bits, Adafactor, Lion, SGD; others are refused", optimizer),
+    *OPTIM_OPTIONS,
+    *SHARED_OPTIONS,
+    unless_zero("label_smoothing_factor", "train.label_smoothing", "in training only"),
+    settled("activation_checkpointing", "`parallel.activation_checkpointing: full`"),
+    carry("tf32", "parallel.tf32", flag),
+    carry("full_determinism", "run.deterministic", flag),
+    carry("eval_on_start", "eval.at_start", flag),
+    carry("hub_private_repo", "export.private", flag),
+    ask("push_to_hub hub_model_id", "`export.push`", _push),
+    ask("report_to", "`tracking.mlflow`, `tracking.wandb` and `tracking.tensorboard`; others are left", _reports),
+    ask("train_sampling_strategy", "`data.shuffle`", _sampling),
+    switch("use_cpu no_cuda", "cluster.device", "cpu", "GPUs, where there are any"),
+    refuse(
+        "average_tokens_across_devices",
+        "a loss is the mean over all tokens of a step, not of each GPU's mean",
+        off=(True,),
+        alike="a loss is the mean over all tokens of a step",
+    ),
+    same(
+        "restore_callback_states_from_checkpoint skip_memory_metrics logging_nan_inf_filter",
+        "what is saved and logged is whole here",
+    ),
+    leave("run_name project", "a run has the name of its directory; see `run.name`"),
+    leave("per_device_eval_batch_size eval_accumulation_steps", "it changes no loss; `train.micro_batch` counts"),
+    leave("do_train do_eval do_predict", "training, and evaluating where there is data for it"),
+    leave("overwrite_output_dir", "a finished run is not overwritten; see `run.resume`"),
+    leave("data_seed", "`run.seed` decides the order, too"),
+    leave("use_liger_kernel liger_kernel_config use_ipex", "other kernels for the same function; see `model.loss`"),
+    leave("use_cache jit_mode_eval", "nothing is cached in training"),
+    leave("bf16_full_eval fp16_full_eval half_precision_backend fp16_opt_level fp16_backend", "`parallel.precision`"),
+    leave(
+        "logging_strategy logging_first_step logging_dir log_level log_level_replica log_on_each_node disable_tqdm "
+        "include_num_input_tokens_seen include_tokens_per_second include_for_metrics",
+        "every step is in `metrics.jsonl`",
+    ),
+    leave(
+        "prediction_loss_only batch_eval_metrics eval_do_concat_batches eval_use_gather_object eval_delay "
+        "label_names include_inputs_for_metrics",
+        "an evaluation measures the loss",
+    ),
+    leave(
+        "save_on_each_node enable_jit_checkpoint ignore_data_skip",
+        "checkpoints are whole, on shared storage, and continue where they were taken; see `checkpoint`",
+    ),
+    leave("hub_token hub_always_push", "HF_TOKEN in the environment; pushed once, at the end"),
+    leave("trackio_space_id trackio_bucket_id trackio_static_space_id", "metrics go to MLflow; see `tracking`"),
+    leave(
+        "dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order length_column_name",
+        "data is prepared automatically",
+    ),
+    leave(
+        "ddp_backend ddp_static_graph parallelism_config tpu_num_cores debug ray_scope past_index",
+        "how processes are started and communicate; see `cluster`",
+    ),
+    leave(
+        "activation_checkpointing_kwargs gradient_checkpointing_kwargs.*",
+        "how activations are computed again; see `parallel.activation_checkpointing`",
+    ),
+)

@@ -11,7 +11,6 @@ from raytune_fsdp.convert.adapters import Lora, base_of_flags, carry_lora, detai
 from raytune_fsdp.convert.rules import (
     Project,
     Said,
-    TheirOption,
     Translation,
     a_map,
     ask,
@@ -30,7 +29,7 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.runs import BUILDERS, attention, is_directory, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
-from raytune_fsdp.convert.training import evaluates, finish_training, prepare_training, say_precision, training_options
+from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training, say_precision
 
 _LR = 2e-5
 _LENGTH = 1024
@@ -38,33 +37,7 @@ _LENGTH = 1024
 
 def prepare(c: Translation) -> None:
     mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
-    _precision(c, mixed)
-    _method(c)
-    rows = _format(c)
-    _packing(c, texts=rows["type"] == "completion")
-    _lengths(c)
-    _data(c, rows)
-
-
-_LORA = Lora(
-    owner="use_peft", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
-    saved="lora_modules_to_save", parameters="lora_target_parameters", stabilized="use_rslora", dora="use_dora",
-    defaults=(16, 32, 0.05),
-)  # fmt: skip
-
-
-def _method(c: Translation) -> None:
-    adapters = c.get("use_peft", flag, False)
-    quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
-    if adapters:
-        carry_lora(c, _LORA, quantized)
-    if quantized is not None and quantized.kind == "nf4":
-        details_of_nf4(c, type_="bnb_4bit_quant_type", nested="use_bnb_nested_quant", nested_by_default=False)
-    c.say("use_peft", "same", "every weight is trained (method.type=full)")
-
-
-def _precision(c: Translation, mixed: str) -> None:
-    """Carry mixed precision and the type in which weights are loaded: without sharding the optimizer updates those."""
+    # Mixed precision and the type in which weights are loaded: without sharding the optimizer updates those.
     own = c.first("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = c.get(own, text, "float32").removeprefix("torch.")
     found = mixed
@@ -78,6 +51,24 @@ def _precision(c: Translation, mixed: str) -> None:
     say_precision(c, found, own, "bf16", "fp16")
     if found != "bf16":
         c.default("parallel.precision", found, "bf16 and dtype by default")
+    adapters = c.get("use_peft", flag, False)
+    quantized = base_of_flags(c, beside_adapters=adapters, way_out="write use_peft: true in the file")
+    if adapters:
+        carry_lora(c, _LORA, quantized)
+    if quantized is not None and quantized.kind == "nf4":
+        details_of_nf4(c, type_="bnb_4bit_quant_type", nested="use_bnb_nested_quant", nested_by_default=False)
+    c.say("use_peft", "same", "every weight is trained (method.type=full)")
+    rows = _format(c)
+    _packing(c, texts=rows["type"] == "completion")
+    _lengths(c)
+    _data(c, rows)
+
+
+_LORA = Lora(
+    owner="use_peft", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
+    saved="lora_modules_to_save", parameters="lora_target_parameters", stabilized="use_rslora", dora="use_dora",
+    defaults=(16, 32, 0.05),
+)  # fmt: skip
 
 
 def _packing(c: Translation, *, texts: bool) -> None:
@@ -100,10 +91,9 @@ def _packing(c: Translation, *, texts: bool) -> None:
         c.carry("packing_strategy", "data.packing", ours[how], note)
     c.say("packing_strategy", "left", "means nothing without packing")
     c.default("data.packing", "none", "packing is off by default")
-    if packed and how == "wrapped":
-        return
-    long = "split" if packed and how != "bfd" else "truncate"
-    c.default("data.long_documents", long, "what TRL does with more than max_length tokens")
+    if not (packed and how == "wrapped"):
+        long = "split" if packed and how != "bfd" else "truncate"
+        c.default("data.long_documents", long, "what TRL does with more than max_length tokens")
 
 
 def _lengths(c: Translation) -> None:
@@ -164,15 +154,11 @@ def _format(c: Translation) -> dict[str, Any]:
         "assistant_only_loss", "same" if rows["type"] != "chat" else "carried", f"format.loss={rows.get('loss', 'all')}"
     )
     c.say("completion_only_loss", "carried", f"format.loss={rows.get('loss', 'all')}")
-    _end_token(c, rows)
-    return rows
-
-
-def _end_token(c: Translation, rows: dict[str, Any]) -> None:
     if rows["type"] == "chat":
         c.say("eos_token", "left", "only where an answer ends when one is generated; a turn ends as its template says")
     else:
         c.say("eos_token", "refused", "a text ends with the tokenizer's own end token")
+    return rows
 
 
 def _named(c: Translation, rows: dict[str, Any]) -> dict[str, Any]:
@@ -275,71 +261,67 @@ def _template(c: Translation, key: str) -> None:
         c.say(key, "refused", "the template of another tokenizer: save it to a file, and name that")
 
 
-def _compute_options() -> tuple[TheirOption, ...]:
-    return (
-        carry("model_name_or_path", "model.path", text),
-        carry("model_revision model_init_kwargs.revision", "model.revision", text),
-        settled("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
-        ask("model_init_kwargs.attn_implementation", "`model.attention`", attention),
-        carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
-        leave(
-            "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels",
-            "where weights are and which kernels compute: see `parallel` and `model.attention`",
-        ),
-        carry("activation_offloading", "parallel.activation_offload", flag),
-        settled("use_peft", "`method.type: lora` or `qlora`; off: every weight is trained"),
-        settled(
-            "load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"
-        ),
-        settled("bnb_4bit_quant_type use_bnb_nested_quant", "nf4, and a byte for each scale; fp4 refused"),
-        leave("bnb_4bit_quant_storage", "only the type in which bytes are stored; see `parallel`"),
-        settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
-        settled("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
-        settled("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
-        refuse("lora_task_type", "causal language models only", off=("CAUSAL_LM",), alike="a causal language model"),
-        refuse(
-            "router_aux_loss_coef",
-            "set train.router_aux_loss_coef, if the model's output_router_logits is on",
-            off=(),
-        ),
-        ask("env", "`cluster.env`, without secrets: these stay in the environment", _environment),
-        same("ignore_bias_buffers", "there are no such buffers to ignore"),
-    )
+_COMPUTE_OPTIONS = (
+    carry("model_name_or_path", "model.path", text),
+    carry("model_revision model_init_kwargs.revision", "model.revision", text),
+    settled("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
+    ask("model_init_kwargs.attn_implementation", "`model.attention`", attention),
+    carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
+    leave(
+        "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels",
+        "where weights are and which kernels compute: see `parallel` and `model.attention`",
+    ),
+    carry("activation_offloading", "parallel.activation_offload", flag),
+    settled("use_peft", "`method.type: lora` or `qlora`; off: every weight is trained"),
+    settled("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+    settled("bnb_4bit_quant_type use_bnb_nested_quant", "nf4, and a byte for each scale; fp4 refused"),
+    leave("bnb_4bit_quant_storage", "only the type in which bytes are stored; see `parallel`"),
+    settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+    settled("lora_target_modules lora_target_parameters lora_modules_to_save", "the same fields of `method`"),
+    settled("use_rslora use_dora", "`method.rank_stabilized`, `method.dora`"),
+    refuse("lora_task_type", "causal language models only", off=("CAUSAL_LM",), alike="a causal language model"),
+    refuse(
+        "router_aux_loss_coef",
+        "set train.router_aux_loss_coef, if the model's output_router_logits is on",
+        off=(),
+    ),
+    ask("env", "`cluster.env`, without secrets: these stay in the environment", _environment),
+    same("ignore_bias_buffers", "there are no such buffers to ignore"),
+)
 
 
-def _data_options() -> tuple[TheirOption, ...]:
-    return (
-        settled("max_length max_seq_length", "`data.seq_len`", takes_null=True),
-        settled(
-            "packing packing_strategy",
-            "`data.packing`: bfd, bfd_split `best_fit`; wrapped `concat` for texts; off `none`",
-        ),
-        settled("dataset_name", "`data.train.0.hub` or `path`"),
-        settled("dataset_config", "`data.train.0.subset`"),
-        settled(
-            "dataset_train_split dataset_test_split",
-            "`data.train.0.split`, `data.eval.0.split`; of a file `rows`, else refused",
-        ),
-        settled("dataset_text_field", "`format: {type: completion, text: …}`"),
-        settled("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
-        settled("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
-        settled("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of a file `rows`, else refused"),
-        settled("datasets.*.fraction", "`data.train.N.share`"),
-        leave("datasets.*.columns", "only the columns that a format names are read"),
-        refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),
-        settled("test_split_size", "`data.eval.fraction` or `rows`"),
-        settled("eos_token", "left for chats, else refused"),
-        ask("chat_template_path", "`data.chat_template`, if it is a file", _template),
-        refuse("truncation_mode", "the start of a document is kept", off=("keep_start",), alike="the start is kept"),
-        refuse("loss_type", "the loss is the cross entropy", off=("nll", "chunked_nll"), alike="the cross entropy"),
-        refuse("dataset_kwargs", "rows are always prepared", off=()),
-        same("shuffle_dataset", "the order is random, drawn from `run.seed`"),
-        same("padding_free pad_to_multiple_of", "padding does not change what is learned"),
-        leave("pad_token", "padding does not change what is learned"),
-        leave("eval_packing", "an evaluation is packed as the training data; it changes no loss of a token"),
-        leave("dataset_num_proc", "data is prepared automatically"),
-        leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
-    )
+_DATA_OPTIONS = (
+    settled("max_length max_seq_length", "`data.seq_len`", takes_null=True),
+    settled(
+        "packing packing_strategy",
+        "`data.packing`: bfd, bfd_split `best_fit`; wrapped `concat` for texts; off `none`",
+    ),
+    settled("dataset_name", "`data.train.0.hub` or `path`"),
+    settled("dataset_config", "`data.train.0.subset`"),
+    settled(
+        "dataset_train_split dataset_test_split",
+        "`data.train.0.split`, `data.eval.0.split`; of a file `rows`, else refused",
+    ),
+    settled("dataset_text_field", "`format: {type: completion, text: …}`"),
+    settled("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
+    settled("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
+    settled("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of a file `rows`, else refused"),
+    settled("datasets.*.fraction", "`data.train.N.share`"),
+    leave("datasets.*.columns", "only the columns that a format names are read"),
+    refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),
+    settled("test_split_size", "`data.eval.fraction` or `rows`"),
+    settled("eos_token", "left for chats, else refused"),
+    ask("chat_template_path", "`data.chat_template`, if it is a file", _template),
+    refuse("truncation_mode", "the start of a document is kept", off=("keep_start",), alike="the start is kept"),
+    refuse("loss_type", "the loss is the cross entropy", off=("nll", "chunked_nll"), alike="the cross entropy"),
+    refuse("dataset_kwargs", "rows are always prepared", off=()),
+    same("shuffle_dataset", "the order is random, drawn from `run.seed`"),
+    same("padding_free pad_to_multiple_of", "padding does not change what is learned"),
+    leave("pad_token", "padding does not change what is learned"),
+    leave("eval_packing", "an evaluation is packed as the training data; it changes no loss of a token"),
+    leave("dataset_num_proc", "data is prepared automatically"),
+    leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+)
 
 
 TRL = Project(
@@ -347,7 +329,7 @@ TRL = Project(
     title="TRL",
     about="Files for `trl sft --config`. Tested with the options of TRL 1.16 and transformers 5.23; older spellings "
     "(`max_seq_length`, `torch_dtype`, `evaluation_strategy`, `warmup_ratio`) are known, too.",
-    options=table(*_compute_options(), *_data_options(), *training_options()),
+    options=table(*_COMPUTE_OPTIONS, *_DATA_OPTIONS, *TRAINING_OPTIONS),
     prepare=prepare,
     finish=finish,
 )

@@ -67,9 +67,13 @@ class Window:
         samples = self.samples
         seq_len = samples.input_ids.shape[1]
         offsets = _array(samples.first_document.astype(np.int32))
+        packed = np.packbits(samples.trained, axis=1)
+        width = _row_bytes(samples.trained.shape[1])
         columns: Mapping[str, pa.Array] = {
             "input_ids": pa.FixedSizeListArray.from_arrays(_array(samples.input_ids.reshape(-1)), seq_len),
-            "trained": _bits(samples.trained),
+            "trained": pa.Array.from_buffers(
+                pa.binary(width), len(samples.trained), [None, pa.py_buffer(packed.tobytes())]
+            ),
             "lengths": pa.ListArray.from_arrays(offsets, _array(samples.lengths)),
             "sources": pa.ListArray.from_arrays(offsets, _array(samples.sources)),
             "id": _array(samples.ids),
@@ -162,12 +166,6 @@ def _values(array: pa.Array) -> np.ndarray[Any, Any]:
     """Do what `array.to_numpy()` does, which imports pandas, too."""
     values = np.frombuffer(array.buffers()[1] or b"", dtype=str(array.type))
     return values[array.offset : array.offset + len(array)]
-
-
-def _bits(flags: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> pa.Array:
-    packed = np.packbits(flags, axis=1)
-    width = _row_bytes(flags.shape[1])
-    return pa.Array.from_buffers(pa.binary(width), len(flags), [None, pa.py_buffer(packed.tobytes())])
 
 
 @dataclass(slots=True)
@@ -306,7 +304,14 @@ class Entry:
 
 def entries(root: Path) -> Iterator[Entry]:
     """Yield all windows and prepared rows in a cache directory, except those being written right now."""
-    yield from _prepared_rows(root / FILES)
+    for directory in _named_by_us(root / FILES):
+        if directory.suffix != _TEMPORARY and "identity" not in _json_of(directory / "meta.json"):
+            continue
+        with suppress(OSError):
+            found = [path.stat() for path in directory.rglob("*") if path.is_file()]
+            used = max((status.st_mtime for status in found), default=directory.stat().st_mtime)
+            if directory.suffix != _TEMPORARY or time.time() - used > _ABANDONED_SECONDS:
+                yield Entry(directory, sum(status.st_size for status in found), used, True)
     for directory in _window_directories(root):
         for file in os.scandir(directory):
             with suppress(OSError):
@@ -361,14 +366,3 @@ def _json_of(path: Path) -> Mapping[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def _prepared_rows(files: Path) -> Iterator[Entry]:
-    for directory in _named_by_us(files):
-        if directory.suffix != _TEMPORARY and "identity" not in _json_of(directory / "meta.json"):
-            continue
-        with suppress(OSError):
-            found = [path.stat() for path in directory.rglob("*") if path.is_file()]
-            used = max((status.st_mtime for status in found), default=directory.stat().st_mtime)
-            if directory.suffix != _TEMPORARY or time.time() - used > _ABANDONED_SECONDS:
-                yield Entry(directory, sum(status.st_size for status in found), used, True)

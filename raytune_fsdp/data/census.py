@@ -88,7 +88,13 @@ def census(
         # After every epoch, so that a census that was killed goes on from there.
         windows.cache.write_census({str(e): c.to_json() for e, c in enumerate(counted) if c is not None})
     total = _together(windows, [count for count in counted if count is not None])
-    _check(windows, total)
+    for name, source, count in zip(windows.names, windows.sources, total.datasets, strict=True):
+        if count.rows and not count.documents:
+            reasons = ", ".join(f"{many} {reason}" for reason, many in sorted(count.dropped.items()))
+            raise DataError(
+                f"dataset {name!r} ({source.label}): none of its {len(source)} rows can be used ({reasons}); "
+                f"raise data.seq_len={windows.seq_len}, correct the rows, or remove the dataset"
+            )
     return total
 
 
@@ -117,16 +123,6 @@ def _together(windows: Windows, epochs: Sequence[Census]) -> Census:
         skipped=tuple(row for epoch in epochs for row in epoch.skipped)[:_LISTED_ROWS],
         built=sum(epoch.built for epoch in epochs),
     )
-
-
-def _check(windows: Windows, total: Census) -> None:
-    for name, source, count in zip(windows.names, windows.sources, total.datasets, strict=True):
-        if count.rows and not count.documents:
-            reasons = ", ".join(f"{many} {reason}" for reason, many in sorted(count.dropped.items()))
-            raise DataError(
-                f"dataset {name!r} ({source.label}): none of its {len(source)} rows can be used ({reasons}); "
-                f"raise data.seq_len={windows.seq_len}, correct the rows, or remove the dataset"
-            )
 
 
 # The rows that `data.bad_rows=skip` leaves out. Each is reported once: when the stream reaches its window.

@@ -28,7 +28,7 @@ from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
 from raytune_fsdp.data.rows.templates import TemplateChoice
-from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.prepared import prepare_file
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.trial import try_functions, try_templates
 
@@ -169,7 +169,7 @@ def _kept(reader: RowReader, cache: Path, progress: Progress | None) -> tuple[An
         _read_keys(reader, directory, progress)
         return {"rows": len(source)}
 
-    made = prepare(cache, identity, make, shown=source.label, progress=progress)
+    made = prepare_file(cache, identity, make, shown=source.label, progress=progress)
     rows = len(source)
     return (
         np.fromfile(made.path / "loose", dtype=np.uint64, count=rows),

@@ -44,19 +44,16 @@ def identity_of_windows(
 
     Datasets appear by place, not by name: their order decides the windows, their names do not.
     """
-    files = {f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)}
     formats = {
         f"datasets.{i}.format": named("format", dataset.format, exclude=("ignore",))
         for i, dataset in enumerate(datasets)
     }
-    code = {f"datasets.{i}.function_file": each.code for i, each in enumerate(functions) if each is not None}
     modules = {
         f"datasets.{i}.function_modules.{name}": content
         for i, each in enumerate(functions)
         if each is not None
         for name, content in each.modules.items()
     }
-    columnar = {f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)}
     # Without a selection: all rows.
     selections = {
         f"datasets.{i}.{key}": value
@@ -64,19 +61,18 @@ def identity_of_windows(
         for key, value in source.selection.items()
         if value != ABSENT[f"datasets.{key}"]
     }
-    mixture = {f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)}
     return {
         "order_version": order_version,
         "document_version": DOCUMENT_VERSION,
         "seed": seed,
-        **files,
+        **{f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)},
         **formats,
-        **code,
+        **{f"datasets.{i}.function_file": each.code for i, each in enumerate(functions) if each is not None},
         **modules,
-        **columnar,
+        **{f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)},
         **selections,
         **_templates_of(datasets),
-        **mixture,
+        **{f"datasets.{i}.weight": str(weight) for i, weight in enumerate(weights)},
         "tokenizer": _tokenizer_fingerprint(tokenizer),
         "chat_template": None if data.chat_template is None else load_template(data.chat_template),
         "pad_id": pad_id,

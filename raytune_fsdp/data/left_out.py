@@ -68,8 +68,10 @@ def without_equal(
     for number, (name, source, gone) in enumerate(zip(names, sources, out, strict=True)):
         numbers = np.flatnonzero(gone).astype(np.int64)
         if len(numbers) == len(source):
+            set_ = {"drop_eval_duplicates": data.drop_eval_duplicates, "drop_duplicates": data.drop_duplicates}
+            fields = " and ".join(f"data.{name}=true" for name, is_set in set_.items() if is_set)
             raise DataError(
-                f"{_fields(data)}: none of the {len(source)} row(s) of the dataset {name!r} is left to train on; "
+                f"{fields}: none of the {len(source)} row(s) of the dataset {name!r} is left to train on; "
                 f"remove it, set data.train.{number}.weight=0, or do not drop equal rows"
             )
         what = f"{len(numbers)} equal rows, {digest_of([numbers])}"
@@ -77,11 +79,6 @@ def without_equal(
             Selected(source, numbers, {**source.selection, "without": what}, others=True) if len(numbers) else source
         )
     return found
-
-
-def _fields(data: DataConfig) -> str:
-    set_ = {"drop_eval_duplicates": data.drop_eval_duplicates, "drop_duplicates": data.drop_duplicates}
-    return " and ".join(f"data.{name}=true" for name, is_set in set_.items() if is_set)
 
 
 def left_out_of(names: Sequence[str], sources: Sequence[Source]) -> dict[str, tuple[int, int]]:

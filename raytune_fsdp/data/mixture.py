@@ -260,24 +260,18 @@ class Mixture:
 
     def rows(self, epoch: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield dataset and row of the places first <= place < last of an epoch."""
-        starts, order = self._of_epoch(epoch)
+        found = self._epoch
+        if found[0] != epoch:  # the last one is kept, because windows of an epoch follow one another
+            starts = self._starts(epoch)
+            counts = [after - before for before, after in zip(starts, self._starts(epoch + 1), strict=True)]
+            self._epoch = found = (epoch, starts, Interleaving(counts))
+        _, starts, order = found
         for dataset, entry in order.walk(first, last):
             yield dataset, self._row(dataset, starts[dataset] + entry)
 
     def _starts(self, epoch: int) -> list[int]:
         """Return the first entry of each dataset in an epoch: epoch times its rows per epoch, rounded up."""
         return [-(-epoch * rows // of) for rows, of in self._ratios]
-
-    def _of_epoch(self, epoch: int) -> tuple[list[int], Interleaving]:
-        """Return the first entry of each dataset, and the order of all entries, in an epoch.
-
-        The last one asked for is kept, because windows of an epoch follow one another.
-        """
-        if (found := self._epoch)[0] != epoch:
-            starts = self._starts(epoch)
-            counts = [after - before for before, after in zip(starts, self._starts(epoch + 1), strict=True)]
-            self._epoch = found = (epoch, starts, Interleaving(counts))
-        return found[1:]
 
     def _row(self, dataset: int, entry: int) -> int:
         number, index = divmod(entry, self._rows[dataset])

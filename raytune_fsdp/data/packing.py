@@ -8,7 +8,7 @@ of its own.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -127,9 +127,6 @@ class PackedSamples(Sequence[PackedSample]):
         if isinstance(index, slice):
             return [self._sample(i) for i in range(*index.indices(len(self)))]
         return self._sample(range(len(self))[index])
-
-    def __iter__(self) -> Iterator[PackedSample]:
-        return (self._sample(i) for i in range(len(self)))
 
     def _sample(self, index: int) -> PackedSample:
         (sample,) = self.rows(index, index + 1)

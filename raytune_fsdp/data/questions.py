@@ -105,9 +105,14 @@ def open_tasks(
     found: list[Questions] = []
     for index, task in enumerate(config.eval.tasks):
         name, field = dataset_name(task), f"eval.tasks.{index}"
+        choices = () if isinstance(task, ExactTask) else (task.choices,)
+        needed = [task.question, task.answer]
+        for each in choices:
+            needed += [each] if isinstance(each, str) else each
+        columns = Columns(tuple(dict.fromkeys(needed)), () if task.subject is None else (task.subject,))
         source = open_source(
             task, cache=cache_of(config), in_place=False, progress=progress,
-            max_row_bytes=config.data.max_row_bytes, columns=_columns(task), order=order_of(order),
+            max_row_bytes=config.data.max_row_bytes, columns=columns, order=order_of(order),
         )  # fmt: skip
         rows = _read(source, task, field)
         prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of(config.data))
@@ -133,14 +138,6 @@ def check_names(tasks: Sequence[Questions], datasets: Iterable[str]) -> None:
         known.add(task.name)
 
 
-def _columns(task: ChoicesTask | ExactTask) -> Columns:
-    choices = () if isinstance(task, ExactTask) else (task.choices,)
-    needed = [task.question, task.answer]
-    for each in choices:
-        needed += [each] if isinstance(each, str) else each
-    return Columns(tuple(dict.fromkeys(needed)), () if task.subject is None else (task.subject,))
-
-
 def _read(source: Source, task: ChoicesTask | ExactTask, field: str) -> list[_Asked]:
     if len(source) > _MOST_QUESTIONS:
         raise DataError(
@@ -153,7 +150,23 @@ def _read(source: Source, task: ChoicesTask | ExactTask, field: str) -> list[_As
         where = source.where(index)
         if isinstance(row, RowError):
             raise row
-        asked = _asked(row, task, where)
+        choices, labels = _choices_of(row, task.choices, where) if isinstance(task, ChoicesTask) else ((), ())
+        subject = row.get(task.subject) if task.subject is not None else None
+        # It becomes a part of metrics' names, where / separates.
+        subject = None if subject is None else re.sub(r"[^\w.-]+", "_", str(subject)).strip("_")[:100]
+        value = _value(row, task.question, where)
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(
+                f"{where}: {task.question}='{shorten(value)}' is no text; correct the row, or name another column"
+            )
+        asked = _Asked(
+            where=where,
+            question=value.strip(),
+            answer=_value(row, task.answer, where),
+            choices=choices,
+            labels=labels,
+            subject=subject or None,
+        )
         rows.append(asked)
         subjects |= {asked.subject} if asked.subject is not None else set()
         if len(subjects) > _MOST_SUBJECTS:
@@ -164,33 +177,11 @@ def _read(source: Source, task: ChoicesTask | ExactTask, field: str) -> list[_As
     return rows
 
 
-def _asked(row: Mapping[str, Any], task: ChoicesTask | ExactTask, where: str) -> _Asked:
-    choices, labels = _choices_of(row, task.choices, where) if isinstance(task, ChoicesTask) else ((), ())
-    subject = row.get(task.subject) if task.subject is not None else None
-    # It becomes a part of metrics' names, where / separates.
-    subject = None if subject is None else re.sub(r"[^\w.-]+", "_", str(subject)).strip("_")[:100]
-    return _Asked(
-        where=where,
-        question=_text(row, task.question, where),
-        answer=_value(row, task.answer, where),
-        choices=choices,
-        labels=labels,
-        subject=subject or None,
-    )
-
-
 def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
     if row.get(column) is None:
         known = ", ".join(map(shorten, row)) or "none"
         raise DataError(f"{where}: the row has no {column!r} (it has {known}); correct it, or name another column")
     return row[column]
-
-
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    value = _value(row, column, where)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: {column}='{shorten(value)}' is no text; correct the row, or name another column")
-    return value.strip()
 
 
 def _choices_of(row: Mapping[str, Any], column: str | list[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

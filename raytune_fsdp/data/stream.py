@@ -121,18 +121,16 @@ class Stream:
             raise self._foreign(cursor, f"a window of {len(samples)} samples")
         inside = self._order(len(samples), "samples", epoch, self.window_at(epoch, place))
         for index in range(first, len(samples)):
-            after = self._after(epoch, place, index, len(samples))
+            if index + 1 < len(samples):
+                after = Cursor(epoch=epoch, window=place, index=index + 1)
+            elif place + 1 < self.windows.count(epoch):
+                after = Cursor(epoch=epoch, window=place + 1, index=0)
+            else:
+                after = Cursor(epoch=epoch + 1, window=0, index=0)
             yield StreamSample(samples[inside(index)], after, built and index == first)
 
     def _order(self, n: int, what: str, *key: int) -> Callable[[int], int]:
         return Permutation(n, key=derive_key(what, self.seed, *key)) if self.windows.shuffled else range(n).__getitem__
-
-    def _after(self, epoch: int, place: int, index: int, samples: int) -> Cursor:
-        if index + 1 < samples:
-            return Cursor(epoch=epoch, window=place, index=index + 1)
-        if place + 1 < self.windows.count(epoch):
-            return Cursor(epoch=epoch, window=place + 1, index=0)
-        return Cursor(epoch=epoch + 1, window=0, index=0)
 
     def _foreign(self, cursor: Cursor, what: str) -> ResumeError:
         return ResumeError(

@@ -31,28 +31,24 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
     """
     names = dict.fromkeys(each.function.name for each in formatters if each.function is not None)
     for name in names:
-        pairs = zip(formatters, sources, strict=True)
-        _try(name, [(f, s) for f, s in pairs if f.function is not None and f.function.name == name], order)
+        every = zip(formatters, sources, strict=True)
+        pairs = [(f, source) for f, source in every if f.function is not None and f.function.name == name]
+        tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
+        there = None
+        if order >= FOURTH_ORDER:  # all its datasets in one process: its imports may take many seconds
+            there = call_elsewhere(name, [row for rows in tried for row in rows if not isinstance(row, RowError)])
+        results = iter(() if there is None else there.results)
+        for (formatter, source), rows in zip(pairs, tried, strict=True):
+            assert formatter.function is not None
+            wheres, made = [source.where(index) for index in range(len(rows))], None
+            if there is not None:
+                made = [
+                    row if isinstance(row, RowError) else formatter.function.read(next(results), where)
+                    for row, where in zip(rows, wheres, strict=True)
+                ]
+                formatter.function.modules = there.modules
+            formatter.check_function(rows, wheres, made)
     return any(each.function is not None and each.function.modules for each in formatters)
-
-
-def _try(name: str, pairs: Sequence[tuple[Formatter, Source]], order: int) -> None:
-    """Try one function on all its datasets, in one process: its imports may take many seconds."""
-    tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
-    there = None
-    if order >= FOURTH_ORDER:
-        there = call_elsewhere(name, [row for rows in tried for row in rows if not isinstance(row, RowError)])
-    results = iter(() if there is None else there.results)
-    for (formatter, source), rows in zip(pairs, tried, strict=True):
-        assert formatter.function is not None
-        wheres, made = [source.where(index) for index in range(len(rows))], None
-        if there is not None:
-            made = [
-                row if isinstance(row, RowError) else formatter.function.read(next(results), where)
-                for row, where in zip(rows, wheres, strict=True)
-            ]
-            formatter.function.modules = there.modules
-        formatter.check_function(rows, wheres, made)
 
 
 def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:

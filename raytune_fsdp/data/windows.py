@@ -175,8 +175,22 @@ class Windows:
             with self.cache.building(*key):
                 window = self._cached(*key)  # another process may have built it while this one waited
                 if window is None:
-                    window, built = self._build(*key), True
-                    self._keep(key, window, must_keep)
+                    rows = self._gather(*key)
+                    arranged = self._arrange(rows, *key)
+                    made = fill_samples(arranged, sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id)
+                    window = Window(samples=made, counts=finish_counts(made, rows.counts, rows.skipped))
+                    built = True
+                    try:
+                        self.cache.write(*key, window)
+                    except DataError as error:
+                        if must_keep:
+                            raise
+                        if not self._warned_of_cache:  # once: a full disk does not take the next window either
+                            self._warned_of_cache = True
+                            logger.warning(
+                                "window %d was not cached, so it will be built again when needed, as any other that "
+                                "the cache does not take: %s", key[1], error,
+                            )  # fmt: skip
         self.check_skipped(window.counts.skipped)
         self._memory[key] = window
         self._memory.move_to_end(key)
@@ -212,26 +226,6 @@ class Windows:
                 return None
         return window
 
-    def _keep(self, key: tuple[int, int], window: Window, must_keep: bool) -> None:
-        try:
-            self.cache.write(*key, window)
-        except DataError as error:
-            if must_keep:
-                raise
-            if not self._warned_of_cache:  # once: a full disk does not take the next window either
-                self._warned_of_cache = True
-                logger.warning(
-                    "window %d was not cached, so it will be built again when needed, as any other that the cache does "
-                    "not take: %s", key[1], error,
-                )  # fmt: skip
-
-    def _build(self, epoch: int, k: int) -> Window:
-        rows = self._gather(epoch, k)
-        samples = fill_samples(
-            self._arrange(rows, epoch, k), sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id
-        )
-        return Window(samples=samples, counts=finish_counts(samples, rows.counts, rows.skipped))
-
     def origins(self, epoch: int, k: int) -> list[list[RowOrigin]]:
         """Return for each packed sample of a window where its documents come from, in their order.
 
@@ -266,7 +260,20 @@ class Windows:
                 found.sources.append(dataset)
                 found.wheres.append(where)
                 found.rows.append(number)
-        self._check_size(found.documents)
+        # A huge window is in memory while it is built, and running out of memory kills silently.
+        tokens = sum(len(document.input_ids) for document in found.documents)
+        if tokens > _MANY_TOKENS and not self._warned_of_size:
+            self._warned_of_size = True
+            fewer = max(1, self.data.window * _MANY_TOKENS // tokens)
+            logger.warning(
+                "data.window=%d: a window of this data has %d million tokens, so each process that builds one needs "
+                "about %.1f GB; with documents of this length data.window=%d needs 0.8 GB (this changes the order of "
+                "the data, so set it only for a new run)",
+                self.data.window,
+                tokens // 10**6,
+                tokens * 24e-9,
+                fewer,
+            )
         return found
 
     def _arrange(self, found: Gathered, epoch: int, k: int) -> Arrangement:
@@ -281,18 +288,6 @@ class Windows:
             reorder=order, in_order=not self.shuffled and self.order_version > OLDEST_ORDER,
         )  # fmt: skip
 
-    def _check_size(self, documents: Sequence[Document]) -> None:
-        """Warn about a huge window: it is in memory while it is built, and running out of memory kills silently."""
-        tokens = sum(len(document.input_ids) for document in documents)
-        if tokens > _MANY_TOKENS and not self._warned_of_size:
-            self._warned_of_size = True
-            rows = max(1, self.data.window * _MANY_TOKENS // tokens)
-            logger.warning(
-                "data.window=%d: a window of this data has %d million tokens, so each process that builds one needs "
-                "about %.1f GB; with documents of this length data.window=%d needs 0.8 GB (this changes the order of "
-                "the data, so set it only for a new run)", self.data.window, tokens // 10**6, tokens * 24e-9, rows,
-            )  # fmt: skip
-
     def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
         """Return dataset, document and `where` of each of these rows, in order. Each batch is of one dataset."""
         # A process that received this object makes its formatters, and with them a tokenizer, only now: most processes
@@ -303,9 +298,11 @@ class Windows:
         places_of: dict[int, list[int]] = {}
         for place, (dataset, _) in enumerate(rows):
             places_of.setdefault(dataset, []).append(place)
-        batches = []
-        for dataset, places in sorted(places_of.items()):
-            batches += [(dataset, places[i : i + _BATCH_ROWS]) for i in range(0, len(places), _BATCH_ROWS)]
+        batches = [
+            (dataset, places[first : first + _BATCH_ROWS])
+            for dataset, places in sorted(places_of.items())
+            for first in range(0, len(places), _BATCH_ROWS)
+        ]
 
         def read(batch: tuple[int, list[int]]) -> list[tuple[Document | RowError, str]]:
             dataset, places = batch

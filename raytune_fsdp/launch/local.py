@@ -159,38 +159,35 @@ def _start_ranks(
     where = prepared.place.path if prepared.dry else None
     # Divide the cores among the ranks: by default torch takes all of them in every process, and ranks compete.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
+    # Older versions of torch lack this field; they always wait for 30 seconds.
+    known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
+    patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
     try:
         with (
             TemporaryDirectory(prefix="raytune-fsdp-", dir=where, ignore_cleanup_errors=True) as logs,
             environment(threads),
             deaf_children(),
         ):
-            elastic_launch(_launch(config, world, logs), _rank_process)(config, prepared, standing, phases, predicted)
+            launch = LaunchConfig(
+                logs_specs=DefaultLogsSpecs(logs),
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=world,
+                run_id=config.run.name,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",  # any free port
+                max_restarts=0,
+                monitor_interval=_LOOK_SECONDS,
+                start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
+                **patience,
+            )
+            elastic_launch(launch, _rank_process)(config, prepared, standing, phases, predicted)
     except SignalException as signal:
         raise Interrupted(
             f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
         ) from signal
     except ChildFailedError as failed:
         raise _cause(failed) from None
-
-
-def _launch(config: FinetuneConfig, world: int, logs: str) -> LaunchConfig:
-    # Older versions of torch lack this field; they always wait for 30 seconds.
-    known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
-    patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
-    return LaunchConfig(
-        logs_specs=DefaultLogsSpecs(logs),
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world,
-        run_id=config.run.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port
-        max_restarts=0,
-        monitor_interval=_LOOK_SECONDS,
-        start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
-        **patience,
-    )
 
 
 def _rank_process(*arguments: Any) -> int | None:
@@ -294,12 +291,6 @@ def _join(config: FinetuneConfig, device: torch.device) -> None:
     subgroups = copies or parallel.mesh.together > 1 or parallel.reduce == "hierarchical"
     os.environ.update(settings_of_nccl(config, os.environ))
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
-
-
-def prepare_on_rank0(config: FinetuneConfig) -> tuple[RunInputs, ResumePoint]:
-    """Prepare on rank 0, and share the result with every rank; all verify the checkpoint together. Collective."""
-    prepared, standing = on_rank0(lambda: prepare(config, dist.get_world_size()), what="prepare the run")
-    return prepared, agree(config, prepared, lambda: standing)
 
 
 def _cause(failed: ChildFailedError) -> RaytuneError:

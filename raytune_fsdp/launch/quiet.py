@@ -78,21 +78,15 @@ def log_warnings(*, for_all: bool) -> None:
     level = logging.INFO if is_verbose() else logging.WARNING if for_all else logging.ERROR
     logging.basicConfig(level=level)
     logging.root.handlers[0].setFormatter(Printable("%(levelname)s %(name)s: %(message)s"))
-    if not is_verbose():
-        logging.root.handlers[0].addFilter(_Once())
+    known: set[tuple[str, str]] = set()
 
-
-class _Once(logging.Filter):
-    """Drops a message that has been logged before, word for word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: set[tuple[str, str]] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def is_new(record: logging.LogRecord) -> bool:
         said = record.name, record.getMessage()
-        if said in self._known:
+        if said in known:
             return False
-        if len(self._known) < _MOST_REMEMBERED:
-            self._known.add(said)
+        if len(known) < _MOST_REMEMBERED:
+            known.add(said)
         return True
+
+    if not is_verbose():
+        logging.root.handlers[0].addFilter(is_new)

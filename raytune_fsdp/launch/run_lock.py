@@ -88,7 +88,20 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
         yield
     finally:
         if place.lock in _held:  # not in a fork of the command
-            _release(place, missing)
+            del _held[place.lock]
+            held.stop.set()
+            release(place.lock)
+            with suppress(OSError):
+                # Only if the file there is ours: a person may have removed it, and another command made a new one.
+                if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
+                    with suppress(OSError):
+                        place.beat.unlink()
+                    # Still locked: a newcomer that waits for this file sees that it is gone, and makes one.
+                    place.lock.unlink()
+            for directory in missing:
+                with suppress(OSError):
+                    directory.rmdir()  # only if nothing was written there
+            os.close(held.handle)
 
 
 class Signs:
@@ -120,10 +133,9 @@ class Signs:
         except (OSError, UnsoundError):
             beat = b""
         now, owner = time.monotonic(), found.get("token")
-        if self._last is None or self._last[0] != owner:
-            self._last, self._heard_at, self._alive = (owner, beat), now, False
-        elif beat != self._last[1]:
-            self._last, self._heard_at, self._alive = (owner, beat), now, True
+        if self._last != (owner, beat):
+            self._alive = self._last is not None and self._last[0] == owner
+            self._last, self._heard_at = (owner, beat), now
         if now - self._heard_at > _MISSED * BEAT_SECONDS:
             return "silent"
         return "running" if self._alive else None
@@ -164,22 +176,6 @@ def _write_beat(place: RunDir, lease: Lease, count: int) -> None:
         os.close(file)
 
 
-def _release(place: RunDir, made: list[Path]) -> None:
-    held = _held.pop(place.lock)
-    held.stop.set()
-    release(place.lock)
-    with suppress(OSError):
-        # Only if the file there is ours: a person may have removed it, and another command made a new one.
-        if os.path.samestat(os.fstat(held.handle), place.lock.stat()):
-            with suppress(OSError):
-                place.beat.unlink()
-            place.lock.unlink()  # still locked: a newcomer that waits for this file sees that it is gone, and makes one
-    for directory in made:
-        with suppress(OSError):
-            directory.rmdir()  # only if nothing was written there
-    os.close(held.handle)
-
-
 def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
     """Take the run's lock; None if nothing can be written there, which is reported later."""
     token = secrets.token_hex(16)
@@ -190,7 +186,11 @@ def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
     except OSError:
         return None
     try:
-        _sign(handle, token)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
+        content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
+        os.write(handle, json.dumps(content).encode())
+        os.fsync(handle)
         _lock(handle)
         if not _publish(config, place, own):
             time.sleep(_SETTLED_SECONDS)
@@ -245,7 +245,9 @@ def _is_given_up(config: FinetuneConfig, place: RunDir) -> bool:
         elif not (_has_ended(found) or (old and not _beats(config, place))):
             # Each container may have a mount of its own (s3fs, gcsfuse), and such a mount knows only its own locks.
             _listen(config, place, _CONFIRMED * BEAT_SECONDS)
-        return _is_still(handle, place)
+        with suppress(OSError):  # another newcomer may have taken the lock just now
+            return os.path.samestat(os.fstat(handle), place.lock.stat())
+        return False
     finally:
         os.close(handle)
 
@@ -306,13 +308,6 @@ def _open_lock(config: FinetuneConfig, place: RunDir) -> int | None:
         raise _unusable(config, place.lock, error) from error
 
 
-def _is_still(handle: int, place: RunDir) -> bool:
-    """Return whether the open file is still the lock: another newcomer may have taken it just now."""
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(handle), place.lock.stat())
-    return False
-
-
 def _boot() -> str:
     """Return an id of this machine's start, rather than its name, which containers of one image may share."""
     name, boot = this_node()
@@ -346,14 +341,6 @@ def _unusable(config: FinetuneConfig, path: Path, error: Exception) -> ConfigErr
         f"run.name={config.run.name}: {path} says which command works on the run, and cannot be used: {reason(error)}; "
         "make room if the disk is full; otherwise make sure that no command works on the run, and remove it"
     )
-
-
-def _sign(handle: int, token: str) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
-    content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
-    os.write(handle, json.dumps(content).encode())
-    os.fsync(handle)
 
 
 def _beats(config: FinetuneConfig, place: RunDir) -> bytes:

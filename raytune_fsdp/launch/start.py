@@ -49,7 +49,25 @@ def run(
         raise ConfigError(
             "cluster.launch=ray, but Ray is not installed: pip install 'ray[data,train]', or set it to local"
         )
-    return _run_on_ray(config, progress, dry, force, trust_places)
+    sizes = sizes_of(config)
+    place = check_first(config, sizes[0])
+    phases = Phases()
+    from raytune_fsdp.launch.ray.apart import apart_from_ray
+    from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
+
+    check_not_in_a_copy(config, place.path)
+    with Signals() as signals:
+        apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # a dry run leaves nothing
+        with apart, connecting(config.cluster, sizes[-1]) as session:
+            # Import while Ray starts, which mostly waits for its processes.
+            from raytune_fsdp.launch.ray import driver
+
+            found = driver.run_on_ray(
+                config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force,
+                trust_places=trust_places,
+            )  # fmt: skip
+        signals.check_export(config.export.at_end)
+    return found
 
 
 def _say(text: str) -> None:
@@ -89,27 +107,3 @@ def _check_local(config: FinetuneConfig) -> None:
         check_config(config, world_of_torchrun())
     else:
         check_first(config, None if wanted == "auto" else wanted)
-
-
-def _run_on_ray(
-    config: FinetuneConfig, progress: Progress | None, dry: bool, force: bool, trust_places: bool
-) -> tuple[RunInputs, ResumePoint]:
-    sizes = sizes_of(config)
-    place = check_first(config, sizes[0])
-    phases = Phases()
-    from raytune_fsdp.launch.ray.apart import apart_from_ray
-    from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
-
-    check_not_in_a_copy(config, place.path)
-    with Signals() as signals:
-        apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # a dry run leaves nothing
-        with apart, connecting(config.cluster, sizes[-1]) as session:
-            # Import while Ray starts, which mostly waits for its processes.
-            from raytune_fsdp.launch.ray import driver
-
-            found = driver.run(
-                config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force,
-                trust_places=trust_places,
-            )  # fmt: skip
-        signals.check_export(config.export.at_end)
-    return found

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.errors import ConfigError, ModelError, first_line
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
-from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, LoraMethod, Method
+from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, FullMethod, LoraMethod, Method
 from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.added_rows import train_rows
 from raytune_fsdp.model.attention.choose import forget_flash_attention
@@ -34,6 +34,7 @@ from raytune_fsdp.model.directory.bounds import (
 )
 from raytune_fsdp.model.directory.named_class import built_on_meta
 from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
+from raytune_fsdp.model.objective.routers import names_of_routers
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -334,6 +335,9 @@ def choose_trained(network: PreTrainedModel, method: Method, added: Collection[i
     """
     if isinstance(method, FreezeMethod):
         freeze(network, method.trained)
+    elif isinstance(method, FullMethod) and method.routers == "frozen":
+        for name in names_of_routers(network):
+            network.get_submodule(name).requires_grad_(False)
     elif isinstance(method, AdapterMethod):
         attach(network, method)
         if added and isinstance(method, LoraMethod) and method.train_added_tokens:

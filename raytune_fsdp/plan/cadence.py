@@ -57,7 +57,7 @@ def is_multiple(every: Every, of: Every) -> bool:
     return of == 1
 
 
-def in_words(every: Every) -> str:
+def cadence_in_words(every: Every) -> str:
     """Return the cadence as words that follow a verb, such as `saved`."""
     if isinstance(every, int):
         return f"every {every:,} steps"

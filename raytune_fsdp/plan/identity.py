@@ -21,6 +21,8 @@ from raytune_fsdp.config.schema import sections_of
 from raytune_fsdp.config.sections.formats import Format
 
 ABSENT: dict[str, Any] = {
+    # Sums by rank.
+    "run.exact": False,
     # All rows of the dataset are used.
     "datasets.rows": None,
     "datasets.held_out": None,
@@ -40,6 +42,7 @@ ABSENT: dict[str, Any] = {
     "format.python.then.chat.reasoning": "template",
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
+    **{f"method.{type_}.routers": None for type_ in ("full", "lora", "qlora")},
     "method.lora.init": "zero",
     "method.lora.train_added_tokens": False,
     "method.qlora.init": "zero",

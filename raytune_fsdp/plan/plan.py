@@ -132,7 +132,14 @@ def resolve(
     """
     train = config.train
     layout = layout_of(config, world)
-    steps, total_samples = _length(config, census)
+    if train.max_steps is not None:
+        steps, total_samples = train.max_steps, None
+    else:
+        assert train.epochs is not None, "a config has exactly one of max_steps and epochs"
+        if census is None:
+            raise ConfigError(f"train.epochs={train.epochs} needs a count of the data; train.max_steps does not")
+        total_samples = census.samples_in(Fraction(str(train.epochs)))
+        steps = math.ceil(total_samples / train.global_batch)
     if steps * train.global_batch > _MAX_SAMPLES:
         length = f"train.max_steps={steps:,}" if train.epochs is None else f"train.epochs={train.epochs:g}"
         raise ConfigError(f"{length}: a run has at most 2**62 packed samples, which have numbers of 64 bits; lower it")
@@ -212,17 +219,14 @@ def sizes_of(config: FinetuneConfig, hardware: int | None = None) -> list[int]:
         mesh = config.parallel.mesh
         if config.parallel.shard_size is not None and mesh.together == 1 and not (mesh.shard or mesh.replicate):
             ways.append(f"parallel.shard_size={next(larger, workers.max)}")
+        other = f"cluster.workers={step}" if _possible(config, [step]) else "a larger train.global_batch"
         raise ConfigError(
             f"cluster.workers={{min: {workers.min}, max: {workers.max}}}: no number in between is a multiple of "
-            f"{step}, as {_why_step(config)}; set {' or '.join(ways or [_other_way(config, step)])}"
+            f"{step}, as {_why_step(config)}; set {' or '.join(ways or [other])}"
         )
     if not (found := _possible(config, sizes)):
         layout_of(config, sizes[-1])  # says why
     return found
-
-
-def _other_way(config: FinetuneConfig, step: int) -> str:
-    return f"cluster.workers={step}" if _possible(config, [step]) else "a larger train.global_batch"
 
 
 def _possible(config: FinetuneConfig, sizes: Sequence[int]) -> list[int]:
@@ -254,7 +258,18 @@ def _why_step(config: FinetuneConfig) -> str:
 def layout_of(config: FinetuneConfig, world: int) -> Layout:
     """Return the layout for this world size; ConfigError if there is none. Needs no census."""
     parallel, mesh = config.parallel, config.parallel.mesh
-    _check_divides(config, world)
+    if world % mesh.together:  # groups of ranks that compute the same samples do not fill the world
+        axis = "sequence" if mesh.sequence > 1 else "tensor"
+        valid = [d for d in range(1, world + 1) if world % d == 0]
+        what = f"parallel.mesh.{axis}={mesh.together}"
+        if mesh.together != getattr(mesh, axis):
+            what = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
+        ways = [f"cluster.workers={below}"] if (below := world // mesh.together * mesh.together) else []
+        ways.append(f"cluster.workers={below + mesh.together}")
+        raise ConfigError(
+            f"{what} does not divide the world size {world}; valid: {valid}; or set {' or '.join(ways)}, if there are "
+            "as many GPUs"
+        )
     _check_micro_batches(config, world)
     slices = world // mesh.tensor  # ranks that have the same part of every layer
     if parallel.strategy == "replicate":
@@ -285,24 +300,6 @@ def layout_of(config: FinetuneConfig, world: int) -> Layout:
     return layout
 
 
-def _check_divides(config: FinetuneConfig, world: int) -> None:
-    """Check that groups of ranks that compute the same samples fill the world."""
-    mesh = config.parallel.mesh
-    if world % mesh.together == 0:
-        return
-    axis = "sequence" if mesh.sequence > 1 else "tensor"
-    valid = [d for d in range(1, world + 1) if world % d == 0]
-    found = f"parallel.mesh.{axis}={mesh.together}"
-    if mesh.together != getattr(mesh, axis):
-        found = f"parallel.mesh.sequence={mesh.sequence} times parallel.mesh.tensor={mesh.tensor}"
-    ways = [f"cluster.workers={below}"] if (below := world // mesh.together * mesh.together) else []
-    ways.append(f"cluster.workers={below + mesh.together}")
-    raise ConfigError(
-        f"{found} does not divide the world size {world}; valid: {valid}; or set {' or '.join(ways)}, if there are as "
-        "many GPUs"
-    )
-
-
 def _shard_size(config: FinetuneConfig, world: int) -> int:
     """Return how many ranks share one copy of the model with hybrid_shard."""
     parallel, mesh = config.parallel, config.parallel.mesh
@@ -330,15 +327,3 @@ def _check_micro_batches(config: FinetuneConfig, world: int) -> None:
             f"{micro_batches * together} rank(s), a global_batch of at least {data_ranks * train.micro_batch}, or a "
             "smaller micro_batch"
         )
-
-
-def _length(config: FinetuneConfig, census: Census | None) -> tuple[int, int | None]:
-    """Return the optimizer steps of the run, and its packed samples if they are counted."""
-    train = config.train
-    if train.max_steps is not None:
-        return train.max_steps, None
-    assert train.epochs is not None, "a config has exactly one of max_steps and epochs"
-    if census is None:
-        raise ConfigError(f"train.epochs={train.epochs} needs a count of the data; train.max_steps does not")
-    total = census.samples_in(Fraction(str(train.epochs)))
-    return math.ceil(total / train.global_batch), total

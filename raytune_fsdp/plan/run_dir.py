@@ -67,6 +67,16 @@ _OF_RAY = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 
 
 @dataclass(frozen=True, slots=True)
+class _Named:
+    """The place of a run under this name in its directory."""
+
+    name: str
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.path / self.name
+
+
+@dataclass(frozen=True, slots=True)
 class RunDir:
     """The places of one run, as absolute paths, which mean the same in any working directory. Touches no file."""
 
@@ -84,69 +94,22 @@ class RunDir:
         root = place.rstrip("/") if is_url(place) else str(_absolute(place))
         return cls(path, f"{root}/{config.run.name}/{CHECKPOINTS}")
 
-    @property
-    def config(self) -> Path:
-        return self.path / CONFIG_FILE
-
-    @property
-    def plan(self) -> Path:
-        return self.path / PLAN_FILE
-
-    @property
-    def data(self) -> Path:
-        return self.path / DATA_FILE
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS_FILE
-
-    @property
-    def documents(self) -> Path:
-        return self.path / "documents"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / EVALUATIONS_FILE
-
-    @property
-    def events(self) -> Path:
-        return self.path / EVENTS_FILE
-
-    @property
-    def checkpoints_at(self) -> Path:
-        return self.path / _CHECKPOINTS_AT
-
-    @property
-    def beginning(self) -> Path:
-        return self.path / "begins_as.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def beat(self) -> Path:
-        return self.path / "lock.beat"
-
-    @property
-    def model_files(self) -> Path:
-        return self.path / MODEL_FILES
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def exports(self) -> Path:
-        return self.path / "exports"
-
-    @property
-    def mlflow_id(self) -> Path:
-        return self.path / MLFLOW_ID_FILE
+    config = _Named(CONFIG_FILE)
+    plan = _Named(PLAN_FILE)
+    data = _Named(DATA_FILE)
+    metrics = _Named(METRICS_FILE)
+    documents = _Named("documents")
+    evaluations = _Named(EVALUATIONS_FILE)
+    events = _Named(EVENTS_FILE)
+    checkpoints_at = _Named(_CHECKPOINTS_AT)
+    beginning = _Named("begins_as.json")
+    lock = _Named("lock")
+    beat = _Named("lock.beat")
+    model_files = _Named(MODEL_FILES)
+    profile = _Named("profile")
+    export = _Named("export")
+    exports = _Named("exports")
+    mlflow_id = _Named(MLFLOW_ID_FILE)
 
     @property
     def private(self) -> tuple[Path, ...]:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.base.machine import processor
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.data.to_device import to_device
@@ -41,7 +42,7 @@ from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.speed import Seconds
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import assume_kernels, full_batches, one_step
-from raytune_fsdp.run.build import Site, build, optimizer_of
+from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.step.parallel import memory_of
 
 _SECONDS = 0.1
@@ -71,7 +72,18 @@ def calibrate(ranks: int, threads: int) -> Calibration:
     """Measure `ranks` ranks of this machine, each with a GPU of its own, if it has GPUs. This takes about a minute."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as directory:
-        _on_ranks(ranks, kind, threads, directory)
+        # Daemons: they end with this process, also where that is interrupted.
+        context = torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
+            _measure, (ranks, kind, threads, directory), nprocs=ranks, join=False, daemon=True
+        )
+        try:
+            while not context.join():
+                pass
+        except torch.multiprocessing.ProcessException as error:  # type: ignore[attr-defined]
+            last = str(error).strip().splitlines()[-1]
+            raise TrainingError(
+                f"measuring this machine failed: {last}; end what else uses it, and try again"
+            ) from error
         found = json.loads((Path(directory) / "found.json").read_text())
     steps = found.pop("steps")
     products, attention = (
@@ -80,7 +92,7 @@ def calibrate(ranks: int, threads: int) -> Calibration:
     )
     device = torch.device(kind)
     made = Calibration(
-        device=torch.cuda.get_device_name(0) if kind == "cuda" else _processor(),
+        device=torch.cuda.get_device_name(0) if kind == "cuda" else processor() or "CPU",
         kind=kind,
         memory=memory_of(torch.device("cuda", 0) if kind == "cuda" else device),
         ranks=ranks,
@@ -97,34 +109,18 @@ def calibrate(ranks: int, threads: int) -> Calibration:
     for _ in range(_ROUNDS):  # each of the two numbers is in the other's step, a little
         made = replace(made, reached={key: _reached(made, key, steps[key]) for key in _PRECISION})
         if ranks > 1:
-            made = replace(made, per_collective=_per_collective(made, steps[_LIGHT]))
+            # From a light step, the seconds of a collective.
+            seconds = steps[_LIGHT]
+            config = reference(made.kind, "bf16", made.ranks, width=64)
+            without, one = (_predicted(replace(made, per_collective=each), config) for each in (0.0, 1.0))
+            many = one.moving - without.moving
+            made = replace(made, per_collective=max(seconds - without.step, 0.1 * seconds) / many)
     return made
-
-
-def _on_ranks(ranks: int, kind: str, threads: int, directory: str) -> None:
-    # Daemons: they end with this process, also where that is interrupted.
-    context = torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
-        _measure, (ranks, kind, threads, directory), nprocs=ranks, join=False, daemon=True
-    )
-    try:
-        while not context.join():
-            pass
-    except torch.multiprocessing.ProcessException as error:  # type: ignore[attr-defined]
-        last = str(error).strip().splitlines()[-1]
-        raise TrainingError(f"measuring this machine failed: {last}; end what else uses it, and try again") from error
 
 
 def _predicted(made: Calibration, config: FinetuneConfig) -> Seconds:
     cluster = Cluster(device=device_of(made), per_node=made.ranks)
     return predict(ModelSpec.of(config), config, resolve(config, made.ranks), cluster).seconds
-
-
-def _per_collective(made: Calibration, seconds: float) -> float:
-    """Return the seconds of a collective, from a light step that took `seconds`."""
-    config = reference(made.kind, "bf16", made.ranks, width=64)
-    without, one = (_predicted(replace(made, per_collective=each), config) for each in (0.0, 1.0))
-    many = one.moving - without.moving
-    return max(seconds - without.step, 0.1 * seconds) / many
 
 
 def _reached(made: Calibration, key: str, seconds: float) -> float:
@@ -150,13 +146,6 @@ def reference(kind: str, precision: str, ranks: int, width: int) -> FinetuneConf
         "parallel": {"precision": precision, "compile": False},
         "cluster": {"device": kind},
     })  # fmt: skip
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "CPU"
 
 
 # --- On every rank ----------------------------------------------------------------------------------------------------
@@ -371,7 +360,7 @@ class Trainer:
         self._model.train()
         if built.groups.sequence is not None:
             split_tokens(self._model, built.groups.sequence)
-        self._optimizer = optimizer_of(built, config)
+        self._optimizer, self._sums = optimizer_of(built, config), sums_of(built, config, self._plan)
         self._optimizer.init_state()
         batches = full_batches(config, spec.hf_config, self._plan.division.full_rounds)
         parts = own_parts([batches], self._plan.layout, dist.get_rank())
@@ -381,7 +370,10 @@ class Trainer:
         """Train one step; return the seconds that it took on the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
-        one_step(self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device)
+        one_step(
+            self._config, self._plan, self._parallel, self._model, self._optimizer, self._batches, self._device,
+            self._sums,
+        )  # fmt: skip
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)

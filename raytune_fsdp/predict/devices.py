@@ -177,13 +177,12 @@ def _device(name: str, sold_gb: int, seen_gib: float | None, bandwidth: float, l
     assert peak is not None and of_measured is not None, f"{name} and {measured_as} need a peak in flops.py"
     tflops = _MEASURED_TFLOPS[measured_as]
     reported = "reported" if name in _REPORTED_BY_NAME else "reported for its size"
-    memory_basis = "nominal" if seen_gib is None else reported
     measured = f"measured by stas00/ml-engineering: {tflops:g} TFLOP/s"
     return Device(
         name=name,
         sold_gb=sold_gb,
         memory=sold_gb * _GIGA if seen_gib is None else seen_gib * GIB,
-        memory_basis=memory_basis,
+        memory_basis="nominal" if seen_gib is None else reported,
         bandwidth=bandwidth * _GIGA,
         link=link,
         link_bandwidth=_LINKS[link] * _GIGA,
@@ -240,16 +239,11 @@ def find_device(name: str) -> Device:
             raise ConfigError(
                 f"the device {name!r} comes in {len(found)} sizes: write {' or '.join(each.name for each in found)}"
             )
-    raise ConfigError(_unknown(name))
-
-
-def _unknown(name: str) -> str:
     plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in DEVICES}
-    rest, form, memory = _parts(name)
     asked = f"{rest}{form}{f'{memory}gb' if memory else ''}"
     near = [plain[match] for match in get_close_matches(asked, plain, n=3, cutoff=0.4)]
     nearest = f"; the nearest are {', '.join(near)}" if near else ""
-    return f"the device {name!r} is not known{nearest}. To list all: {_LIST}"
+    raise ConfigError(f"the device {name!r} is not known{nearest}. To list all: {_LIST}")
 
 
 def device_of(found: Calibration) -> Device:
@@ -400,30 +394,26 @@ def read_calibration(path: Path) -> Calibration:
     """Read a calibration; raise ConfigError if the file is not one."""
     try:
         values = parse_json(read_file(path, limit=_LIMIT, links=True))
-        return _of(values)
+        if not isinstance(values, dict):
+            raise UnsoundError("is not an object")
+        check_format(values.pop("format", None))
+        known = {field.name for field in fields(Calibration)}
+        if values.keys() != known:
+            raise UnsoundError(f"has the keys {shown(sorted(values))}")
+        _check_plain(values)
+        for name, keys in _KEYS.items():
+            if not isinstance(values[name], dict) or values[name].keys() != keys:
+                raise UnsoundError(f"has {name} {shown(values[name])}")
+        for key, share in values["reached"].items():
+            _positive(f"reached of {key}", share)
+        surfaces = {name: {key: _surface(name, each) for key, each in values[name].items()} for name in _SURFACES}
+        return Calibration(**{**values, **surfaces, "elementwise": _surface("elementwise", values["elementwise"])})
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; --calibrate {path} makes one of this machine") from error
     except ValueError as error:
         raise ConfigError(
             f"{path} is not what `raytune-fsdp plan --calibrate` writes: {reason(error)}; name another file"
         ) from error
-
-
-def _of(values: Any) -> Calibration:
-    if not isinstance(values, dict):
-        raise UnsoundError("is not an object")
-    check_format(values.pop("format", None))
-    known = {field.name for field in fields(Calibration)}
-    if values.keys() != known:
-        raise UnsoundError(f"has the keys {shown(sorted(values))}")
-    _check_plain(values)
-    for name, keys in _KEYS.items():
-        if not isinstance(values[name], dict) or values[name].keys() != keys:
-            raise UnsoundError(f"has {name} {shown(values[name])}")
-    for key, share in values["reached"].items():
-        _positive(f"reached of {key}", share)
-    surfaces = {name: {key: _surface(name, each) for key, each in values[name].items()} for name in _SURFACES}
-    return Calibration(**{**values, **surfaces, "elementwise": _surface("elementwise", values["elementwise"])})
 
 
 def _check_plain(values: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from raytune_fsdp.predict.memory import Memory, memory_of
 from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
 from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
-from raytune_fsdp.step.flops import Architecture, training_flops
+from raytune_fsdp.step.flops import training_flops
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.traffic import Traffic
 
@@ -113,7 +113,9 @@ class Prediction:
 def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
     """Predict what a config needs. `plan` is the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
-        plan = resolve(config if config.train.max_steps else _bounded(config), plan)
+        # A length in epochs is not known without the data, and no step depends on it.
+        one_step = config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
+        plan = resolve(config.model_copy(update={"train": one_step}), plan)
     return predict_from(traced(subject, config, plan, cluster), config, plan, cluster)
 
 
@@ -148,18 +150,34 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         itemsize=compute_dtype(precision).itemsize, narrow=precision == "fp8",
     )  # fmt: skip
     seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
-    tokens = plan.division.global_batch * config.data.seq_len
+    tokens = plan.division.global_batch * config.data.seq_len  # of full samples, each of one document
     offloaded = memory.sent // max(1, len(found.stands_for))
     changing = memory.total - memory.kept
+    # Bytes of the device that no tensor of the trace has.
+    if device.kind == "cpu":
+        assumed = {"process and libraries": PROCESS}
+    else:
+        assumed = {
+            "context and libraries": CONTEXT,
+            "holes of the allocator": int(HOLES * changing),
+            # For the layer that computes, and for the next one, whose copies are on their way
+            # (model/offload_activations.py).
+            **({"back from the host": 2 * offloaded} if offloaded else {}),
+        }
     return Prediction(
         world=world,
         plan=plan,
         cluster=cluster,
         memory=memory,
-        assumed=_assumed(device, changing, offloaded),
+        assumed=assumed,
         seconds=seconds,
         traffic=found.traffic,
-        flops=_flops(found.architecture, plan, config.data.seq_len),
+        flops=training_flops(
+            found.architecture,
+            tokens=tokens,
+            targets=tokens,
+            attended_pairs=tokens * (config.data.seq_len + 1) // 2,
+        ),
         parameters=found.parameters,
         active=found.parameters.total - found.asleep,
         largest=found.largest,
@@ -169,28 +187,3 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         attention=found.attention,
         tokens=tokens,
     )
-
-
-def _assumed(device: Device, changing: int, offloaded: int) -> dict[str, int]:
-    """Return bytes of the device that no tensor of the trace has."""
-    if device.kind == "cpu":
-        return {"process and libraries": PROCESS}
-    return {
-        "context and libraries": CONTEXT,
-        "holes of the allocator": int(HOLES * changing),
-        # For the layer that computes, and for the next one, whose copies are on their way
-        # (model/offload_activations.py).
-        **({"back from the host": 2 * offloaded} if offloaded else {}),
-    }
-
-
-def _bounded(config: FinetuneConfig) -> FinetuneConfig:
-    """Return the config with a length: one in epochs is not known without its data, and no step depends on it."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 1, "epochs": None})})
-
-
-def _flops(architecture: Architecture, plan: Plan, length: int) -> float:
-    """Return the operations of a step of full samples, each of one document."""
-    samples = plan.division.global_batch
-    pairs = samples * length * (length + 1) // 2
-    return training_flops(architecture, tokens=samples * length, targets=samples * length, attended_pairs=pairs)

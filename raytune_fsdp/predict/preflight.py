@@ -30,7 +30,7 @@ from raytune_fsdp.predict.host import kept_at_once
 from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict_from
 from raytune_fsdp.predict.subject import with_torch_alone
-from raytune_fsdp.predict.trace.trace import Trace, trace
+from raytune_fsdp.predict.trace.trace import trace
 from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.step.precision import compute_dtype
 
@@ -113,7 +113,17 @@ def predict_for_run(
         return NotPredicted("flash-attn, which alone computes a soft cap without keeping all scores, cannot be traced")
     try:
         until = time.monotonic() + _TRACING_SECONDS if until is None else until
-        found = _trace(config, prepared, plan, kind, None if device is None else int(device.memory), until)
+        found = trace(
+            with_torch_alone(config),
+            prepared.hf_config,
+            prepared.needs,
+            plan,
+            memory=_ONE_TRACE_FOR_ALL if device is None else int(device.memory),
+            device=kind,
+            added=tuple(prepared.added),
+            gloo=kind == "cpu",
+            until=until,
+        )
         memory, assumed, seconds = memory_of(found), PROCESS, None
         here = Cluster(device=device or find_device("H100"), per_node=per_node)
         judged = predict_from(found, config, plan, here)
@@ -132,15 +142,6 @@ def predict_for_run(
         checkpoint=judged.checkpoint,
         seconds=seconds,
     )
-
-
-def _trace(
-    config: FinetuneConfig, prepared: RunInputs, plan: Plan, kind: str, memory: int | None, until: float
-) -> Trace:
-    return trace(
-        with_torch_alone(config), prepared.hf_config, prepared.needs, plan,
-        memory=memory or _ONE_TRACE_FOR_ALL, device=kind, added=tuple(prepared.added), gloo=kind == "cpu", until=until,
-    )  # fmt: skip
 
 
 def device_named(name: str | None) -> Device | None:
@@ -198,10 +199,8 @@ def _lacking(found: Predicted, memory: int, ranks: int) -> str | None:
     if found.kept <= room and found.needed <= room:
         return None
     needs, has = apart(found.kept if found.kept > room else found.needed, room)
-    if ranks > 1:
-        has = f"it has {has} of the {memory / GIB:.1f} GiB that {ranks} ranks share"
-    else:
-        has = f"its device has {has}"
+    shared = f"it has {has} of the {memory / GIB:.1f} GiB that {ranks} ranks share"
+    has = shared if ranks > 1 else f"its device has {has}"
     if found.kept > room:
         return (
             f"a rank keeps {needs} of weights, buffers and the optimizer's state from step to step (counted, not "
@@ -225,7 +224,16 @@ def _remedy(config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, 
     The method, and so what is learned, stays.
     """
     until, made = time.monotonic() + seconds, dict[str, Any]()
-    for changes in _changes(config, world):
+    parallel, train, wanted = config.parallel, config.train, list[Mapping[str, Any]]()
+    if world > 1 and parallel.strategy != "full_shard":
+        wanted.append({"parallel.strategy": "full_shard"})
+    if parallel.activation_checkpointing in ("none", "every_n"):
+        wanted.append({"parallel.activation_checkpointing": "selective"})
+    if parallel.activation_checkpointing != "full":
+        wanted.append({"parallel.activation_checkpointing": "full"})
+    if train.micro_batch > 1:
+        wanted.append({"train.micro_batch": 1})
+    for changes in wanted:
         made |= changes
         if time.monotonic() < until and _fits(config, prepared, made, world, kind, room, until):
             return f"It fits with {_in_words(made)}"
@@ -246,19 +254,6 @@ def _more_workers(config: FinetuneConfig, ranks: int) -> str:
     if not isinstance(workers, Between):
         return f"cluster.workers={ranks}"
     return f"cluster.workers.max={ranks}" if ranks > workers.max else "add nodes: the cluster has no room for them"
-
-
-def _changes(config: FinetuneConfig, world: int) -> list[Mapping[str, Any]]:
-    parallel, train, wanted = config.parallel, config.train, list[Mapping[str, Any]]()
-    if world > 1 and parallel.strategy != "full_shard":
-        wanted.append({"parallel.strategy": "full_shard"})
-    if parallel.activation_checkpointing in ("none", "every_n"):
-        wanted.append({"parallel.activation_checkpointing": "selective"})
-    if parallel.activation_checkpointing != "full":
-        wanted.append({"parallel.activation_checkpointing": "full"})
-    if train.micro_batch > 1:
-        wanted.append({"train.micro_batch": 1})
-    return wanted
 
 
 def _fits(

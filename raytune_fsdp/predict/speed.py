@@ -78,20 +78,16 @@ class Rates(Protocol):
     @property
     def reached(self) -> float:
         """What real steps reach of the sum of their operations."""
-        ...
 
     @property
     def hides(self) -> bool:
         """Whether collectives run during the computation, and take none of its time."""
-        ...
 
     def seconds(self, operations: Sequence[Operation]) -> float:
         """Return the seconds of these operations, one after the other."""
-        ...
 
     def uncompiled(self) -> Rates:
         """Return the rates where no graph is made of operations."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +254,9 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
     added = add_up(plan.layout, network, *moved_in_layers(trace, phases, passes, "sum"))
     # What is gathered before the first layer, and what is reduced after the last: of about as many units as layers.
     ends = 2 * moved.seconds / (len(trace.stands_for) + 2)
+    # Bytes between a device and its host in a pass. Of this rank's share: weights for forward and once more for
+    # backward, and gradients to the host.
+    offloaded = 2 * memory.start.get("weights", 0) + trace.trained_bytes if trace.offloaded else 0
     return Seconds(
         operations=operations,
         # Of the traced layers only; every weight takes as long.
@@ -266,7 +265,7 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
         moving=moved.seconds + exchanged.seconds + added.seconds,
         # Attention waits for what is exchanged, and whatever comes behind a layer that is cut for its sums.
         exposed=(ends if rates.hides else moved.seconds) + exchanged.seconds + added.seconds,
-        offloading=_offloaded(trace, memory, passes) / network.to_host,
+        offloading=passes * (2 * memory.sent + offloaded) / network.to_host,
         inside=moved.inside + exchanged.inside + added.inside,
         between=moved.between + exchanged.between + added.between,
         exchanged=nbytes * (plan.layout.sequence - 1) / plan.layout.sequence,
@@ -284,14 +283,6 @@ def moved_in_layers(
         for each in (sum, len)
     ]
     return of_all[0], of_all[1]
-
-
-def _offloaded(trace: Trace, memory: Memory, passes: int) -> float:
-    """Return the bytes that a device sends to its host and gets from it in a step."""
-    activations = 2 * memory.sent
-    # For this rank's share: weights for forward and once more for backward, and gradients to the host.
-    weights = 2 * memory.start.get("weights", 0) + trace.trained_bytes if trace.offloaded else 0
-    return float(passes * (activations + weights))
 
 
 def _of_all_passes(trace: Trace, by_phase: Mapping[str, float], passes: int) -> float:

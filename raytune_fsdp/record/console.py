@@ -15,7 +15,7 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.record import names
 from raytune_fsdp.record.screen_messages import Looks, message
-from raytune_fsdp.record.tracker import RunStart, Status
+from raytune_fsdp.record.tracker import RunStart, Status, Tracker
 
 _WINDOW = 20
 """The remaining time is estimated from this many steps."""
@@ -44,11 +44,12 @@ _WORDS = {
     names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
     names.RESIZED: "resized from {before} to {after} workers",
 }
+_RECEIVED = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
 # Bits of a braille character, by dot: left and right column, from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Print each line to `stream` (stdout) at once.
 
     Where a region of the terminal shows the steps (record/screen_messages.py), it gets messages instead of their lines.
@@ -79,13 +80,26 @@ class ConsoleTracker:
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
         # The first steps waited for the first batch, minutes sometimes; no later step does.
         waited = metrics[0].data_seconds / len(metrics) if metrics and not self._losses else 0.0
+        every = self._every or math.ceil((self._total or 1) / _MOST_LINES)
         for step in metrics:
             first = not self._first_step
             self._first_step = self._first_step or step.step  # steps count from 1, and an attempt may begin later
             self._losses.append(step.loss)
             self._seconds.append(max(0.0, step.step_seconds - waited))
-            if not self._looks.live and (first or step.skipped or self._is_due(step.step)):
-                self._print(self._step_line(step), _YELLOW if step.skipped else "")
+            due = step.step % every == 0 or step.step == self._total
+            if not self._looks.live and (first or step.skipped or due):
+                fields = [
+                    f"step {self._place(step.step)}",
+                    f"loss {step.loss:8.4f}",
+                    f"grad {step.grad_norm:8.3f}",
+                    f"lr {step.lr:8.2e}",
+                    f"{short(step.tokens_per_second):>6} tok/s",
+                    *([f"mfu {100 * step.mfu:4.1f}%"] if step.mfu is not None else []),
+                    f"mem {gibibytes(step.memory_bytes):>10}",
+                    *([f"eta {duration(self._left(step))}"] if self._total is not None else []),
+                    *(["skipped"] if step.skipped else []),
+                ]
+                self._print("  ".join(fields), _YELLOW if step.skipped else "")
         if self._looks.live and metrics:
             self._message = self._message_of(metrics[-1], world_size)
             if time.monotonic() - self._told_at >= _TELL_SECONDS:
@@ -102,12 +116,6 @@ class ConsoleTracker:
             return  # said where the data was opened
         self._print(f"     {event_in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
 
-    def state(self) -> dict[str, str]:
-        return {}
-
-    def sync(self) -> None:
-        pass
-
     def finish(self, status: Status) -> None:
         if self._finished:
             return
@@ -122,25 +130,6 @@ class ConsoleTracker:
             self._print(f"loss, steps {self._first_step} to {last}")
             self._print(curve(self._losses, width=60, height=8))
         self._print(_LAST_WORDS[status], _BOLD)
-
-    def _is_due(self, step: int) -> bool:
-        every = self._every or math.ceil((self._total or 1) / _MOST_LINES)
-        return step % every == 0 or step == self._total
-
-    def _step_line(self, step: StepMetrics) -> str:
-        parts = [
-            f"step {self._place(step.step)}",
-            f"loss {step.loss:8.4f}",
-            f"grad {step.grad_norm:8.3f}",
-            f"lr {step.lr:8.2e}",
-            f"{short(step.tokens_per_second):>6} tok/s",
-        ]
-        if step.mfu is not None:
-            parts.append(f"mfu {100 * step.mfu:4.1f}%")
-        parts.append(f"mem {gibibytes(step.memory_bytes):>10}")
-        if self._total is not None:
-            parts.append(f"eta {duration(self._left(step))}")
-        return "  ".join(parts) + ("  skipped" if step.skipped else "")
 
     def _message_of(self, step: StepMetrics, world_size: int) -> str:
         """Return the message that shows a step in the region. What matters most comes first, as a narrow terminal shows
@@ -160,17 +149,14 @@ class ConsoleTracker:
             *self._evaluated,
         ]
         left = {"left": self._left(step)} if self._total is not None else {}
-        place = f"{step.step:,}" + (f"/{self._total:,}" if self._total is not None else "")
-        title = f"{self._name}  step {place}"
+        title = f"{self._name}  step {step.step:,}" + (f"/{self._total:,}" if self._total is not None else "")
         return message(title=title, done=step.step, total=self._total or 0, fields=fields, **left)
 
     def _left(self, step: StepMetrics) -> float:
         return fmean(self._seconds) * max((self._total or 0) - step.step, 0)
 
     def _place(self, step: int) -> str:
-        if self._total is None:
-            return f"{step:>6}"
-        return f"{step:>{len(str(self._total))}}/{self._total}"
+        return f"{step:>6}" if self._total is None else f"{step:>{len(str(self._total))}}/{self._total}"
 
     def _tell(self) -> None:
         if self._message is not None:
@@ -232,7 +218,9 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
         case names.SHARDED:
             units = get("units")
             listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units
-            return f"gathered {get('gathered')}: {listed}{_received(fields)}"
+            sizes = [f"{gibibytes(sent)} {of}" for key, of in _RECEIVED.items() if isinstance(sent := get(key), int)]
+            received = f"; in a step a rank receives {', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else ""
+            return f"gathered {get('gathered')}: {listed}{received}"  # an older version wrote no sizes
         case names.ROWS_SKIPPED:
             reasons, rows = get("reasons"), get("rows")
             counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) if isinstance(reasons, dict) else ""
@@ -296,14 +284,6 @@ def _unit(unit: object) -> str:
         return str(unit)
     count, size = unit.get("count"), gibibytes(unit["bytes"])
     return f"{unit.get('name')} {size}" if count == 1 else f"{count} x {unit.get('name')} of {size}"
-
-
-def _received(fields: Mapping[str, object]) -> str:
-    names = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
-    found = [f"{gibibytes(size)} {what}" for key, what in names.items() if isinstance(size := fields.get(key), int)]
-    if len(found) < 2:  # an older version wrote the event
-        return ""
-    return f"; in a step a rank receives {', '.join(found[:-1])} and {found[-1]}"
 
 
 def short(value: float) -> str:

@@ -32,12 +32,12 @@ from raytune_fsdp.record.lines import (
     to_bytes,
 )
 from raytune_fsdp.record.repair import truncate
-from raytune_fsdp.record.tracker import RunStart, Status
+from raytune_fsdp.record.tracker import RunStart, Status, Tracker
 
 _STEP = b'{"kind": "step", "trajectory": {'
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Writes both files. A write that fails raises `TrainingError`: training without a record is a waste of time.
 
     The operating system has a line when the call returns, and the disk has it when `sync` returns. Every commit calls
@@ -86,9 +86,6 @@ class JsonlTracker:
         if self._lease is not None:
             self._lease.check_now_and_then()
         append_event(self._events_path, name, attempt=self._attempt, fields=fields)
-
-    def state(self) -> dict[str, str]:
-        return {}
 
     def finish(self, status: Status) -> None:
         with suppress(TakenOverError):  # reported before, or too late to matter
@@ -150,9 +147,7 @@ def _append_line(path: Path, line: Mapping[str, object]) -> None:
 
 def repair_event(problems: Sequence[str], aside: Path) -> dict[str, object]:
     """Return the fields of the event that says what was mended in a record; empty if nothing was."""
-    if not problems:
-        return {}
-    return {"problems": [*problems], "kept": str(aside) if aside.exists() else None}
+    return {"problems": [*problems], "kept": str(aside) if aside.exists() else None} if problems else {}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -242,10 +237,14 @@ def each_event(path: Path) -> Iterator[dict[str, Any]]:
 def event_of(raw: bytes) -> dict[str, Any] | None:
     """Parse a line of `events.jsonl`; None if it is not an event."""
     line = from_bytes(raw)
-    if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-        return None
-    # Bounded, because the next attempt has the next number, which is part of a directory's name.
-    known = is_count(line.get("attempt")) and line["attempt"] < 1 << 31 and isinstance(line.get("fields"), dict)
+    known = (
+        isinstance(line, dict)
+        and isinstance(line.get("event"), str)
+        # Bounded, because the next attempt has the next number, which is part of a directory's name.
+        and is_count(line.get("attempt"))
+        and line["attempt"] < 1 << 31
+        and isinstance(line.get("fields"), dict)
+    )
     return line if known else None
 
 

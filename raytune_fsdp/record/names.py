@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.record.lines import is_number
@@ -216,32 +216,10 @@ def labelled(key: str) -> tuple[str, str]:
     return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 
 
-def _of_datasets(datasets: Any) -> dict[str, Any]:
-    """Return loss and accuracy of each dataset in a step."""
-    values: dict[str, Any] = {}
-    for entry in datasets if isinstance(datasets, list | tuple) else ():
-        if isinstance(entry, list | tuple) and len(entry) == 4 and isinstance(entry[0], str):
-            name, loss, accuracy, _ = entry
-            values |= {f"train/{name}/loss": loss, f"train/{name}/accuracy": accuracy}
-    return values
-
-
-def _of_experts(load: Any) -> dict[str, Any]:
-    if not isinstance(load, list | tuple) or not load or not all(map(is_number, load)):
-        return {}
-    return dict(zip(EXPERT_LOAD, (sum(load) / len(load), max(load)), strict=True))
-
-
-def _of_prediction(errors: Any) -> dict[str, Any]:
-    if not isinstance(errors, list | tuple) or len(errors) != len(PREDICTION_ERRORS):
-        return {}
-    return dict(zip(PREDICTION_ERRORS, errors, strict=True))
-
-
-def _of_ranks(name: str, values: Any) -> dict[str, Any]:
-    if not isinstance(values, list | tuple) or len(values) != len(RANKS):
-        return {}
-    return {f"{name}/{rank}": value for rank, value in zip(RANKS, values, strict=True)}
+def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    """Return values by their names; nothing if a line has something else in their place."""
+    known = isinstance(values, list | tuple) and len(values) == len(names)
+    return dict(zip(names, values, strict=True)) if known else {}
 
 
 def node_values(line: Mapping[str, Any]) -> dict[str, float]:
@@ -260,7 +238,14 @@ def node_values(line: Mapping[str, Any]) -> dict[str, float]:
 
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the line of a step as named numbers, without those that it lacks, such as MFU on unknown devices."""
-    spread = _of_ranks(STEP_SECONDS, line.get("rank_seconds"))
+    of_ranks = {key: [f"{key}/{rank}" for rank in RANKS] for key in (STEP_SECONDS, DATA_SECONDS, COMPUTE_SECONDS)}
+    load: Any = line.get("expert_load")
+    known = isinstance(load, list | tuple) and len(load) > 0 and all(map(is_number, load))
+    datasets, of_datasets = line.get("datasets"), dict[str, Any]()
+    for entry in datasets if isinstance(datasets, list | tuple) else ():
+        if isinstance(entry, list | tuple) and len(entry) == 4 and isinstance(entry[0], str):
+            name, loss, accuracy, _ = entry
+            of_datasets |= {f"train/{name}/loss": loss, f"train/{name}/accuracy": accuracy}
     values = {
         LOSS: line["trajectory"]["loss"],
         GRAD_NORM: line["trajectory"]["grad_norm"],
@@ -268,8 +253,8 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         EPOCH: line["trajectory"]["epoch"],
         ACCURACY: line.get("accuracy"),
         TOKEN_ACCURACY: line.get("accuracy"),
-        **_of_datasets(line.get("datasets")),
-        **_of_experts(line.get("expert_load")),
+        **of_datasets,
+        **_named(EXPERT_LOAD, (sum(load) / len(load), max(load)) if known else None),
         EXPERTS_IDLE: line.get("experts_idle"),
         TOKENS_PER_SECOND: line.get("tokens_per_second"),
         STEP_SECONDS: line.get("step_seconds"),
@@ -277,11 +262,11 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         MEMORY_BYTES: line.get("memory_bytes"),
         HOST_MEMORY_BYTES: line.get("host_memory_bytes"),
         GPU_UTILIZATION: line.get("gpu_utilization"),
-        **spread,
-        **dict(zip(SPREAD, spread.values(), strict=False)),
-        **_of_ranks(DATA_SECONDS, line.get("rank_data_seconds")),
-        **_of_ranks(COMPUTE_SECONDS, line.get("rank_compute_seconds")),
+        **_named(of_ranks[STEP_SECONDS], line.get("rank_seconds")),
+        **_named(SPREAD, line.get("rank_seconds")),
+        **_named(of_ranks[DATA_SECONDS], line.get("rank_data_seconds")),
+        **_named(of_ranks[COMPUTE_SECONDS], line.get("rank_compute_seconds")),
         MFU: line.get("mfu"),
-        **_of_prediction(line.get("predicted")),
+        **_named(PREDICTION_ERRORS, line.get("predicted")),
     }
     return {name: float(value) for name, value in values.items() if value is not None and is_number(value)}

@@ -46,42 +46,33 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
     with _opened(path) as file, open(temporary, "wb", opener=open_private) as output:
-        spans, taken = ([], Checked()) if last_step == 0 else _take(file, last_step)
+        if last_step == 0:
+            spans, taken = [], Checked()
+        elif (written := _as_written(file, last_step)) is not None:
+            spans, taken = [(0, written[0])], Checked(evaluated=frozenset(written[1]))
+        else:
+            spans, taken = _salvage(file, last_step)
         for first, after in spans:
             _copy(file, first, after, output)
         output.flush()
         os.fsync(output.fileno())
     if taken.problems and path.exists():
-        _keep(path, aside)
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(path, aside)  # where the file system can: a copy of 20 GB of holes would fill the disk
+            take_from_others(aside)  # everybody could read an older version's record
+        except OSError:
+            with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
+                shutil.copyfileobj(broken, kept)
     os.replace(temporary, path)
     sync_directory(path.parent)
     return taken
-
-
-def _keep(path: Path, aside: Path) -> None:
-    """Keep a file as `aside`, by a link where the file system can: a copy of 20 GB of holes would fill the disk."""
-    aside.unlink(missing_ok=True)
-    try:
-        os.link(path, aside)
-        take_from_others(aside)  # everybody could read an older version's record
-    except OSError:
-        with path.open("rb") as broken, open(aside, "wb", opener=open_private) as kept:
-            shutil.copyfileobj(broken, kept)
 
 
 def is_whole(path: Path, last_step: int) -> bool:
     """Return whether the record has exactly one line for every step up to this one, in order."""
     with _opened(path) as file:
         return _as_written(file, last_step) is not None
-
-
-def _take(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
-    """Return the places of the lines to keep, in order."""
-    written = _as_written(file, last_step)
-    if written is None:
-        return _salvage(file, last_step)
-    end, evaluated = written
-    return [(0, end)], Checked(evaluated=frozenset(evaluated))
 
 
 def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str]]] | None:
@@ -123,19 +114,17 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
         else:
             evaluations.append((step, (first, after)))
             evaluated |= {(step, key) for key in keys}
-    problems = []
-    if strange:
-        problems.append(f"{_lines_in_words(strange)} neither a step nor an evaluation, and left out")
-    if again:
-        problems.append(f"{_lines_in_words(again)} there twice; one of each is kept")
-    if not in_order:
-        problems.append("lines were not in the order of their steps, and are now")
     missing = [step for step in range(1, last_step + 1) if step not in steps]
-    if missing:
-        problems.append(f"the lines of {_steps_in_words(missing)} are missing, and lost")
+    said = (
+        (strange, f"{_lines_in_words(strange)} neither a step nor an evaluation, and left out"),
+        (again, f"{_lines_in_words(again)} there twice; one of each is kept"),
+        (not in_order, "lines were not in the order of their steps, and are now"),
+        (missing, f"the lines of {_steps_in_words(missing)} are missing, and lost"),
+    )
+    problems = tuple(words for wrong, words in said if wrong)
     # Sorting keeps the order of what is equal: first the step, then its evaluations.
     found = sorted([*steps.items(), *evaluations], key=lambda each: each[0])
-    return [span for _, span in found], Checked(evaluated=frozenset(evaluated), problems=tuple(problems))
+    return [span for _, span in found], Checked(evaluated=frozenset(evaluated), problems=problems)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, Iterable[str] | None]]:

@@ -1,4 +1,4 @@
-"""The interface of a tracker, a tracker that does nothing, and several trackers as one.
+"""The interface of a tracker, which does nothing by itself, and several trackers as one.
 
 Rank 0 calls a tracker, from one thread: `start` once, then `steps`, `evaluation`, `event` and `state` in any order, and
 `finish` at the end. Steps arrive in order, possibly many at once, as scalars are fetched from the device together.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from raytune_fsdp.base.batch import ParameterCount, StepMetrics
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, in_one_line
@@ -66,7 +66,9 @@ class RunStart:
     """Step of the newest checkpoint, if that is not `resumed_from`."""
 
 
-class Tracker(Protocol):
+class Tracker:
+    """Tracks nothing by itself: for every rank but 0."""
+
     def start(self, run: RunStart) -> None:
         """Begin an attempt, before its first step."""
 
@@ -81,6 +83,7 @@ class Tracker(Protocol):
 
     def state(self) -> dict[str, str]:
         """Return what a checkpoint must hold so that a run resumed from it continues here. May wait a bounded time."""
+        return {}
 
     def sync(self) -> None:
         """Return when everything reported so far is on storage. May be called from another thread."""
@@ -89,32 +92,7 @@ class Tracker(Protocol):
         """End the attempt. May wait for a bounded time; a second call does nothing."""
 
 
-class NullTracker:
-    """Tracks nothing: for every rank but 0."""
-
-    def start(self, run: RunStart) -> None:
-        pass
-
-    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
-        pass
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def event(self, name: str, /, **fields: object) -> None:
-        pass
-
-    def state(self) -> dict[str, str]:
-        return {}
-
-    def sync(self) -> None:
-        pass
-
-    def finish(self, status: Status) -> None:
-        pass
-
-
-class Composite:
+class Composite(Tracker):
     """Several trackers as one: each is called in turn, and a failure of one does not reach the others or training.
 
     Errors that this package raises on purpose do reach training, after every tracker has been called: a run directory
@@ -166,10 +144,10 @@ class Composite:
                     ours.__cause__ = error
                 elif index not in self._failed:
                     self._failed.add(index)
-                    name = type(tracker).__name__
                     logger.warning(
-                        "%s failed; training continues, later failures are not reported", name, exc_info=True
-                    )
+                        "%s failed; training continues, later failures are not reported", type(tracker).__name__,
+                        exc_info=True,
+                    )  # fmt: skip
         if ours is not None:
             raise ours
 

@@ -33,7 +33,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.base_model import agree_on_base
-from raytune_fsdp.run.build import Build, Site, build, optimizer_of
+from raytune_fsdp.run.build import Build, Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
@@ -127,6 +127,7 @@ def assemble(
         model=model,
         parallel=built.parallel,
         objective=objective,
+        sums=sums_of(built, config, plan),
         compiler=built.compiler,
         generates_with=generating(model, prepared.needs),
         tokenizer=prepared.tokenizer,

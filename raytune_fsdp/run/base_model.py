@@ -43,13 +43,10 @@ def begun_with(config: FinetuneConfig, before: Base | None) -> str | None:
 def check_base(
     config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights | None, before: Base | None
 ) -> None:
-    """Check what can be found wrong with a base before ranks start."""
-    check_exportable(config, network, origin)
-    check_sizes(config, files_of_base(config, origin), before)
+    """Check what can be found wrong with a base before ranks start.
 
-
-def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights | None) -> None:
-    """Refuse a run whose adapters could not be exported at its end."""
+    Refuse a run whose adapters could not be exported at its end, and another base by its files' names and sizes.
+    """
     if not type(network).__module__.startswith("transformers."):
         raise ModelError(
             f"method.type={config.method.type}: {type(network).__name__} brings code of its own, and adapters are "
@@ -66,17 +63,12 @@ def check_exportable(config: FinetuneConfig, network: PreTrainedModel, origin: S
             "export.merge=false: new tokens (model.add_tokens, model.resize_embeddings) are rows of the base, which "
             "PEFT's directory does not hold: set export.merge=true"
         )
-
-
-def check_sizes(config: FinetuneConfig, files: WeightFiles, before: Base | None) -> None:
-    """Refuse another base by its files' names and sizes, before a rank is started."""
-    if before is None:
-        return
-    sizes = files.sizes()
-    known = {name: each["bytes"] for name, each in before["files"].items()}
-    differ = sorted({name for name, _ in sizes.items() ^ known.items()})
-    if differ:
-        raise _changed(config, files, differ[0], before)
+    files = files_of_base(config, origin)
+    if before is not None:
+        known = {name: each["bytes"] for name, each in before["files"].items()}
+        differ = sorted({name for name, _ in files.sizes().items() ^ known.items()})
+        if differ:
+            raise _changed(config, files, differ[0], before)
 
 
 def agree_on_base(config: FinetuneConfig, origin: StartingWeights | None, before: Base | None, mode: FillMode) -> Base:

@@ -47,7 +47,15 @@ def adapters_of(tensors: Iterable[str]) -> str:
 def beginning_of(place: RunDir) -> tuple[RunState, str | None]:
     """Return the state in which a run without a checkpoint begins, and its `adapters_of` if they are known."""
     try:
-        values = _checked(read_json(place.beginning, limit=_BYTES))
+        values = read_json(place.beginning, limit=_BYTES)
+        if not isinstance(values, dict):
+            raise UnsoundError("is not a JSON object")
+        check_format(values.pop("format", None))
+        if values.keys() != _RULES.keys():
+            raise UnsoundError(f"has the entries {shown(sorted(values))}")
+        for key, value in values.items():
+            if not _RULES[key](value):
+                raise UnsoundError(f"has the {key} {shown(value)}")
     except FileNotFoundError:
         return RunState(newest_order=order_of(None)), None
     except (OSError, ValueError) as error:
@@ -89,15 +97,3 @@ def orders_on_record(place: RunDir) -> dict[str, int | None]:
             f"{place.plan} does not say how the run reads its rows ({reason(error)}); use the version that wrote it"
         ) from error
     return known
-
-
-def _checked(values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise UnsoundError("is not a JSON object")
-    check_format(values.pop("format", None))
-    if values.keys() != _RULES.keys():
-        raise UnsoundError(f"has the entries {shown(sorted(values))}")
-    for key, value in values.items():
-        if not _RULES[key](value):
-            raise UnsoundError(f"has the {key} {shown(value)}")
-    return values

@@ -50,6 +50,7 @@ from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.run.trials.cut import try_split
 from raytune_fsdp.step.accumulation import add_gradients
 from raytune_fsdp.step.flops import Architecture
+from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.operations import count_architecture, count_asleep
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.update import Optimizer
@@ -68,6 +69,7 @@ from raytune_fsdp.step.parallel import (
 )
 from raytune_fsdp.step.precision import store_frozen
 from raytune_fsdp.step.reduce_by_node import ranks_together
+from raytune_fsdp.step.sums import Sums, SumsByRank
 from raytune_fsdp.step.traffic import Traffic
 
 
@@ -169,7 +171,7 @@ def build(
     traffic, sharding = _moved(model, config, parallel, needs, site, per_node)
     stands_for = tuple(range(len(layers_of(model))) if keep is None else keep(model, parallel))
     units, layers = sharding_units(model, parallel, ends=needs.ends), layers_of(model)
-    _spread(model, units, parallel, mesh, site, compiler, per_node)
+    _spread(model, units, parallel, mesh, site, compiler, per_node, exact=config.run.exact)
     return Build(
         model=model,
         kernels=kernels,
@@ -216,7 +218,9 @@ def _moved(
     if not is_wrapped(parallel, site.layout.world):
         return None, None
     units, count = sharding_units(model, parallel, ends=needs.ends), site.micro_batches
-    traffic = traffic_of(model, units, parallel, site.layout, micro_batches=count, per_node=per_node)
+    traffic = traffic_of(
+        model, units, parallel, site.layout, micro_batches=count, per_node=per_node, exact=config.run.exact
+    )
     return traffic, describe(
         model, units, parallel, site.layout, traffic, micro_batches=count, heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
@@ -231,6 +235,8 @@ def _spread(
     site: Site,
     compiler: Compiler | None,
     per_node: int | None,
+    *,
+    exact: bool,
 ) -> None:
     """Choose how the layers run in training, and shard the network."""
     set_training_forward(
@@ -240,7 +246,7 @@ def _spread(
         offload=Offload(site.device, site.copies) if parallel.activation_offload else None,
         compiler=compiler,
     )
-    shard(model, mesh, parallel, units, per_node=per_node)
+    shard(model, mesh, parallel, units, per_node=per_node, exact=exact)
 
 
 def optimizer_of(built: Build, config: FinetuneConfig, micro_batches: int | None = None) -> Optimizer:
@@ -250,4 +256,9 @@ def optimizer_of(built: Build, config: FinetuneConfig, micro_batches: int | None
     """
     count = built.site.micro_batches if micro_batches is None else micro_batches
     add_gradients(built.kernels.get("gradients"), built.model, built.units, built.parallel, built.site.layout, count)
-    return build_optimizer(built.model, config.optim, config.method, seed=config.run.seed)
+    return build_optimizer(built.model, config.optim, config.method, seed=config.run.seed, exact=config.run.exact)
+
+
+def sums_of(built: Build, config: FinetuneConfig, plan: Plan) -> Sums:
+    """Return how a network that has its memory is summed over micro-batches and ranks."""
+    return SumsInOrder(built.model, plan.division) if config.run.exact else SumsByRank(plan.layout)

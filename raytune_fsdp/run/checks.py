@@ -16,7 +16,7 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.export.mark import check_replaceable
-from raytune_fsdp.plan.cadence import in_words, is_multiple
+from raytune_fsdp.plan.cadence import cadence_in_words, is_multiple
 from raytune_fsdp.plan.plan import Plan, layout_of, least_ranks, resolve
 from raytune_fsdp.plan.run_dir import RunDir, check_checkpoint_links, check_links, is_place_of_exports
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
@@ -35,7 +35,18 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
     """
     check_config(config, world)
     place = RunDir.of(config)
-    _check_places(config, place)
+    check_links(place.path)
+    _check_storage("run.storage", place.path)
+    if config.export.at_end:
+        export = Path(os.path.realpath(place.export))
+        check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
+    if not is_url(place.checkpoints):
+        if config.checkpoint.storage is not None:
+            check_checkpoint_links(place.checkpoints)
+        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
+    for file in (place.metrics, place.events):
+        if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
+            raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
     return place
 
 
@@ -45,18 +56,7 @@ def check_config(config: FinetuneConfig, world: int | None) -> None:
     check_trackers(config)
     check_early_stop(config)
     check_where(config)
-    check_sequence_length(config)
-    if config.train.max_steps is None:
-        if world is not None:
-            layout_of(config, world)
-    else:
-        plan = resolve(config, world or least_ranks(config))  # the fewest ranks have the fewest demands
-        check_best(config, plan)
-        check_export(config, plan)
-
-
-def check_sequence_length(config: FinetuneConfig) -> None:
-    """Refuse samples that ranks cannot share evenly, and an attention that cannot be shared."""
+    # Refuse samples that ranks cannot share evenly, and an attention that cannot be shared.
     sequence, length, attention = config.parallel.mesh.sequence, config.data.seq_len, config.model.attention
     if length % sequence:
         raise ConfigError(
@@ -68,6 +68,13 @@ def check_sequence_length(config: FinetuneConfig) -> None:
             f"model.attention={attention} with parallel.mesh.sequence={sequence}: only attention that is given the "
             "borders of documents can be shared by ranks; set model.attention=auto"
         )
+    if config.train.max_steps is None:
+        if world is not None:
+            layout_of(config, world)
+    else:
+        plan = resolve(config, world or least_ranks(config))  # the fewest ranks have the fewest demands
+        check_best(config, plan)
+        check_export(config, plan)
 
 
 def check_trackers(config: FinetuneConfig) -> None:
@@ -89,27 +96,9 @@ def check_trackers(config: FinetuneConfig) -> None:
         )
 
 
-def _check_places(config: FinetuneConfig, place: RunDir) -> None:
-    check_links(place.path)
-    _check_storage("run.storage", place.path)
-    if config.export.at_end:
-        export = Path(os.path.realpath(place.export))
-        check_replaceable(export, adopt=is_place_of_exports(export))  # here, not after hours of training
-    if not is_url(place.checkpoints):
-        if config.checkpoint.storage is not None:
-            check_checkpoint_links(place.checkpoints)
-        _check_storage("checkpoint.storage" if config.checkpoint.storage else "run.storage", Path(place.checkpoints))
-    for file in (place.metrics, place.events):
-        if file.exists() and not file.is_file():  # a pipe would keep its reader waiting
-            raise ResumeError(f"{file} is not a regular file, so it cannot be the record of the run: move it away")
-
-
 def warn_of_method(config: FinetuneConfig) -> None:
     """Warn of settings that can be meant, and mostly are not."""
-    method = config.method
-    if not isinstance(method, AdapterMethod):
-        return
-    if config.optim.lr <= _LR_OF_ALL:
+    if isinstance(config.method, AdapterMethod) and config.optim.lr <= _LR_OF_ALL:
         logger.warning(
             "optim.lr=%g is a rate for training every weight: adapters mostly want about ten times that (2e-4)",
             config.optim.lr,
@@ -180,9 +169,9 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         raise ConfigError(f"checkpoint.best={best} is not a metric of an evaluation: choose one of {', '.join(known)}")
     if keep and not is_multiple(plan.save_every, of=plan.eval_every):
         raise ConfigError(
-            f"checkpoint.keep_best={keep}, but only some of the checkpoints ({in_words(plan.save_every)}) would be "
-            f"evaluated ({in_words(plan.eval_every)}): make checkpoint.every a multiple of eval.every, or leave "
-            "checkpoint.every out"
+            f"checkpoint.keep_best={keep}, but only some of the checkpoints ({cadence_in_words(plan.save_every)}) "
+            f"would be evaluated ({cadence_in_words(plan.eval_every)}): make checkpoint.every a multiple of "
+            "eval.every, or leave checkpoint.every out"
         )
 
 
@@ -241,10 +230,9 @@ def check_where(config: FinetuneConfig) -> None:
 
 def check_export(config: FinetuneConfig, plan: Plan) -> None:
     """Refuse exports during training at steps without a checkpoint."""
-    every = plan.export_every
-    if every is None or is_multiple(every, of=plan.save_every):
-        return
-    raise ConfigError(
-        f"export.every={config.export.every}, but there is a checkpoint to export only {in_words(plan.save_every)}: "
-        f"make export.every a multiple of checkpoint.every, for example with checkpoint.every={config.export.every}"
-    )
+    if plan.export_every is not None and not is_multiple(plan.export_every, of=plan.save_every):
+        raise ConfigError(
+            f"export.every={config.export.every}, but there is a checkpoint to export only "
+            f"{cadence_in_words(plan.save_every)}: make export.every a multiple of checkpoint.every, for example with "
+            f"checkpoint.every={config.export.every}"
+        )

@@ -72,7 +72,12 @@ def _brought(files: WeightFiles, config: FinetuneConfig, say: Say) -> WeightFile
     hub, rank, fill = files.hub, dist.get_rank(), config.model.fill
     if hub is None:
         return files
-    _remove_left(_token_of(config))  # before all ranks meet, and leave theirs
+    # What ranks that were killed have left, before all ranks meet, and leave theirs.
+    own = _token_of(config)
+    with suppress(OSError):
+        for left in own.parent.glob(f"{_TOKEN}*"):
+            if left.name.startswith(own.name) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
+                left.unlink(missing_ok=True)
     lacking = on_all_ranks(lambda: bool(hub.lacking()))
     readers = [each for each, lacks in enumerate(lacking) if lacks and (fill == "sharded" or each == 0)]
     if readers:
@@ -81,7 +86,12 @@ def _brought(files: WeightFiles, config: FinetuneConfig, say: Say) -> WeightFile
         fetching = sorted({owners[each] for each in readers})
         _follow(hub, rank in fetching, len(fetching), silent_seconds(config.cluster), say)
         if owners[rank] in fetching:
-            _look(hub)
+            # This rank, too, has to see what another one has fetched into the cache that they share.
+            deadline = time.monotonic() + _SEEN_SECONDS
+            while hub.lacking() and time.monotonic() < deadline:
+                with suppress(OSError):
+                    os.listdir(hub.directory)  # network file systems ask again for what is listed
+                time.sleep(0.1)
     return files.here()
 
 
@@ -124,15 +134,6 @@ def _state(download: Download | None, *, silent: bool) -> tuple[bool, int, int |
     return silent, download.came, None if download.done() else download.checked
 
 
-def _look(hub: HubWeights) -> None:
-    """Wait until this rank, too, sees what another one has fetched into the cache that they share."""
-    deadline = time.monotonic() + _SEEN_SECONDS
-    while hub.lacking() and time.monotonic() < deadline:
-        with suppress(OSError):
-            os.listdir(hub.directory)  # network file systems ask again for what is listed
-        time.sleep(0.1)
-
-
 def _owners(config: FinetuneConfig) -> list[int]:
     """Of each rank the lowest one that has the same cache of the hub. Collective."""
     rank, common = dist.get_rank(), _token_of(config)
@@ -173,11 +174,3 @@ def _token_of(config: FinetuneConfig) -> Path:
     """What the names of the files begin with that ranks of this run leave."""
     run = hashlib.sha256(str(RunDir.of(config).path).encode()).hexdigest()[:16]
     return cache() / ".locks" / f"{_TOKEN}{run}-"  # where the hub's library looks for no models
-
-
-def _remove_left(own: Path) -> None:
-    """What ranks that were killed have left."""
-    with suppress(OSError):
-        for left in own.parent.glob(f"{_TOKEN}*"):
-            if left.name.startswith(own.name) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
-                left.unlink(missing_ok=True)

@@ -55,13 +55,21 @@ def check_extension(
             f"(train.epochs={config.train.epochs}, train.max_steps={config.train.max_steps}); start a run of the "
             "length you want under another run.name"
         )
-    first = max(state.step, _steps_before(place, state)) + 1
+    try:
+        before = plan_on_record(place).steps
+    except ResumeError:  # only the checkpoints are left, which know the length that the run had before it was extended
+        before = state.schedule_steps or 0
+    first = max(state.step, before) + 1
     if first <= plan.steps and _rates_are_zero(config, plan, first):
+        # Some schedules reach their end in their last step, and not one later: a single step needs one more.
+        rate = multiplier(first, config.optim, schedule_steps=plan.steps, warmup_steps=plan.warmup_steps)
+        enough, train = plan.steps if rate else plan.steps + 1, config.train
+        length = f"train.max_steps={train.max_steps}" if train.epochs is None else f"train.epochs={train.epochs:g}"
         raise ResumeError(
-            f"{_length_of(config)} adds {_steps(first, plan.steps)} with a learning rate of 0: the schedule has ended "
+            f"{length} adds {_steps(first, plan.steps)} with a learning rate of 0: the schedule has ended "
             f"there (optim.schedule.type={config.optim.schedule.type} over {plan.schedule_steps} steps, floor 0), so "
-            f"nothing would be trained; plan it again with --optim.schedule_steps {_enough(config, plan, first)}, or "
-            f"start a run from these weights with {_branch(config, place, checkpoint)}"
+            f"nothing would be trained; plan it again with --optim.schedule_steps {enough}, or start a run from these "
+            f"weights with {_branch(config, place, checkpoint)}"
         )
 
 
@@ -76,24 +84,9 @@ def warn_of_schedule(config: FinetuneConfig, plan: Plan) -> None:
         )  # fmt: skip
 
 
-def _steps_before(place: RunDir, state: RunState) -> int:
-    """Return the number of steps that the run had before it was extended."""
-    try:
-        return plan_on_record(place).steps
-    except ResumeError:  # only the checkpoints are left, which know the first length
-        return state.schedule_steps or 0
-
-
 def _rates_are_zero(config: FinetuneConfig, plan: Plan, first: int) -> bool:
     """Return whether all steps from `first` on have the rate 0: past its end, no schedule rises again."""
     return lr_factor(first, config.optim, plan) == 0.0 == lr_factor(plan.steps, config.optim, plan)
-
-
-def _enough(config: FinetuneConfig, plan: Plan, first: int) -> int:
-    """Return a length for the schedule with which the added steps train."""
-    # Some schedules reach their end in their last step, and not one later: a single step needs one more.
-    rate = multiplier(first, config.optim, schedule_steps=plan.steps, warmup_steps=plan.warmup_steps)
-    return plan.steps if rate else plan.steps + 1
 
 
 def _branch(config: FinetuneConfig, place: RunDir, checkpoint: CommittedCheckpoint) -> str:
@@ -103,11 +96,6 @@ def _branch(config: FinetuneConfig, place: RunDir, checkpoint: CommittedCheckpoi
     options = "--model.init pretrained " if config.model.init != "pretrained" else ""
     options += "--model.architecture null " if config.model.architecture is not None else ""
     return f"--run.name NAME {options}--model.path {checkpoint.path}"
-
-
-def _length_of(config: FinetuneConfig) -> str:
-    train = config.train
-    return f"train.max_steps={train.max_steps}" if train.epochs is None else f"train.epochs={train.epochs:g}"
 
 
 def _steps(first: int, last: int) -> str:

@@ -28,6 +28,7 @@ from raytune_fsdp.run.saving import Saves, stopped
 from raytune_fsdp.step.optim.schedule import lr_factor
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.profiling import StepProfiler
+from raytune_fsdp.step.sums import Sums
 from raytune_fsdp.step.train_step import LossScale, train_step
 
 
@@ -42,6 +43,7 @@ class RankRun:
     parallel: ParallelConfig
     """The config's `parallel`, as this attempt applies it."""
     objective: Objective
+    sums: Sums
     compiler: Compiler | None
     """None: the layers run as they are."""
     generates_with: str
@@ -88,6 +90,7 @@ def train(parts: RankRun, stop: Stop) -> RunState:
                 parts.model, parts.optimizer, parts.scale, batches,
                 plan=plan, parallel=parts.parallel, optim=parts.config.optim,
                 lr_factor=factor, seed=parts.config.run.seed, objective=parts.objective,
+                sums=parts.sums,
             )  # fmt: skip
         meter.add(batches, tensors, lr=parts.config.optim.lr * factor, data_seconds=data_seconds)
         evaluating = plan.due(step, plan.eval_every)
@@ -125,7 +128,13 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
         parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
-    _log_compiler(parts, step)
+    if parts.compiler is not None:
+        parts.compiler.agree()
+        graphs, failure = parts.compiler.news()
+        if graphs:
+            parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
+        if failure is not None:
+            parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
     for fields in parts.meter.slow():
         parts.tracker.event(names.SLOW_RANK, step=step, **fields)
     for fields in parts.meter.forecast():
@@ -133,17 +142,6 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
     parts.meter.check(rows)
-
-
-def _log_compiler(parts: RankRun, step: int) -> None:
-    if parts.compiler is None:
-        return
-    parts.compiler.agree()
-    graphs, failure = parts.compiler.news()
-    if graphs:
-        parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
-    if failure is not None:
-        parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
 
 
 def _evaluate(parts: RankRun, step: int) -> None:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
-from raytune_fsdp.model.adapters.attach import base_name, experts_without_adapter, frozen_experts, is_adapted
+from raytune_fsdp.config.sections.method import ALL_LINEAR, LoraMethod, QloraMethod
+from raytune_fsdp.model.adapters.attach import base_name, frozen_experts, is_adapted, unadapted
 from raytune_fsdp.model.adapters.principal import check_ranks
 from raytune_fsdp.model.added_rows import why_rows_not_alone
 from raytune_fsdp.model.attention.choose import KernelNeeds, positions_of, takes_position_ids
@@ -68,8 +68,19 @@ def _adapters(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> N
     warn_of_method(config)
     if isinstance(config.method, LoraMethod) and config.method.init != "zero":
         check_ranks(network, config.method.init)
-    if is_adapted(network) and (experts := experts_without_adapter(network)):
-        logger.warning("the experts get no adapter: name their weights in method.target_parameters (%s)", experts)
+    if not is_adapted(network):
+        return
+    names, share = unadapted(network)
+    if experts := sorted(frozen_experts(network).keys() & set(names)):
+        logger.warning(
+            "the experts get no adapter: name their weights in method.target_parameters (%s); now %.0f %% of the "
+            "layers' weights have none", experts, 100 * share,
+        )  # fmt: skip
+    elif share > 0.5 and getattr(config.method, "target_modules", None) == ALL_LINEAR:
+        logger.warning(
+            "method.target_modules=%s: %.0f %% of the layers' weights are in no linear layer and get no adapter (%s); "
+            "method.target_parameters names such weights", ALL_LINEAR, 100 * share, ", ".join(names[:6]),
+        )  # fmt: skip
 
 
 def _optimizer(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import replace_durably, take_from_others
 from raytune_fsdp.base.errors import RaytuneError, in_one_line, pip_install
+from raytune_fsdp.base.machine import processor
 from raytune_fsdp.base.mark import MOST_BYTES, with_mark
 from raytune_fsdp.base.redaction import redact, redact_text
 from raytune_fsdp.base.untrusted import read_file
@@ -51,7 +51,7 @@ from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, r
 from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
-from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Tracker, flatten
+from raytune_fsdp.record.tracker import Composite, RunStart, Tracker, flatten
 from raytune_fsdp.run.described import used_data
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
@@ -89,10 +89,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     keep_from_others(place)
     changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step)
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
-    aside = []
-    if standing.checkpoint is not None:
-        for found, now in set_aside(standing.damaged, standing.checkpoint):
-            aside.append({"path": found.path, "problem": standing.damaged[found], "now": now})
+    renamed = set_aside(standing.damaged, standing.checkpoint) if standing.checkpoint is not None else []
+    aside = [{"path": found.path, "problem": standing.damaged[found], "now": now} for found, now in renamed]
     if standing.state.step == 0:  # the evaluations of checkpoints that are gone
         place.evaluations.unlink(missing_ok=True)
     replace_durably(place.config, recorded_text(config), private=True)
@@ -164,16 +162,8 @@ def _versions() -> dict[str, str | None]:
 
 def computed_on(device: torch.device) -> dict[str, object]:
     """Return what decides the bits of an attempt's results besides its config: equal entries mean equal bits."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor() or platform.machine()
     return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads(), "versions": _versions()}
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def start_tracker(
@@ -188,9 +178,11 @@ def start_tracker(
 ) -> Tracker:
     """Return rank 0's trackers, those of the config and `more`; other ranks get one that does nothing."""
     if dist.get_rank() != 0:
-        return NullTracker()
+        return Tracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
-    tracker = Composite([*more, *_trackers_of(config, prepared.place, console)], record=record)
+    shown = [ConsoleTracker(console, every=config.tracking.console_every)] if config.tracking.console else []
+    followers = _followers(config, prepared.place, seconds=RANKS_WAIT_SECONDS)
+    tracker = Composite([*more, *shown, *followers], record=record)
     tracker.start(run_start(config, prepared, standing, standing.attempt))
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
@@ -229,12 +221,6 @@ def start_tracker(
     if prepared.census is not None and standing.state.step == 0:
         _report_lost_rows(tracker, prepared.census)
     return tracker
-
-
-def _trackers_of(config: FinetuneConfig, place: RunDir, console: TextIO | None) -> Iterator[Tracker]:
-    if config.tracking.console:
-        yield ConsoleTracker(console, every=config.tracking.console_every)
-    yield from _followers(config, place, seconds=RANKS_WAIT_SECONDS)
 
 
 def _followers(
@@ -327,8 +313,7 @@ def last_tracking(
     is written.
     """
     found = list(_followers(config, prepared.place, seconds=seconds, progress=progress))
-    events = read_events(prepared.place.events)
-    attempt = max((event["attempt"] for event in events), default=0)
+    attempt = max((event["attempt"] for event in read_events(prepared.place.events)), default=0)
     start = run_start(config, prepared, before, attempt)
     for tracker in found:
         tracker.start(replace(start, over=True, committed=step))

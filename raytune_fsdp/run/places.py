@@ -105,7 +105,10 @@ def check_places(
     named: set[str] = set()
     if run is not None and not is_url(run):
         if config is not None:  # not what the command's own arguments have replaced
-            named |= _named_by_config(Path(run), places_in(config.model_dump()))
+            named |= places_in(config.model_dump())
+            # Invalid by itself, arguments may mend it, and then it names them all the same.
+            with suppress(RaytuneError):
+                named &= places_in(load_config(Path(run) / CONFIG_FILE).model_dump())
         if run == place and (elsewhere := checkpoints_of(Path(run))) != str(Path(run) / CHECKPOINTS):
             named.add(f"{_CHECKPOINTS}{elsewhere}")
     chosen = _chosen_in(run)
@@ -226,16 +229,6 @@ def _from_run(run: str, name: str) -> bytes:
     if is_url(run):
         return ObjectStorage(run).read(MODEL_FILES, name, MOST_BYTES)
     return read_file(Path(run) / MODEL_FILES / name, limit=MOST_BYTES)
-
-
-def _named_by_config(run: Path, named: set[str]) -> set[str]:
-    """Return which of these places the run's own config names, and not the command's arguments.
-
-    All of them where that config is invalid by itself: arguments may mend it, and then it names them all the same."""
-    try:
-        return named & places_in(load_config(run / CONFIG_FILE).model_dump())
-    except RaytuneError:
-        return named
 
 
 def _began_with(run: str) -> str | None:

@@ -7,7 +7,7 @@ need not see the model's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.questions import Questions, check_names, open_tasks
+from raytune_fsdp.data.questions import check_names, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -84,7 +84,10 @@ def prepare(
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     network = build_network(hf_config, config, added)
-    _name_class(hf_config, network)
+    # For those who load the exported model.
+    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
+    if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
+        del hf_config.auto_map  # it would load other code; this network is transformers' own
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
     check_network(config, network, needs, world)
@@ -126,7 +129,16 @@ def prepare(
         commit=commit_here(),
     )
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
-    _check_plan(config, standing, evals, tasks, new=found.checkpoint is None and not dry)
+    # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
+    # evaluations are known.
+    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
+    metrics += [name for task in tasks for name in metrics_of(task)]
+    check_best(config, standing.plan, metrics)
+    check_early_stop(config, metrics)
+    check_export(config, standing.plan)
+    if found.checkpoint is None and not dry:
+        warn_of_schedule(config, standing.plan)
+        warn_of_saves(config)
     return prepared, confirm_complete(config, prepared, standing)
 
 
@@ -146,21 +158,6 @@ def _counted(
         return counted, built + counted.built
     # Only the first window; the others are built during training. A wrong column or template shows in it already.
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
-
-
-def _check_plan(
-    config: FinetuneConfig, standing: ResumePoint, evals: Iterable[str], tasks: Sequence[Questions], *, new: bool
-) -> None:
-    """Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
-    evaluations are known."""
-    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
-    metrics += [name for task in tasks for name in metrics_of(task)]
-    check_best(config, standing.plan, metrics)
-    check_early_stop(config, metrics)
-    check_export(config, standing.plan)
-    if new:
-        warn_of_schedule(config, standing.plan)
-        warn_of_saves(config)
 
 
 def _origin(
@@ -262,10 +259,3 @@ def _generation_config(network: PreTrainedModel, directory: Path | None) -> Gene
         except Exception as error:  # its checks may raise anything
             logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, first_line(error))
     return network.generation_config
-
-
-def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
-    """Name the network's class in its config, for those who load the exported model."""
-    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
-    if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
-        del hf_config.auto_map  # it would load other code; this network is transformers' own

@@ -17,11 +17,10 @@ from raytune_fsdp.checkpoint.contents import INITIAL
 from raytune_fsdp.checkpoint.form import WrittenAs, sees, written_of
 from raytune_fsdp.checkpoint.merged import base_of, check_rows_stored, merged_weights, named_class, saved_network
 from raytune_fsdp.checkpoint.model_files import model_files
-from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.model.directory.files import WeightFiles
-from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.export.adapter import check_found_by_others, export_adapter
 from raytune_fsdp.model.export.mean import MeanTensors
 from raytune_fsdp.model.export.write import export
@@ -89,6 +88,13 @@ def export_checkpoint(
         check_rows_stored(checkpoint, files, base)
         named = named_class(files, base or found["path"], None if base else found["revision"])
         network = saved_network(checkpoint, files)
+        # The class that an adapter's names belong to, if that is not the run's own.
+        kind, sentence = type(named.network).__name__, None
+        if named.unbuilt is not None:
+            sentence = f"Its names are those of a `{kind}`, the language model alone: load it on top of that one."
+        elif not named.is_own:
+            known = "the class that the base's config names"
+            sentence = f"Its names are those of a `{kind}`, {known}: load it on top of that one."
         export_adapter(
             CheckpointWeights(checkpoint),
             CheckpointWeights(checkpoint, INITIAL),
@@ -98,13 +104,15 @@ def export_checkpoint(
             destination,
             base=base or found["path"],
             revision=None if base else found["revision"],
-            card=model_card(checkpoint, files, dtype="fp32", adapter=True, sentence=_beside_which(named)),
+            card=model_card(checkpoint, files, dtype="fp32", adapter=True, sentence=sentence),
             prove=partial(check_acts, network=network, named=named),
         )
         return
     moved, frozen = _bases(checkpoint, files, base)
     written = written_of(checkpoint, files, merged_weights(checkpoint, files, frozen), base_files=frozen, moved=moved)
     card = model_card(checkpoint, files, dtype=chosen.dtype, sentence=written.sentence)
+    # An export by a version that left no mark is known by its place, or by its card's hash.
+    place, state = Path(os.path.realpath(destination)), read_state(checkpoint)
     export(
         written.source,
         files,
@@ -114,7 +122,7 @@ def export_checkpoint(
         card=card,
         form=written.form,
         trust_remote_code=trust_remote_code,
-        adopt=_is_older_export(Path(os.path.realpath(destination)), read_state(checkpoint)),
+        adopt=is_place_of_exports(place) or is_of_same_run(place, state),
     )
     _say_alone(checkpoint, written, destination, events)
 
@@ -182,16 +190,6 @@ def _bases(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> tu
     return None, base_of(checkpoint, base)
 
 
-def _beside_which(named: NamedClass) -> str | None:
-    """Return the sentence on an adapter's card about the class that its names belong to; None if none is needed."""
-    kind = type(named.network).__name__
-    if named.unbuilt is not None:
-        return f"Its names are those of a `{kind}`, the language model alone: load it on top of that one."
-    if named.is_own:
-        return None
-    return f"Its names are those of a `{kind}`, the class that the base's config names: load it on top of that one."
-
-
 def _say_alone(checkpoint: CommittedCheckpoint, written: WrittenAs, destination: Path, events: Path | None) -> None:
     """Warn, and note among the run's events, that an export has the language model alone."""
     if written.alone is None or written.form is None:
@@ -210,8 +208,3 @@ def _check_whole(checkpoint: CommittedCheckpoint) -> None:
     problem = verify(checkpoint, hashes=True, threads=READERS)
     if problem is not None:
         raise ResumeError(f"checkpoint {checkpoint.path} is damaged, so it is not exported: {problem}; use another one")
-
-
-def _is_older_export(destination: Path, state: RunState) -> bool:
-    """Return whether an export by a version that left no mark may have written this: by place or by the card's hash."""
-    return is_place_of_exports(destination) or is_of_same_run(destination, state)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from raytune_fsdp.base.untrusted import read_file, shown
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
-from raytune_fsdp.config import FinetuneConfig, OptimConfig, ParallelConfig
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.sections.method import unordered
 from raytune_fsdp.config.text import MAX_BYTES, parse, problem_line, spelled
@@ -50,8 +51,16 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         for key, value in hf_config.to_diff_dict().items()
         if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
     }
-    optim = named("optim", _by_its_meaning(config), exclude=("schedule_steps", "max_skipped"))
+    # In one spelling: moments in fp32 with weights in fp32 are the same run either way.
+    chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32", "fp8")
+    if not (chosen.type == "adamw" and chosen.moments == "fp32" and wide):
+        meant = config.optim
+    else:
+        meant = config.optim.model_copy(update={"optimizer": chosen.model_copy(update={"moments": "as_weights"})})
+    optim = named("optim", meant, exclude=("schedule_steps", "max_skipped"))
     added = [token.model_dump() for token in config.model.add_tokens]
+    # Weights that travel in 8 bits come out the same.
+    fp8 = {"parallel.fp8_scaling": config.parallel.fp8_scaling} if config.parallel.precision == "fp8" else {}
     identity = {
         **architecture,
         **{f"optim.{key}": value for key, value in optim.items()},
@@ -60,18 +69,14 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         **({"model.add_tokens": added} if added != ABSENT["model.add_tokens"] else {}),
         "method": named("method", config.method, exclude=("adapter",)),  # its values decide, not its path
         "run.seed": config.run.seed,
+        **({"run.exact": True} if config.run.exact != ABSENT["run.exact"] else {}),
         "parallel.precision": config.parallel.precision,
-        **_rounding(config.parallel),
+        **fp8,
+        **({"parallel.reduce_dtype": "bf16"} if config.parallel.reduce_dtype == "bf16" else {}),
         **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},
         **data_identity_of(train),
     }
     return _normal(identity)
-
-
-def _rounding(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return what else decides how numbers are rounded. Weights that travel in 8 bits come out the same."""
-    found = {"parallel.fp8_scaling": parallel.fp8_scaling} if parallel.precision == "fp8" else {}
-    return {**found, "parallel.reduce_dtype": "bf16"} if parallel.reduce_dtype == "bf16" else found
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:
@@ -83,14 +88,6 @@ def _normal(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity as a checkpoint will return it, and without what may not be in one."""
     normal: dict[str, Any] = redact_shapes(json.loads(json.dumps(identity, default=str)))
     return normal
-
-
-def _by_its_meaning(config: FinetuneConfig) -> OptimConfig:
-    """Return `optim` in one spelling: moments in fp32 with weights in fp32 are the same run either way."""
-    chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32", "fp8")
-    if not (chosen.type == "adamw" and chosen.moments == "fp32" and wide):
-        return config.optim
-    return config.optim.model_copy(update={"optimizer": chosen.model_copy(update={"moments": "as_weights"})})
 
 
 def _data_key(key: str) -> str:
@@ -130,7 +127,15 @@ def find_resume(
             f"{checkpoints} cannot be read: {error}; check checkpoint.storage, run.storage and their credentials"
         ) from error
     if found is None:
-        _check_never_saved(place)
+        # A run from scratch whose checkpoints are not where they should be would cut its record.
+        saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
+        saved = [fields for fields in saved if {"step", "path"} <= fields.keys()]
+        if saved:
+            raise ResumeError(
+                f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
+                f"{saved[-1]['path']}: mount that storage, or set checkpoint.storage back to it; to start again, "
+                f"choose another run.name or remove {place.path}"
+            )
         if resume == "always":
             raise ResumeError(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
@@ -190,18 +195,6 @@ def _module_of(name: str) -> str:
     return base_name(name.partition(".lora_")[0])
 
 
-def _check_never_saved(place: RunDir) -> None:
-    """Refuse to start a run from scratch whose checkpoints are not where they should be: its record would be cut."""
-    saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
-    saved = [fields for fields in saved if {"step", "path"} <= fields.keys()]
-    if saved:
-        raise ResumeError(
-            f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
-            f"{saved[-1]['path']}: mount that storage, or set checkpoint.storage back to it; to start again, choose "
-            f"another run.name or remove {place.path}"
-        )
-
-
 def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[Any]]:
     """Return the old and the new value of every setting that differs from the run's last attempt.
 
@@ -211,17 +204,11 @@ def changed_settings(place: RunDir, config: FinetuneConfig) -> dict[str, list[An
     tree = last_config(place)
     if not tree:
         return {}
-    before = flatten(recorded(_with_defaults(tree)))
+    with suppress(ValidationError):  # a value that is hidden, or a field that is gone
+        tree = FinetuneConfig.model_validate(tree).model_dump()  # newer fields at their defaults are no change
+    before = flatten(recorded(tree))
     now = flatten(recorded(config.model_dump()))
     return {key: [before.get(key), now.get(key)] for key in sorted({*before, *now}) if before.get(key) != now.get(key)}
-
-
-def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with the fields that are newer than it: at their defaults they are no change."""
-    try:
-        return FinetuneConfig.model_validate(tree).model_dump()
-    except ValidationError:  # a value that is hidden, or a field that is gone
-        return tree
 
 
 def last_config(place: RunDir) -> dict[str, Any]:

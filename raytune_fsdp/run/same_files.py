@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -57,21 +56,17 @@ def _marks_of_all(files: WeightFiles) -> list[tuple[Mark, ...]]:
     def look() -> tuple[Mark, ...]:
         try:
             found = ((name, (files.directory / name).stat()) for name in files.sizes())
-            host = socket.gethostname() if _kind_of(files.directory) in _OWN else ""
+            place, all_mounts = f"{files.directory.resolve()}/", []
+            with suppress(OSError):  # where mounts may not be read, every machine's copy counts as shared
+                all_mounts = psutil.disk_partitions(all=True)
+            mounts = [each for each in all_mounts if place.startswith(f"{each.mountpoint.rstrip('/')}/")]
+            kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
+            host = socket.gethostname() if kind in _OWN else ""
             return tuple((name, stat.st_size, stat.st_ino, stat.st_mtime_ns, host) for name, stat in found)
         except OSError as error:
             raise TransientError(f"{files.directory} could not be read: {error}") from error
 
     return on_all_ranks(look)
-
-
-def _kind_of(directory: Path) -> str:
-    """Return the type of the file system that a directory is on."""
-    place, all_mounts = f"{directory.resolve()}/", []
-    with suppress(OSError):  # where mounts may not be read, every machine's copy counts as shared
-        all_mounts = psutil.disk_partitions(all=True)
-    mounts = [each for each in all_mounts if place.startswith(f"{each.mountpoint.rstrip('/')}/")]
-    return max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
 
 
 def _hashed(files: WeightFiles, names: Sequence[str]) -> dict[str, str]:

@@ -55,9 +55,7 @@ class Boundary:
 def stopped(reason: StopReason, step: int) -> RaytuneError:
     """Return the error that ends an attempt which has saved this step because it had to stop."""
     after = f"stopped {reason.words} after step {step}, which is saved"
-    if reason.ends_run:
-        return Interrupted(f"{after}; the same command continues from there")
-    return HandedOver(after)
+    return Interrupted(f"{after}; the same command continues from there") if reason.ends_run else HandedOver(after)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +135,13 @@ class Saves:
         """Return whether to save after this step. A save that is due while another is being written begins after it."""
         wanted = planned or boundary.asked or self._due
         if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
-            boundary = self._recovered(boundary)
+            # A recovery point is being written: where the planned saves are must not depend on the clock. This does not
+            # wait for long: storage that stands still postpones planned saves as always. Collective.
+            looks = round(_PATIENCE_SECONDS / _LOOK_SECONDS)  # counted, so that all ranks wait for as long
+            while looks and not boundary.free:
+                time.sleep(_LOOK_SECONDS)
+                beat()
+                boundary, looks = self.agree(self._stop), looks - 1
         if wanted and not boundary.free:
             if planned:
                 self.tracker.event(names.SAVE_POSTPONED, step=step)
@@ -146,18 +150,6 @@ class Saves:
         self._due = False
         self._lasting = wanted
         return wanted or (boundary.by_clock and boundary.free)
-
-    def _recovered(self, boundary: Boundary) -> Boundary:
-        """Wait for a recovery point that is being written: where the planned saves are must not depend on the clock.
-
-        It does not wait for long: storage that stands still postpones planned saves as always. Collective.
-        """
-        looks = round(_PATIENCE_SECONDS / _LOOK_SECONDS)  # counted, so that all ranks wait for as long
-        while looks and not boundary.free:
-            time.sleep(_LOOK_SECONDS)
-            beat()
-            boundary, looks = self.agree(self._stop), looks - 1
-        return boundary
 
     def begin(self, state: RunState) -> None:
         """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""
@@ -179,26 +171,23 @@ class Saves:
         A stop that was asked for remains one: nothing must start the run again.
         """
         try:
-            self._save_last(state)
+            self._finish()
+            # A save was due at this step anyway. But a run that has come to its end leaves more than a recovery point.
+            if self.committed != state.step or (self._stop is None and self.recovery == state.step):
+                self._lasting = True
+                self._wait_until_free()
+                self._start(state)
+                outcome = self._finish()
+                if outcome is None or outcome.saved is None:
+                    raise TransientError(
+                        f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; "
+                        "free space or repair the storage, then run the same command to continue from the previous "
+                        "checkpoint"
+                    )
         except TransientError as error:
             if self._stop is None or not self._stop.ends_run:
                 raise
             raise Interrupted(f"stopped {self._stop.words} after step {state.step}, but {error}") from error
-
-    def _save_last(self, state: RunState) -> None:
-        self._finish()
-        # A save was due at this step anyway. But a run that has come to its end leaves more than a recovery point.
-        if self.committed == state.step and (self._stop is not None or self.recovery != state.step):
-            return
-        self._lasting = True
-        self._wait_until_free()
-        self._start(state)
-        outcome = self._finish()
-        if outcome is None or outcome.saved is None:
-            raise TransientError(
-                f"the checkpoint of step {state.step} could not be written: {outcome and outcome.problem}; free space "
-                "or repair the storage, then run the same command to continue from the previous checkpoint"
-            )
 
     def leave(self) -> None:
         """Wait for the writer of this rank, before its process ends."""
@@ -214,19 +203,15 @@ class Saves:
 
     def _finish(self) -> Outcome | None:
         """Wait for the outcome of the last save, and of writing it again. None if there is none to wait for."""
-        outcome = self._ended()
-        while self._again:
+        while True:
+            with waiting(self.saver.seconds):
+                outcome = self.saver.finish()
+            if outcome is not None:
+                self._record(outcome)
+            if not self._again:
+                return outcome
             self._wait_until_free()
             self._write_again()
-            outcome = self._ended()
-        return outcome
-
-    def _ended(self) -> Outcome | None:
-        with waiting(self.saver.seconds):
-            outcome = self.saver.finish()
-        if outcome is not None:
-            self._record(outcome)
-        return outcome
 
     def _write_again(self) -> None:
         self._again = False
@@ -324,8 +309,21 @@ def open_saves(
     clock, intervals = None, intervals_of(config.checkpoint)
     if intervals is not None and dist.get_rank() == 0 and not prepared.dry:
         clock = Clock(intervals, fresh=standing.checkpoint is None, lost=lost)
+    scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
+    if dist.get_rank() == 0 and config.checkpoint.keep_best:
+        found = read_evaluations(prepared.place.metrics, standing.state.step)
+        scores = {step: score(values, config.checkpoint.best) for step, values in found.items()}
     return (NothingSaved if prepared.dry else Saves)(
-        saver=_saver(config.checkpoint, prepared, standing, model, optimizer),
+        saver=open_saver(
+            prepared.place.checkpoints,
+            model,
+            optimizer,
+            attempt=standing.attempt,
+            keep=keep_of(config.checkpoint),
+            seconds=config.checkpoint.timeout_minutes * 60,
+            asynchronous=config.checkpoint.asynchronous,
+            scores={step: value for step, value in scores.items() if value is not None},
+        ),
         tracker=tracker,
         requests=Requests(prepared.place.path),
         saved=saved,
@@ -371,22 +369,3 @@ def keep_of(chosen: CheckpointConfig) -> Keep:
     """Return which checkpoints a config keeps."""
     highest = highest_is_best(chosen.best, chosen.best_is)
     return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)
-
-
-def _saver(
-    chosen: CheckpointConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, optimizer: Optimizer
-) -> Saver:
-    scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
-    if dist.get_rank() == 0 and chosen.keep_best:
-        found = read_evaluations(prepared.place.metrics, standing.state.step)
-        scores = {step: score(values, chosen.best) for step, values in found.items()}
-    return open_saver(
-        prepared.place.checkpoints,
-        model,
-        optimizer,
-        attempt=standing.attempt,
-        keep=keep_of(chosen),
-        seconds=chosen.timeout_minutes * 60,
-        asynchronous=chosen.asynchronous,
-        scores={step: value for step, value in scores.items() if value is not None},
-    )

@@ -30,7 +30,7 @@ from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import AdapterMethod, LoraMethod, QloraMethod
+from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
 from raytune_fsdp.model.adapters.attach import AdaptedWeights, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.adapters.config_file import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapters.names import keys_held, own_names
@@ -168,7 +168,13 @@ def find_origin(
         origin = StartingWeights(stored=files, match=match_keys(network, files), grown={})
     weights = origin.weights(network)
     if checkpoint is not None:
-        _check_names(network, weights, origin.where)
+        # A checkpoint has exactly the network's own names; the keys of files were matched to them.
+        differ = sorted(set(owned_tensors(network)) ^ set(weights.shapes()))
+        if differ:
+            raise ModelError(
+                f"{origin.where} belongs to another network than its config.json describes: {differ[0]}"
+                + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
+            )
     grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings or added else {}
     check_shapes(network, GrownWeights(weights, grown))
     return replace(origin, grown=grown, added=dict.fromkeys(_rows_of_tokens(network), added) if added else {})
@@ -194,7 +200,16 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
     directory = files.directory
     assert base is not None, "adapters have a base"
     named = find_named(without_adapters(config, network), base, base)
-    _check_alike(config, path, adapter_method(directory, files.file_of, own_names(named)))
+    # The same matrices, scaled otherwise, mean something else under this method.
+    there = adapter_method(directory, files.file_of, own_names(named))
+    if not isinstance(config.method, type(there)):
+        raise ModelError(f"method.adapter={path} is of the kind {there.type}: set method.type to it")
+    for each in ("alpha", "rank", "rank_stabilized", "dora"):
+        ours, other = getattr(config.method, each, None), getattr(there, each, None)
+        if ours != other:
+            raise ModelError(
+                f"method.adapter={path} has {each}={other}, and method.{each} is {ours}: set it to {other}"
+            )
     found = AdapterFiles(files=files, key_of=keys_held(network, named, files.file_of))
     unknown = sorted(files.file_of.keys() ^ set(found.key_of.values()))
     if unknown:
@@ -211,18 +226,6 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
         here = config.model.path
         logger.warning("method.adapter=%s is of %s, and model.path is %s: is it the same?", path, theirs[:200], here)
     return found
-
-
-def _check_alike(config: FinetuneConfig, path: str, there: AdapterMethod) -> None:
-    """Refuse an adapter that means something else under this method: the same matrices, scaled otherwise."""
-    if not isinstance(config.method, type(there)):
-        raise ModelError(f"method.adapter={path} is of the kind {there.type}: set method.type to it")
-    for each in ("alpha", "rank", "rank_stabilized", "dora"):
-        ours, theirs = getattr(config.method, each, None), getattr(there, each, None)
-        if ours != theirs:
-            raise ModelError(
-                f"method.adapter={path} has {each}={theirs}, and method.{each} is {ours}: set it to {theirs}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,16 +247,6 @@ def _rows_of_tokens(network: PreTrainedModel) -> list[str]:
     return [name for name in rows_of_tokens(network) if id(owned[name]) not in inside]
 
 
-def _check_names(network: PreTrainedModel, weights: Weights, where: str) -> None:
-    """Refuse a checkpoint that has not exactly the network's own names; the keys of files were matched to them."""
-    differ = sorted(set(owned_tensors(network)) ^ set(weights.shapes()))
-    if differ:
-        raise ModelError(
-            f"{where} belongs to another network than its config.json describes: {differ[0]}"
-            + (f" (and {len(differ) - 1} more)" if len(differ) > 1 else "")
-        )
-
-
 def first_weights(
     config: FinetuneConfig,
     origin: StartingWeights | None,
@@ -270,7 +263,16 @@ def first_weights(
     if origin is None:
         twin = build_network(copy.deepcopy(model.config), config)
         return RandomWeights(twin, config.run.seed), None
-    _check_content(config, origin, mode, adapter, adapted=is_adapted(model))
+    # What will be read is compared with its hashes, and the copies of different nodes with each other.
+    alone, hashes = mode == "rank0", config.checkpoint.verify == "hashes"
+    if isinstance(origin.stored, CommittedCheckpoint):
+        _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=alone))
+        if hashes and origin.base_files is not None:
+            check_digests(origin.base_files, digests(origin.base_files, alone=alone), origin.base)
+    elif hashes and not alone and not is_adapted(model):  # the base of adapters is hashed anyhow
+        check_copies(origin.stored)
+    if hashes and not alone and adapter is not None:
+        check_copies(adapter.files)
     opened: list[Weights] = []
 
     def open_them() -> None:
@@ -279,9 +281,7 @@ def first_weights(
 
     on_all_ranks(open_them)  # an open file stays with its rank
     weights = opened[0] if opened else None
-    if is_adapted(model):
-        return _with_adapters(config, weights, model, adapter, checkpoint)
-    return weights, None
+    return _with_adapters(config, weights, model, adapter, checkpoint) if is_adapted(model) else (weights, None)
 
 
 def _with_adapters(
@@ -305,21 +305,6 @@ def _with_adapters(
     if isinstance(method, QloraMethod):
         base = QuantizedWeights(base, model)
     return AdaptedWeights(base, model, seed, start), beginning
-
-
-def _check_content(
-    config: FinetuneConfig, origin: StartingWeights, mode: FillMode, adapter: AdapterFiles | None, *, adapted: bool
-) -> None:
-    """Compare what will be read with its hashes, and the copies of different nodes with each other. Collective."""
-    alone, hashes = mode == "rank0", config.checkpoint.verify == "hashes"
-    if isinstance(origin.stored, CommittedCheckpoint):
-        _check_whole(config, verify_together(origin.stored, hashes=hashes, only_rank0=alone))
-        if hashes and origin.base_files is not None:
-            check_digests(origin.base_files, digests(origin.base_files, alone=alone), origin.base)
-    elif hashes and not alone and not adapted:  # the base of adapters is hashed anyhow
-        check_copies(origin.stored)
-    if hashes and not alone and adapter is not None:
-        check_copies(adapter.files)
 
 
 def _check_whole(config: FinetuneConfig, problem: str | None) -> None:

@@ -1,6 +1,7 @@
 """One optimizer step, and how a model is spread over ranks to take it.
 
 train_step.py      the step: tensors in, tensors out
+sums.py            sums a step over micro-batches and ranks; in_order.py: with the same bits at any number of ranks
 parallel.py        the mesh, and the units of sharding; precision.py: the types that a run computes in
 gather_fp8.py      gathers weights in 8 bits
 reduce_by_node.py  sums gradients inside of nodes first

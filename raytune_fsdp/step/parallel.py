@@ -149,14 +149,18 @@ def shard(
     units: Sequence[Unit],
     *,
     per_node: int | None = None,
+    exact: bool = False,
 ) -> None:
-    """Wrap the model in place. It must be on the meta device. `per_node`: see `ranks_of_a_node`."""
+    """Wrap the model in place. It must be on the meta device. `per_node`: see `ranks_of_a_node`.
+
+    `exact`: gradients are not summed by the network, and sent as they are.
+    """
     if not is_wrapped(config, mesh.size()):
         return
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
     if mesh.mesh_dim_names != axes:
         mesh = mesh[axes]
-    policy = precision_policy(config)
+    policy = precision_policy(config, exact=exact)
     # reshard_after_forward=None frees a unit's weights after its forward, but keeps those of the root module, which
     # backward needs first. False keeps all weights gathered: more memory, no second all-gather in backward.
     free = False if config.strategy in _STAYS else None
@@ -292,13 +296,15 @@ def traffic_of(
     *,
     micro_batches: int,
     per_node: int | None = None,
+    exact: bool = False,
 ) -> Traffic:
     """Compute what a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
     known = {id(p) for unit in units for p in unit.parameters}
     rest = [p for p in model.parameters() if id(p) not in known]
-    policy = precision_policy(config)
+    policy = precision_policy(config, exact=exact)
     stored = MASTER_DTYPE[config.precision]
-    width, reduced = (policy.param_dtype or stored).itemsize, (policy.reduce_dtype or stored).itemsize
+    width = (policy.param_dtype or stored).itemsize
+    reduced = width if exact else (policy.reduce_dtype or stored).itemsize
     narrow = {id(layer.weight) for layer in layers_in_fp8(model)} if config.gathers_fp8 else set()
     size = partial(_size, shards=layout.shard_size, width=width, narrow=narrow)
     # The root's weights, which stay for backward, as that needs them first.

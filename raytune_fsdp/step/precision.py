@@ -97,9 +97,14 @@ def store_frozen(network: nn.Module, precision: str) -> None:
             module._parameters[name] = made[id(parameter)]
 
 
-def precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: 16-bit compute with fp32 reduction, or everything in the type of the weights."""
+def precision_policy(config: ParallelConfig, *, exact: bool = False) -> MixedPrecisionPolicy:
+    """Return FSDP's policy: 16-bit compute with fp32 reduction, or everything in the type of the weights.
+
+    `exact`: gradients are sent as they were computed, and whoever receives them adds them (in_order.py).
+    """
     compute = COMPUTE_DTYPE.get(config.precision)
+    if exact:
+        return MixedPrecisionPolicy(param_dtype=compute)
     if compute is None and config.precision != "bf16_pure":
         return MixedPrecisionPolicy()
     # If gradients are summed in two levels, only the second is in fewer bits, which `reduce_by_node` does.

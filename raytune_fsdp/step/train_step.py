@@ -20,12 +20,12 @@ from raytune_fsdp.config import OptimConfig, ParallelConfig
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
-from raytune_fsdp.model.pieces.pieces import is_cut
 from raytune_fsdp.model.pieces.sums import copy_first_gradients
 from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.step.optim.pieces import at, local_gradients
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.parallel import set_gradient_sync
+from raytune_fsdp.step.sums import Sums, SumsByRank
 
 FIRST_SCALE = 2.0**15
 """The loss scale of the first step, in fp16."""
@@ -84,38 +84,40 @@ def train_step(
     lr_factor: float,
     seed: int,
     objective: Objective = CROSS_ENTROPY,
+    sums: Sums | None = None,
 ) -> StepTensors:
-    """Run forward, backward and update over a global batch. All ranks call this with equally many micro-batches."""
-    device = scale.value.device
+    """Run forward, backward and update over a global batch. All ranks call this with equally many micro-batches.
+
+    `sums`: how losses and gradients are summed; None: on each rank first.
+    """
+    sums = sums or SumsByRank(plan.layout)
     counts = batches.counts.clone()
     dist.all_reduce(counts)
     # A step without a single target has loss 0, not 0/0.
     targets = counts[0].clamp(min=1)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    layers, experts = objective.experts
-    details = torch.zeros(2 * plan.datasets + layers * experts, dtype=torch.float64, device=device)
+    sums.start(batches.step, scale.value)
     for k, micro_batch in enumerate(batches.micro_batches):
         beat()
+        sums.next_round(k)
         set_gradient_sync(model, last=k == len(batches.micro_batches) - 1, config=parallel)
         _seed_dropout(seed, batches.step, micro_batch)
         losses = micro_batch_loss(model, micro_batch, objective)
         loss = losses.total
-        loss_sum += loss.detach()
-        details += torch.cat(
-            [_by_dataset(losses, micro_batch, plan.datasets).flatten(), *(each.double() for each in losses.load)]
-        )
+        values = torch.cat([loss.detach().double()[None], _by_dataset(losses, micro_batch, plan.datasets).flatten()])
+        sums.add(micro_batch, values, torch.cat([values[:0], *(each.double() for each in losses.load)]))
         # Divided by the targets of the global batch before backward; gradients are then only summed, over micro-batches
         # and ranks. An average over ranks would weight a token by how many others its rank happens to have.
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads = _gradients(model, trained, plan.layout)
-    squares = _squares(grads, [is_cut(parameter) for parameter in trained], plan.layout)
-    loss_value, norm = _sum_over_ranks(loss_sum, details, squares, targets, scale, replicas=plan.layout.replicas)
+    totals = sums.over_ranks(trained, grads)
+    # The same bits on every rank.
+    loss_value, norm = totals.loss / targets, totals.squares.sqrt() / scale.value
     finite = torch.isfinite(loss_value) & torch.isfinite(norm)
     _clip(grads, norm, optim.max_grad_norm, scale)
     optimizer.step(lr_factor, (~finite).float())
     scale.update(finite)
-    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), details])
+    values = torch.cat([torch.stack([loss_value, norm, (~finite).double()]), totals.details])
     return StepTensors(counts=counts, values=values)
 
 
@@ -152,37 +154,6 @@ def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layo
     if layout.tensor > 1:
         copy_first_gradients(model, trained, found)
     return found
-
-
-def _squares(grads: list[torch.Tensor], cut: list[bool], layout: Layout) -> torch.Tensor:
-    """Sum the squares of this rank's gradients, so that over the ranks of a replica each gradient is counted once."""
-    # 16-bit gradients (bf16_pure) have too few digits to sum their own squares.
-    wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-    each = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square()
-    if layout.tensor > 1:
-        # All ranks have what is not cut. Python numbers, not a tensor: the host would wait until the device has it.
-        torch._foreach_mul_(list(each.unbind()), [1.0 if part else 1 / layout.tensor for part in cut])
-    return each.sum()
-
-
-def _sum_over_ranks(
-    loss_sum: torch.Tensor,
-    others: torch.Tensor,
-    squares: torch.Tensor,
-    targets: torch.Tensor,
-    scale: LossScale,
-    *,
-    replicas: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss per target and the norm of the whole gradient, the same bits on every rank.
-
-    `others`, the other sums, is summed over ranks in place.
-    """
-    sums = torch.cat([torch.stack([loss_sum, at(loss_sum.device, squares)]), others])
-    dist.all_reduce(sums)
-    others.copy_(sums[2:])
-    norm = (sums[1] / replicas).sqrt() / scale.value  # every replica counted the same gradient
-    return sums[0] / targets, norm
 
 
 def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:

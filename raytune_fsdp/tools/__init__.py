@@ -1,6 +1,7 @@
 """Tools that examine a run or a machine from outside.
 
-audit/    trains a segment of a run again, and compares
-doctor/   checks machine, cluster, storage and services before a run
-dry_run/  trains two steps of a run, measures them, and leaves nothing
+audit/     trains a segment of a run again, and compares
+doctor/    checks machine, cluster, storage and services before a run
+digest.py  which numbers a checkpoint or a model holds
+dry_run/   trains two steps of a run, measures them, and leaves nothing
 """

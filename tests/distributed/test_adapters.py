@@ -40,7 +40,7 @@ TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS}
 SAVES = {"every": 4, "asynchronous": False}
 
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
-EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "routers": "trained"}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {**LORA, "dropout": 0.1},
     "dora": {**LORA, "dora": True},
@@ -463,6 +463,7 @@ def test_a_head_that_is_the_embedding_is_not_trained_apart(tmp_path: Path) -> No
             prepare(config_of(tmp_path, model, {**LORA, "modules_to_save": [name]}), 1)
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_from_its_directory(tmp_path: Path) -> None:
     """A run that begins with another's exported adapter begins where that one ended."""
     sections: Any = {"parallel": {"precision": "fp32"}}

@@ -53,7 +53,7 @@ def rows_in(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ("model", "grown", "worlds"),
     [
         ("llama", False, (4,)),
-        ("gemma3_text", True, (4,)),
+        pytest.param("gemma3_text", True, (4,), marks=SLOW),
         *(pytest.param(m, False, (2, 4), marks=SLOW) for m in ("llama", "qwen3", "gpt2")),
     ],
 )
@@ -75,7 +75,7 @@ def test_worlds_agree(tmp_path: Path, model: str, grown: bool, worlds: tuple[int
 
 @pytest.mark.parametrize(
     ("model", "precision"),
-    [("llama", "bf16"), ("qwen3", "fp32"), pytest.param("gpt2", "bf16", marks=SLOW)],
+    [("llama", "bf16"), *(pytest.param(*each, marks=SLOW) for each in (("qwen3", "fp32"), ("gpt2", "bf16")))],
 )
 def test_resume_is_bit_equal(tmp_path: Path, model: str, precision: str) -> None:
     sections: Any = {"parallel": {"precision": precision}}
@@ -91,8 +91,8 @@ def test_resume_is_bit_equal(tmp_path: Path, model: str, precision: str) -> None
     ("model", "method"),
     [
         ("llama", LORA),
-        ("gemma3_text", {**LORA, "dora": True}),
-        ("qwen3", {**LORA, "init": "olora"}),
+        pytest.param("gemma3_text", {**LORA, "dora": True}, marks=SLOW),
+        pytest.param("qwen3", {**LORA, "init": "olora"}, marks=SLOW),
         pytest.param("gpt2", LORA, marks=SLOW),
         pytest.param("llama", {**LORA, "type": "qlora"}, marks=SLOW),
     ],
@@ -191,6 +191,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_a_model(tmp_path: Path) -> None:
         prepare(FinetuneConfig.model_validate(values), 1)
 
 
+@pytest.mark.slow
 def test_evaluation_and_answers_see_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

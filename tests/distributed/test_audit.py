@@ -92,6 +92,7 @@ def _train_as_before(values: dict[str, Any]) -> bool:
     return train_rank(values)
 
 
+@pytest.mark.slow
 def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., tuple[int, str]]) -> None:
     code, said = audit(honest, "--workers", "2")
     assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said
@@ -245,10 +246,10 @@ def _train_otherwise(values: dict[str, Any], what: str) -> None:
 
     from raytune_fsdp.data.batches import rank_batches
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from raytune_fsdp.run import loop
     from raytune_fsdp.run.assemble import LauncherHooks
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

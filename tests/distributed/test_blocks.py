@@ -102,7 +102,7 @@ def test_every_mode_gives_the_same_trajectory(
 @pytest.mark.parametrize(
     ("architecture", "world", "names"),
     [
-        (DROPOUT, 2, ["selective"]),
+        pytest.param(DROPOUT, 2, ["selective"], marks=pytest.mark.slow),
         pytest.param(UNTIED, 1, ["none", "full", "selective"], marks=pytest.mark.slow),
         pytest.param(UNTIED, 2, ["full-offload", "none", "offload", "wrap"], marks=pytest.mark.slow),
         pytest.param(DROPOUT, 1, ["none", "full", "offload"], marks=pytest.mark.slow),

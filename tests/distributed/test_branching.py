@@ -13,13 +13,12 @@ import torch
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.loading import CPU, gathered
 from tests.ranks import resident_ranks, run_ranks
-from tests.runs import LLAMA, make_config, train_rank, trajectory
+from tests.runs import LLAMA, make_config, prepare_on_rank0, train_rank, trajectory
 
 
 def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:

@@ -77,6 +77,7 @@ def test_two_steps_are_measured_and_nothing_is_left(tmp_path: Path, launcher: st
     assert 0.5 < found["filled"] <= 1 and 0.5 < found["trained_on"] <= 1 and 0 < found["load_seconds"] < 240
 
 
+@pytest.mark.slow
 def test_in_words_of_a_run_in_epochs_in_storage_that_is_not_there(tmp_path: Path) -> None:
     config = write_config(
         tmp_path, cluster={**TWO, "workers": 1}, tracking={"console": True, "mlflow": {"enabled": False}},
@@ -121,7 +122,7 @@ def test_memory_that_runs_out_is_explained_and_nothing_is_left(
 
 
 @pytest.mark.parametrize(
-    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("ctrl-c", "a rank")), "the command"]
+    "how", [pytest.param(how, marks=pytest.mark.slow) for how in ("ctrl-c", "a rank", "the command")]
 )
 def test_nothing_is_left_of_one_that_is_stopped_or_killed(tmp_path: Path, how: str) -> None:
     config = write_config(tmp_path, cluster=TWO, train=LONG, tracking={"console": True, "mlflow": {"enabled": False}})
@@ -150,6 +151,7 @@ def test_nothing_is_left_of_one_that_is_stopped_or_killed(tmp_path: Path, how: s
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_leave_nothing_in_the_temporary_directory_of_the_system(tmp_path: Path) -> None:
     """Of an ordinary run: not what they write of their failure, either."""
     data = {**make_config(tmp_path).model_dump()["data"], "window": 8, "shuffle": "none"}

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from raytune_fsdp.base.errors import ModelError, TransientError
 from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.model.attention.choose import without_borders
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.model.export.write import export
@@ -32,7 +31,7 @@ from raytune_fsdp.run.publish import publish
 from tests.loading import CPU, assert_same, gathered
 from tests.models import PARTICULAR, TIED, UNUSUAL, architecture, build, save_checkpoint
 from tests.ranks import run_ranks
-from tests.runs import make_config, write_tokenizer
+from tests.runs import make_config, prepare_on_rank0, write_tokenizer
 
 NAMES = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral", "qwen3_moe")
 TYPES = {"trained": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,11 +10,10 @@ import torch
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.record.jsonl import read_evaluations
 from tests.checkpoints import checkpoints, tensors_in
 from tests.ranks import resident_ranks, run_ranks
-from tests.runs import LLAMA, largest_difference, make_config, train_rank, trajectory
+from tests.runs import LLAMA, largest_difference, make_config, prepare_on_rank0, train_rank, trajectory
 
 pytest.importorskip("torchao")
 
@@ -34,7 +33,7 @@ def evaluated(directory: Path, name: str) -> Any:
     return read_evaluations(directory / "runs" / name / "metrics.jsonl", STEPS)[STEPS]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_how_weights_travel_changes_nothing(tmp_path: Path, world: int) -> None:
     """To the bit, also where ranks have unequal numbers of rows, evaluations included; and both differ from bf16."""
     kinds: dict[str, dict[str, Any]] = {
@@ -49,7 +48,7 @@ def test_how_weights_travel_changes_nothing(tmp_path: Path, world: int) -> None:
     assert largest_difference(found[0], found[2], "loss") < 0.01
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_worlds_are_as_far_apart_as_in_bf16(tmp_path: Path, scaling: str) -> None:
     """A scale is that of a whole weight, or of a block's tokens, on any number of ranks: what differs is in which order
     gradients are summed."""

@@ -104,6 +104,7 @@ def train_rank(directory: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_cache_whose_ranks_read_gets_each_file_once(tmp_path: Path) -> None:
     local = models(tmp_path)

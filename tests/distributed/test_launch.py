@@ -140,7 +140,7 @@ def mlflow_runs(directory: Path) -> list[tuple[str, str, int]]:
     return [(r.info.run_name, r.info.status, step) for r, step in zip(runs, steps, strict=True)]
 
 
-@pytest.mark.parametrize("launch", [pytest.param("local", marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("launch", [pytest.param(launch, marks=pytest.mark.slow) for launch in ("local", "auto")])
 def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
     """No process can import Ray, MLflow or matplotlib: it fails as it does where they are not installed."""
     (tmp_path / "sitecustomize.py").write_text(BARE)
@@ -250,6 +250,7 @@ def newest_child(pid: int) -> int:
     return max(child.pid for child in children)
 
 
+@pytest.mark.slow
 def test_a_bad_row_met_while_training_is_named_and_can_be_skipped(tmp_path: Path) -> None:
     """On two ranks: exit code 1, the row in one line, and the way out it names goes on from the checkpoint."""
     config = write_config(

@@ -56,7 +56,7 @@ def _check(model: Any, expected: Any, what: str, *, tied: bool) -> None:
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied, what
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def test_every_architecture_and_mode_loads_exactly(checkpoints: Path, world: int) -> None:
     resident_ranks(_check_all, world, checkpoints, [*ARCHITECTURES, *EXPERTS, *(UNUSUAL if world == 3 else ())])
 

@@ -122,8 +122,8 @@ def train_and_die_while_saving(values: dict[str, Any]) -> None:
 
     from raytune_fsdp.checkpoint import save_in_flight
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
+    from tests.runs import prepare_on_rank0
 
     write = save_in_flight.write_pieces
 

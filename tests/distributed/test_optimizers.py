@@ -121,7 +121,7 @@ def alone() -> dict[str, dict[str, np.ndarray[Any, Any]]]:
         (2, {}),
         (3, {}),
         pytest.param(4, {}, marks=pytest.mark.slow),  # three ranks share unevenly, too; four: the next
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+        pytest.param(4, {"strategy": "hybrid_shard", "shard_size": 2}, marks=pytest.mark.slow),
         (2, {"strategy": "replicate"}),
     ],
     ids=["2", "3", "4", "hybrid", "replicas"],

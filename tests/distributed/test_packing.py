@@ -20,8 +20,8 @@ OPT = {
 def packed_and_alone(values: dict[str, Any]) -> float:
     """Largest difference between the logits of packed documents and of the same documents alone."""
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     model = assemble(config, *prepare_on_rank0(config), torch.device("cpu")).model.eval()

@@ -58,9 +58,9 @@ def _train(values: Mapping[str, Any], given: Path, stop_after: int | None) -> No
     from raytune_fsdp.base.errors import Interrupted
     from raytune_fsdp.data.batches import rank_batches
     from raytune_fsdp.data.stream import Stream
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from raytune_fsdp.run.assemble import LauncherHooks
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

@@ -33,8 +33,8 @@ def run_dir(config: FinetuneConfig) -> Path:
 
 def assembled(values: Mapping[str, Any]) -> Any:
     """A run's parts on this rank. The optimizer has its state from the start, so that it can be looked at."""
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), CPU)

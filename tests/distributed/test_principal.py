@@ -30,10 +30,13 @@ from tests.runs import largest_difference, trajectory
 
 pytest.importorskip("peft")
 
+SLOW = pytest.mark.slow
 FP32: Any = {"parallel": {"precision": "fp32"}}
 
 
-@pytest.mark.parametrize(("model", "init", "world"), [("llama", "pissa", 3), ("gpt2", "olora", 2)])
+@pytest.mark.parametrize(
+    ("model", "init", "world"), [("llama", "pissa", 3), pytest.param("gpt2", "olora", 2, marks=SLOW)]
+)
 def test_it_begins_as_the_base_and_worlds_agree(tmp_path: Path, model: str, init: str, world: int) -> None:
     """Its first loss is that of adapters that change nothing; the second is not."""
     method = {**LORA, "init": init}
@@ -49,8 +52,13 @@ def test_it_begins_as_the_base_and_worlds_agree(tmp_path: Path, model: str, init
 @pytest.mark.parametrize(
     ("model", "method", "precision"),
     [
-        ("llama", {**LORA, "init": "pissa", "modules_to_save": ["lm_head"], "rank_stabilized": True}, "fp32"),
-        ("gpt2", {**LORA, "init": "olora"}, "bf16_pure"),
+        pytest.param(
+            "llama",
+            {**LORA, "init": "pissa", "modules_to_save": ["lm_head"], "rank_stabilized": True},
+            "fp32",
+            marks=SLOW,
+        ),
+        pytest.param("gpt2", {**LORA, "init": "olora"}, "bf16_pure", marks=SLOW),
         ("llama", {**LORA, "type": "qlora", "init": "pissa"}, "bf16"),
     ],
 )
@@ -149,7 +157,8 @@ def test_a_decomposition_in_place_is_torchs(shape: tuple[int, int], turned: bool
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "init"), [("llama", "qlora", "pissa"), ("gpt2", "lora", "olora"), ("gpt2", "qlora", "pissa")]
+    ("model", "kind", "init"),
+    [("llama", "qlora", "pissa"), ("gpt2", "lora", "olora"), pytest.param("gpt2", "qlora", "pissa", marks=SLOW)],
 )
 def test_who_takes_a_weight_apart_and_when_changes_no_bit(tmp_path: Path, model: str, kind: str, init: str) -> None:
     """One weight at a time or many ahead, by one rank or by all."""

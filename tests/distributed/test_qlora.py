@@ -93,7 +93,9 @@ def test_the_bytes_are_the_same_at_every_world_and_however_they_are_read(tmp_pat
             assert "model.layers.1.mlp.up_proj.weight" in said and "not finite" in said
 
 
-@pytest.mark.parametrize(("model", "dora", "kind"), [("llama", True, "nf4"), ("gpt2", False, "int8")])
+@pytest.mark.parametrize(
+    ("model", "dora", "kind"), [("llama", True, "nf4"), pytest.param("gpt2", False, "int8", marks=pytest.mark.slow)]
+)
 def test_it_is_lora_beside_the_numbers_that_the_bytes_stand_for(
     tmp_path: Path, model: str, dora: bool, kind: Kind
 ) -> None:

@@ -108,7 +108,7 @@ ON_A_QUIET_MACHINE = pytest.mark.slow  # where tests share two cores, every rank
 @pytest.mark.parametrize(
     ("world", "what", "times"),
     [
-        (2, "compute", 8),
+        pytest.param(2, "compute", 8, marks=ON_A_QUIET_MACHINE),
         (3, "data", 0),
         (3, "storage", 0),
         pytest.param(2, "compute", 3, marks=ON_A_QUIET_MACHINE),

@@ -35,9 +35,9 @@ def rank(values: Mapping[str, Any]) -> None:
     """A rank of a run in which half an hour passes in two of the steps, and a recovery point takes long to write."""
     from raytune_fsdp.checkpoint import by_clock
     from raytune_fsdp.checkpoint import storage as posix
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from tests.clock import Clock
+    from tests.runs import prepare_on_rank0
 
     config, clock = FinetuneConfig.model_validate(values), Clock()
     by_clock.time = clock  # type: ignore[assignment]
@@ -67,9 +67,9 @@ def on_small_disk(values: Mapping[str, Any], asked: Sequence[int], size: int, le
     """The only rank of a run whose checkpoints have a disk of their own, which something fills up to some bytes after
     step 6."""
     from raytune_fsdp.checkpoint import by_clock
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from tests.clock import Clock
+    from tests.runs import prepare_on_rank0
 
     config, clock, step = FinetuneConfig.model_validate(values), Clock(), 0
     by_clock.time = clock  # type: ignore[assignment]
@@ -129,9 +129,9 @@ def within_quota(values: Mapping[str, Any]) -> None:
     """A rank of a run with a quota for two checkpoints, in which the clock asks for two."""
     from raytune_fsdp.checkpoint import by_clock
     from raytune_fsdp.checkpoint import storage as posix
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
     from tests.clock import Clock
+    from tests.runs import prepare_on_rank0
 
     config, clock, step = FinetuneConfig.model_validate(values), Clock(), 0
     by_clock.time = clock  # type: ignore[assignment]

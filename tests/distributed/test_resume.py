@@ -189,6 +189,7 @@ def test_what_a_run_gains_is_read_as_a_run_begun_with_it_reads_it(
     assert order_version(tmp_path / "runs" / "now") == {2}
 
 
+@pytest.mark.slow
 def test_a_run_in_steps_leaves_equal_rows_out_and_goes_on_without_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,8 +341,8 @@ def train_and_die(values: dict[str, Any], at: int) -> bool:
     import torch.distributed as dist
 
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.launch.worker import work
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     calls = iter(range(1, 10**9))
@@ -399,6 +400,7 @@ def test_a_run_that_ended_with_a_short_step_is_not_extended(tmp_path: Path) -> N
             trajectory(make_config(tmp_path, GPT2, train=longer), 1)
 
 
+@pytest.mark.slow
 def test_looking_does_not_change_the_run(tmp_path: Path) -> None:
     """Evaluations, questions, checkpoints and rare logging leave the trajectory alone, bit by bit."""
     plain = trajectory(make_config(tmp_path, DROPOUT, train={**TRAIN, "max_steps": 12}), 2)

@@ -136,9 +136,9 @@ def test_adapters_with_dropout_and_another_mesh_after_a_stop(tmp_path: Path) -> 
 def exchanged(values: Mapping[str, Any]) -> tuple[float, list[tuple[int, ...]]]:
     """The numbers that this rank receives for the attention of a step, and the shapes of the hidden states and losses
     that it has."""
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.train_step import train_step
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

@@ -62,10 +62,10 @@ def gathered_when(values: Mapping[str, Any]) -> list[dict[str, bool]]:
     from torch.distributed.tensor import DTensor
 
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.model.objective.loss import micro_batch_loss
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.parallel import evaluating
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))

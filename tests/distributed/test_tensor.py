@@ -166,8 +166,8 @@ def save_again(values: Mapping[str, Any], place: str) -> None:
     """Read a run's last checkpoint with this mesh, and save what was read in another place."""
     from raytune_fsdp.checkpoint.catalogue import Keep
     from raytune_fsdp.checkpoint.saver import open_saver
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)
@@ -197,9 +197,9 @@ class Widest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def summed(values: Mapping[str, Any]) -> tuple[float, int, set[int]]:
     """The numbers that this rank receives in sums over parts of layers in a step, the tokens that it learns from, and
     the last axes of all tensors."""
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.train_step import train_step
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)

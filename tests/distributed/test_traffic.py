@@ -31,11 +31,11 @@ def moved(
 
 
 def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], dict[str, float], ParameterCount]:
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.model.network import build_network
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.parallel import sharding_units, traffic_of
     from raytune_fsdp.step.train_step import train_step
+    from tests.runs import prepare_on_rank0
 
     prepared, standing = prepare_on_rank0(config)
     plan = standing.plan
@@ -44,7 +44,7 @@ def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], di
         quantize_layers(model, config.method.quantization)
     said = traffic_of(
         model, sharding_units(model, config.parallel, ends=prepared.needs.ends), config.parallel, plan.layout,
-        micro_batches=plan.division.full_rounds,
+        micro_batches=plan.division.full_rounds, exact=config.run.exact,
     )  # fmt: skip
     parts = assemble(config, prepared, standing, torch.device("cpu"))
     found = []
@@ -53,6 +53,7 @@ def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], di
             train_step(
                 parts.model, parts.optimizer, parts.scale, batches,
                 plan=plan, parallel=parts.parallel, optim=config.optim, lr_factor=1.0, seed=3,
+                sums=parts.sums,
             )  # fmt: skip
         found.append({"numbers": dict(seen.numbers), "bytes": dict(seen.bytes)})
     predicted = {kind: getattr(said, kind) for kind in (*KINDS, "numbers", "bytes")}
@@ -74,7 +75,8 @@ def config_of(directory: Path, blocks: int, name: str = "run", **sections: Any) 
         save_checkpoint(base, model, **changes)
     config = make_config(directory)
     chosen = {"path": str(base), "tokenizer": config.model.tokenizer, "init": "pretrained", "architecture": None}
-    return make_config(directory, model=chosen, train=train, run={"name": name}, **sections)
+    run = {"name": name, **sections.pop("run", {})}
+    return make_config(directory, model=chosen, train=train, run=run, **sections)
 
 
 CASES = [
@@ -83,6 +85,7 @@ CASES = [
     (3, 2, "llama", {"parallel": {"precision": "fp32"}, "method": LORA}),
     (3, 2, "llama", {"parallel": {"precision": "fp8"}}),
     (3, 2, "llama", {"parallel": {"precision": "bf16", "reduce_dtype": "bf16"}}),
+    (3, 2, "llama", {"parallel": {"precision": "bf16"}, "run": {"exact": True}}),
 ]
 MORE = [
     (world, 2, model, {"parallel": {"precision": precision, **parallel}, "method": method})
@@ -99,6 +102,7 @@ MORE = [
     for method in ({"type": "full"}, LORA, {"type": "freeze", "trained": [r"(layers|h)\.1\."]})
 ]
 MORE.append((3, 2, "llama", {"parallel": {"precision": "bf16"}, "method": QLORA}))
+MORE.append((3, 2, "llama", {"parallel": {"precision": "fp32"}, "method": LORA, "run": {"exact": True}}))
 MORE += [
     (world, 2, "llama", {"parallel": {"precision": "fp8", **parallel}, "method": method})
     for world, parallel, method in (
@@ -158,6 +162,7 @@ def test_in_units_of_all_weights(tmp_path: Path) -> None:
     assert sent["full_shard in bf16"] / sent["replicate in bf16"] == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.slow
 def test_weights_in_8_bits_are_half_the_bytes(tmp_path: Path) -> None:
     """The whole of a network of 24 blocks, with its embedding and head in 16 bits, at most 0.55 of bf16's bytes; and of
     each the formula of step/traffic.py."""

@@ -58,9 +58,9 @@ class Methods(TorchFunctionMode):
 def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
     """What a steady step asks for; with `disturb` a network in the middle of it asks, too."""
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.train_step import train_step
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"))

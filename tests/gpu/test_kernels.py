@@ -10,7 +10,6 @@ import torch
 
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.local import prepare_on_rank0
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.model.attention.calls import PREFIX, Call, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose
@@ -22,7 +21,7 @@ from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.measure.meter import to_host
 from raytune_fsdp.step.train_step import StepTensors, train_step
 from tests.gpu.test_gpu import ARCHITECTURE
-from tests.runs import make_config, write_tokenizer, write_tokens
+from tests.runs import make_config, prepare_on_rank0, write_tokenizer, write_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

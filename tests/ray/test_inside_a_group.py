@@ -94,6 +94,7 @@ def as_it_should_be(found: dict[str, Any], ranks: list[int]) -> None:
     assert "eval.task_cpus=2" in found["off"][1]
 
 
+@pytest.mark.slow
 def test_what_reserves_nothing_leaves_the_group(cluster: None) -> None:
     (node,) = nodes()
     as_it_should_be(inside([node.id]), [0])

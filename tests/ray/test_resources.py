@@ -26,7 +26,7 @@ import ray
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config.sections.cluster import ClusterConfig
-from raytune_fsdp.launch.ray.resources import check, may_grow, nodes, request, scaling_config, shortage
+from raytune_fsdp.launch.ray.resources import check_resources, may_grow, nodes, request, scaling_config, shortage
 from tests.ray.conftest import CPUS
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def place() -> dict[str, Any]:
 
     def refusal(asked: Any) -> str | None:
         try:
-            check(asked, found, growing=False)
+            check_resources(asked, found, growing=False)
         except ConfigError as error:
             return str(error)
         return None
@@ -210,9 +210,9 @@ def test_on_the_ray_of_these_tests(cluster: None) -> None:
         time.sleep(0.2)  # Ray's monitor reports on clusters that cannot grow, too
     assert not may_grow()
     asked = request(ClusterConfig(workers=CPUS - 1, device="cpu", placement="spread"), [only])
-    check(asked, [only], growing=False)
+    check_resources(asked, [only], growing=False)
     with pytest.raises(ConfigError, match=f"of {CPUS} CPUs none is left to prepare the data"):
-        check(request(ClusterConfig(workers=CPUS, device="cpu"), [only]), [only], growing=False)
+        check_resources(request(ClusterConfig(workers=CPUS, device="cpu"), [only]), [only], growing=False)
     scaling = scaling_config(asked)
     assert isinstance(scaling, ray.train.ScalingConfig)
     assert (scaling.num_workers, scaling.use_gpu, scaling.placement_strategy) == (CPUS - 1, False, "SPREAD")

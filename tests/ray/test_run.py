@@ -116,6 +116,7 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["ray", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_in_the_last_evaluation(tmp_path: Path, launch: str) -> None:
     """All steps are committed by then: ranks start for the evaluation alone, under Ray within the same command."""
@@ -231,6 +232,7 @@ def test_a_ray_of_our_own_that_dies_is_one_line_and_the_same_command_continues(t
         reached = checkpoints(command.run_dir)[-1].step
 
 
+@pytest.mark.slow
 def test_one_process_starts_a_ray_of_its_own_twice() -> None:
     """As a notebook does with two runs. Each has a token of its own, and Ray keeps the first that it has read."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -269,6 +269,7 @@ def test_census_names_the_first_bad_row(tmp_path: Path) -> None:
     assert type(caught.value) is RowError
 
 
+@pytest.mark.slow
 def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_PATIENCE_SECONDS", 0.5)
     busy = Busy.options(num_cpus=CPUS).remote()

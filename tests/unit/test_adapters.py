@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, UserError
 from raytune_fsdp.config import FinetuneConfig
@@ -17,12 +19,17 @@ from raytune_fsdp.model.adapters.attach import (
     _nearest,
     adapter_tensors,
     base_name,
-    experts_without_adapter,
+    frozen_experts,
     stored_names,
+    unadapted,
 )
 from raytune_fsdp.model.adapters.config_file import adapter_method, put_adapter_config
-from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.model.adapters.merge import MergedWeights
+from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
+from raytune_fsdp.model.network import build_base, build_network, load_architecture
+from raytune_fsdp.model.objective.routers import routers_of
 from raytune_fsdp.model.weights.source import RandomWeights
+from raytune_fsdp.run.network_checks import CHECKS
 from raytune_fsdp.run.starting_weights import first_weights, without_adapters
 from raytune_fsdp.step.precision import store_frozen
 from tests.models import architecture
@@ -32,11 +39,19 @@ pytest.importorskip("peft")
 LLAMA_LAYERS = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
-def settings(model: str, method: dict[str, Any], precision: str = "fp32", attention: str = "auto") -> FinetuneConfig:
+HUNYUAN = {
+    **architecture("qwen3_moe"), "model_type": "hunyuan_v1_moe", "moe_topk": 2, "num_experts": 4, "head_dim": 8,
+}  # fmt: skip
+
+
+def settings(
+    model: str | dict[str, Any], method: dict[str, Any], precision: str = "fp32", attention: str = "auto"
+) -> FinetuneConfig:
+    inline = architecture(model) if isinstance(model, str) else model
     return FinetuneConfig.model_validate(
         {
             "run": {"name": "x"},
-            "model": {"init": "random", "architecture": architecture(model), "attention": attention},
+            "model": {"init": "random", "architecture": inline, "attention": attention},
             "data": {"train": [{"path": "x"}]},
             "train": {"max_steps": 1, "global_batch": 1},
             "parallel": {"precision": precision},
@@ -45,8 +60,11 @@ def settings(model: str, method: dict[str, Any], precision: str = "fp32", attent
     )
 
 
-def network(model: str, method: dict[str, Any], precision: str = "fp32") -> Any:
-    config = settings(model, method, precision)
+def network(model: str | dict[str, Any], method: dict[str, Any], precision: str = "fp32") -> Any:
+    return network_of(settings(model, method, precision))
+
+
+def network_of(config: FinetuneConfig) -> Any:
     return build_network(load_architecture(config.model, None), config)
 
 
@@ -168,19 +186,120 @@ def test_frozen_weights_are_kept_in_the_type_they_are_computed_in() -> None:
         assert {p.dtype for p in model.parameters()} == {dtype}
 
 
+def left_without(model: PreTrainedModel) -> list[str]:
+    return sorted(frozen_experts(model).keys() & set(unadapted(model)[0]))
+
+
 def test_all_linear_leaves_out_the_head_and_experts() -> None:
     model = network("qwen3_moe", {"type": "lora"})
     adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(model)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert experts_without_adapter(model) == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert left_without(model) == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    assert experts_without_adapter(network("qwen3_moe", {"type": "lora", "target_parameters": both})) == []
-    hybrid = experts_without_adapter(network("granitemoehybrid", {"type": "lora"}))
+    assert left_without(network("qwen3_moe", {"type": "lora", "target_parameters": both})) == []
+    hybrid = left_without(network("granitemoehybrid", {"type": "lora"}))
     assert hybrid == ["block_sparse_moe.experts.down_proj", "block_sparse_moe.experts.gate_up_proj"], "no convolution"
     adapted = {
         name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_tensors(network("gpt2", {"type": "lora"}))
     }
     assert adapted == {"c_attn", "c_proj", "c_fc"}
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "said"),
+    [
+        (
+            "qwen3_moe",
+            "all-linear",
+            r"the experts get no adapter: .* now \d+ % of the layers' weights",
+        ),
+        ("llama", ["q_proj"], r"89 % of the layers' weights are in no linear layer and get no adapter \(mlp\."),
+        ("llama", "all-linear", ""),
+    ],
+)
+def test_it_is_said_what_share_of_the_weights_gets_no_adapter(
+    model: str, targets: str | list[str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where `all-linear` finds few layers, too, as if the other layers were of another class."""
+    method = {"type": "lora", "rank": 2}
+    CHECKS[0](settings(model, method), network(model, {**method, "target_modules": targets}), KernelNeeds(), 1)
+    assert re.search(said, caplog.text) if said else "no adapter" not in caplog.text
+
+
+class Held:
+    """The weights of a network that has values."""
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        self._held = {name: tensor.detach() for name, tensor in network.named_parameters()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._held.items()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._held[name][start:stop] if self._held[name].ndim else self._held[name]
+
+    def where(self, name: str) -> str:
+        return name
+
+
+@pytest.mark.parametrize("rank", [3, 6])
+@pytest.mark.parametrize("width", [4, 24, 32, 100])
+def test_adapters_of_experts_are_merged_as_they_compute_whatever_their_width(width: int, rank: int) -> None:
+    """Experts narrower than the network, as wide, and wider; with as many ranks as experts (6), and with fewer."""
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    method = {"type": "lora", "rank": rank, "target_parameters": weights}
+    config = settings("qwen3_moe", method, "fp64")
+    config.model.overrides.update(moe_intermediate_size=width)
+    adapted = network_of(config).to_empty(device="cpu")
+    alone = build_base(load_architecture(config.model, None), config.model, "fp64").to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in (adapted, alone):
+            module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)
+        for parameter in adapted.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 6)
+        base = alone.state_dict() | {
+            base_name(name): each for name, each in adapted.named_parameters() if ".lora_" not in name
+        }
+        alone.load_state_dict(base)
+        ids, positions = torch.arange(20)[None] % 50, torch.arange(20)[None]
+        before, expected = (logits_of(each, ids, positions) for each in (alone, adapted))
+        merged = MergedWeights(Held(alone), Held(adapted), network_of(config))
+        alone.load_state_dict(merged.read_all([*merged.shapes()]))
+        found = logits_of(alone, ids, positions)
+    assert float((before - expected).abs().max()) > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_routers_are_trained_or_frozen_as_the_method_says() -> None:
+    def trained(model: str | dict[str, Any], method: dict[str, Any]) -> tuple[list[str], int]:
+        built = network(model, method)
+        names = {re.sub(r"^.*\.\d+\.", "", name) for name in adapter_tensors(built)}
+        return sorted(name for name in names if re.search(r"\.(gate|router)\.", name)), len(routers_of(built))
+
+    def lora(routers: str | None) -> dict[str, Any]:
+        return {"type": "lora", "rank": 2, "routers": routers}
+
+    whole = "mlp.gate.modules_to_save.default"
+    assert trained("qwen3_moe", {"type": "full"}) == (["mlp.gate.weight"], 2)
+    assert trained("qwen3_moe", {"type": "full", "routers": "frozen"}) == ([], 2)
+    assert trained("qwen3_moe", lora(None)) == trained("qwen3_moe", lora("frozen")) == ([], 2)
+    # Two, not four: the loss that balances experts is a mean over the layers' routers.
+    assert trained("qwen3_moe", lora("trained")) == ([f"{whole}.weight"], 2)
+    assert trained(HUNYUAN, lora(None))[0] == [f"mlp.gate.wg.lora_{each}.default.weight" for each in "AB"]
+    assert trained(HUNYUAN, lora("frozen"))[0] == []
+    assert trained(HUNYUAN, lora("trained"))[0] == [f"{whole}.wg.weight"]
+    for model, method, said in (
+        ("llama", lora("trained"), "method.routers: transformers names no module of a LlamaForCausalLM that chooses"),
+        ("llama", {"type": "full", "routers": "frozen"}, "method.routers: transformers names no module"),
+        (
+            HUNYUAN,
+            {**lora("frozen"), "target_modules": ["wg"]},
+            "means model.layers.0.mlp.gate, too, of which",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            network(model, method)
 
 
 def test_all_linear_layers_are_none_that_route() -> None:

@@ -35,6 +35,7 @@ TINY = {
     "fp8": "--rates third --kinds rowwise --seeds 7 --steps 4 --alone",
     "optimizers": "--seeds 7 --epochs 1 --kinds 8bit",
     "planned_time": '--only "tiny, alone" --calibrations {directory}',
+    "same_bits": "--rounds 1 --worlds 2",
     "attention": "--rounds 1 --lengths 256 512",
     "chat_rows": "--rounds 1 --rows 32",
     "long_conversations": "--rounds 1 --turns 20 --base .",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.plan.cadence import PartsOfEpochs, due, in_words, is_multiple, times_due
+from raytune_fsdp.plan.cadence import PartsOfEpochs, cadence_in_words, due, is_multiple, times_due
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.run.checks import check_best, check_export
@@ -74,7 +74,10 @@ def test_the_plan_is_the_same_at_every_world(tmp_path: Path) -> None:
         assert plan.export_every == plan.save_every and plan.saves == 3
         assert plan.to_dict()["save_every"] == {"per_epoch": 1} and plan.to_dict()["eval_every"] == {"per_epoch": 2}
         check_export(config, plan)
-    assert (in_words(plan.save_every), in_words(plan.eval_every)) == ("once per epoch", "2 times per epoch")
+    assert (cadence_in_words(plan.save_every), cadence_in_words(plan.eval_every)) == (
+        "once per epoch",
+        "2 times per epoch",
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint import storage as posix
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
-from raytune_fsdp.checkpoint.manifest import check, make_manifest, share_of
+from raytune_fsdp.checkpoint.manifest import check_files, make_manifest, share_of
 from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
 
@@ -105,12 +105,12 @@ def test_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, harm: object,
 
 def test_small_files_are_always_read(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    assert check(PosixStorage(str(tmp_path)), path.name, hashes=False) is None
+    assert check_files(PosixStorage(str(tmp_path)), path.name, hashes=False) is None
     content = (path / "__0_1.distcp").read_bytes()
     (path / "__0_1.distcp").write_bytes(b"y" + content[1:])
-    assert check(PosixStorage(str(tmp_path)), path.name, hashes=False) is None
+    assert check_files(PosixStorage(str(tmp_path)), path.name, hashes=False) is None
     (path / "state.json").write_bytes(b"y" + content[1:])
-    assert "state.json" in str(check(PosixStorage(str(tmp_path)), path.name, hashes=False))
+    assert "state.json" in str(check_files(PosixStorage(str(tmp_path)), path.name, hashes=False))
 
 
 def test_ranks_together_read_everything_once(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_ranks_together_read_everything_once(tmp_path: Path) -> None:
     assert shares[0] == ["a"]
     path = write(tmp_path, 1)
     (path / "__0_1.distcp").write_bytes(b"y" * 3_000_000)
-    told = [check(PosixStorage(str(tmp_path)), path.name, hashes=True, share=(rank, 2)) for rank in range(2)]
+    told = [check_files(PosixStorage(str(tmp_path)), path.name, hashes=True, share=(rank, 2)) for rank in range(2)]
     assert sum(problem is not None for problem in told) == 1
 
 

@@ -16,8 +16,8 @@ import pytest
 
 PROGRAM = """
 import sys
-from raytune_fsdp.cli.progress import shown
-with shown() as progress:
+from raytune_fsdp.cli.progress import show_progress
+with show_progress() as progress:
     progress("counting", 1, 2)
     print("step 1", flush=True)
     sys.stdin.readline()

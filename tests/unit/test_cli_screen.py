@@ -107,9 +107,9 @@ def test_messages_are_told_from_lines() -> None:
 
 PROGRAM = """
 import os, subprocess, sys, time
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.record.screen_messages import Looks, tell
-with shown() as progress:
+with show_progress() as progress:
     looks = Looks.of(sys.stdout)
     for each in range({steps}):
         tell(title=f"run  step {{each}}", done=each, total={steps}, left=9.0, fields=["loss 1.5", "lr 0.1"])
@@ -157,10 +157,10 @@ def test_the_region_does_not_flicker() -> None:
 STALLED = """
 import os, sys, time
 from pathlib import Path
-from raytune_fsdp.cli.progress import shown
+from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.record.screen_messages import tell
 done, go = map(Path, sys.argv[1:])
-with shown() as progress:
+with show_progress() as progress:
     tell(title="run", done=1, total=2)
     for number in range({lines}):
         print(f"line {{number:5}}", "x" * 100)

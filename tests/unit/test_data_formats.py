@@ -287,6 +287,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (messages(("tool", None), ("assistant", "y")), "null", "messages[0].value is missing or null"),
     (messages(("user", "x"), ("assistant", " \n")), "empty", "messages[1].content=' \\n' is empty"),
     (messages(("user", [{"type": "image", "url": "u"}])), "wrong_type", "messages[0].content[0]={'type': 'image'"),
+    (messages(("user", [{"type": "image_url"}])), "wrong_type", "is not text, and only text can be trained on: leave"),
+    (messages(("user", [{"type": "input_audio"}])), "wrong_type", "or train on them with TRL's SFTTrainer"),
     (messages(("user", ["x"])), "wrong_type", "messages[0].content[0]=x is not {"),
     (messages(("user", "a\ud800")), "invalid_utf8", "messages[0].content has half a surrogate pair, '\\ud800'"),
     (messages(("user", "x")), "no_targets", "no token of the row can be trained on (2 tokens"),

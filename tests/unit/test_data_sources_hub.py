@@ -102,7 +102,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import open_source
+from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.base.errors import DataError
 for fields in json.loads(sys.argv[1]):
     try:

@@ -27,7 +27,7 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.data.sources import handles, prepared
 from raytune_fsdp.data.sources.opening import open_source
-from raytune_fsdp.data.sources.prepared import prepare
+from raytune_fsdp.data.sources.prepared import prepare_file
 from raytune_fsdp.data.sources.source import Source
 
 ROWS = [{"id": index, "text": "x" * (index % 50)} for index in range(20_000)]
@@ -202,7 +202,7 @@ def test_two_that_prepare_at_once(tmp_path: Path) -> None:
         return {"rows": 1, "content": ""}
 
     def run() -> None:
-        made.append(prepare(tmp_path, {"what": "x"}, make, shown="x"))
+        made.append(prepare_file(tmp_path, {"what": "x"}, make, shown="x"))
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:

@@ -316,6 +316,7 @@ def test_an_mlflow_server_that_is_down_or_is_none(tmp_path: Path, mlflow_env: No
         assert [each.status for each in mlflow_at(tmp_path, address)] == ["ok"]
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_an_mlflow_server_that_says_nothing_costs_seconds(tmp_path: Path) -> None:
     with answering(lambda _: time.sleep(60)) as address:
@@ -363,7 +364,9 @@ def test_a_model_that_lacks_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["none", "incomplete", "complete"])
+@pytest.mark.parametrize(
+    "kind", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("incomplete", "complete"))]
+)
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, kind: str) -> None:
     """What the cache has decides."""
     commit = "0" * 40
@@ -385,6 +388,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, kind: str) -> None:
     assert ("not complete in the local cache" in said["found"]) == (kind == "incomplete")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_attention_that_is_not_installed(tmp_path: Path) -> None:
     asked = {"attention": "flash_attention_2"}
@@ -534,6 +538,7 @@ def test_an_object_store_that_refuses(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not fsspec.filesystem("memory").find("/place")
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_an_object_store_that_says_nothing_costs_seconds(tmp_path: Path) -> None:
     """Also at the end of the process, where pyarrow would wait for it."""

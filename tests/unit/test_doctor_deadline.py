@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 BOTH = {"one": "look at one", "two": "look at two"}
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_slow_imports_are_no_problem_and_the_command_ends_within_20_seconds(tmp_path: Path) -> None:
     """As on a network file system that is busy: the start of the command counts, too, and nobody is left behind."""
@@ -107,7 +108,9 @@ def test_a_process_that_is_slow_is_told_from_what_it_asks(monkeypatch: pytest.Mo
         dies: (60, [("problem", "one", "look at one")]),
     }
     asked = {
-        work: in_thread(partial(own_process.run, work, checks=BOTH, deadline=Deadline(began, began + seconds)), "test")
+        work: in_thread(
+            partial(own_process.run_apart, work, checks=BOTH, deadline=Deadline(began, began + seconds)), "test"
+        )
         for work, (seconds, _) in cases.items()
     }
     for work, (seconds, expected) in cases.items():

@@ -164,6 +164,7 @@ def _planned(world: int = 8, gpu: str = "H100", between: float = 50e9, **paralle
     return predict(ModelSpec.of(config), config, resolve(config, world), cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_plan_knows_what_travels_and_what_is_not_known() -> None:
     pytest.importorskip("torchao")
@@ -179,6 +180,7 @@ def test_a_plan_knows_what_travels_and_what_is_not_known() -> None:
     assert "8 bits" not in bf16.rates
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_plan_knows_two_levels() -> None:
     """Half the bytes between nodes, and no others; on one node nothing."""

@@ -56,5 +56,5 @@ def test_gpus_that_are_too_few_are_named(
     phases: Any = SimpleNamespace(finished=lambda name: None)
     config = make_config(tmp_path, cluster={"device": "auto", "launch": "ray", **cluster})
     with pytest.raises(EnoughError):
-        driver.run(config, connecting, signals=signals, phases=phases, progress=None, say=found["on Ray"].append)
+        driver.run_on_ray(config, connecting, signals=signals, phases=phases, progress=None, say=found["on Ray"].append)
     assert found == {"without Ray": said, "on Ray": ["Ray: a Ray", *said]}

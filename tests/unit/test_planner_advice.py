@@ -43,6 +43,7 @@ def ids(found: list[Advice]) -> list[str]:
     return [each.id for each in found]
 
 
+@pytest.mark.slow
 def test_the_next_step_down_is_one_that_frees() -> None:
     config = config_of(WIDE, train={"micro_batch": 4, "global_batch": 16})
     names = []
@@ -165,7 +166,7 @@ def too_long(config: FinetuneConfig, world: int, memory: int) -> tuple[ModelSpec
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize("members", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
     config = config_of(LLAMA, **LONG, parallel={"activation_checkpointing": "full"})
     changes = {"parallel.mesh.sequence": members}
@@ -185,6 +186,7 @@ def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
     assert way is None or dict(way.changes).get("parallel.mesh.sequence") in (None, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_is_computed_again_beside_ranks_that_share_samples() -> None:
     config = config_of(LLAMA, **LONG)

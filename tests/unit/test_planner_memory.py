@@ -148,6 +148,7 @@ def test_repetitions_are_taken_out_of_the_middle() -> None:
     assert representatives(list(range(7)), 2) == list(range(7))
 
 
+@pytest.mark.slow
 def test_a_network_that_also_sees_has_blocks_of_two_kinds() -> None:
     text = {**GEMMA, "num_hidden_layers": 9, "sliding_window_pattern": 3}
     sees = {

@@ -22,6 +22,9 @@ from raytune_fsdp.record.jsonl import append_event
 
 _HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
 
+_LARGE = ("llama3-70b-qlora", "falcon-180b-lora", "gpt-oss-20b-lora", "qwen3-8b-lora")
+"""Recipes that take the planner four seconds or more each."""
+
 SEVENTY = ("--config", "llama2-70b-full-16xa100", "--gpu", "A100-80GB", "--network", "400Gbps", "--price", "2.5")
 
 
@@ -30,7 +33,8 @@ def on_hardware() -> list[Any]:
     for name, path in recipes().items():
         if match := _HARDWARE.search(path.read_text()):
             device = {"A100": "A100-80GB"}.get(match[2], match[2])
-            found.append(pytest.param(name, int(match[1]), int(match[3]), device, id=name))
+            marks = [pytest.mark.slow] if name in _LARGE else []
+            found.append(pytest.param(name, int(match[1]), int(match[3]), device, id=name, marks=marks))
     return found
 
 
@@ -50,6 +54,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_70b_of_the_article_fits_16_gpus_and_is_bound_by_its_network(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, *SEVENTY, "--world-size", "16")
@@ -68,6 +73,7 @@ def test_the_70b_of_the_article_fits_16_gpus_and_is_bound_by_its_network(capsys:
     assert 276 <= predict(ModelSpec.of(config), config, 16, cluster).tokens_per_second <= 410
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_page_says_what_to_do_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", "llama3-8b-full-8xa100", "--gpu", "A100-40GB", "--world-size", "2", "--samples", "64",
@@ -172,6 +178,7 @@ def test_a_plan_says_how_long_saves_and_stops_take_and_what_a_notice_saves(
     assert "cluster.spot_notice=aws: the notice comes 120 s before the end, and a save takes 200 s" in page
 
 
+@pytest.mark.slow
 def test_a_config_json_takes_the_place_of_a_model_that_is_not_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

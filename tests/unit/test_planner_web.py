@@ -72,7 +72,10 @@ def ask(server: PlanServer, path: str, method: str = "GET", **headers: str) -> t
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("query", "gpus"), [("", 2), ("?gpus=1&method=full&micro_batch=2&device=H100", 1)])
+@pytest.mark.parametrize(
+    ("query", "gpus"),
+    [pytest.param("", 2, marks=pytest.mark.slow), ("?gpus=1&method=full&micro_batch=2&device=H100", 1)],
+)
 def test_a_point_is_what_the_planner_says(server: PlanServer, query: str, gpus: int) -> None:
     status, text = ask(server, f"/point{query}")
     assert status == 200
@@ -174,8 +177,8 @@ def test_the_page_in_the_docs_is_the_current_one_and_asks_for_nothing() -> None:
     ("model", "method", "gpus", "length", "recompute", "device"),
     [
         ("meta-llama/Llama-3.1-8B", "full", 8, 2048, "none", "A100-80GB"),
-        ("meta-llama/Llama-3.1-8B", "lora", 1, 8192, "full", "RTX-4090"),
-        ("openai/gpt-oss-20b", "full", 16, 32768, "selective", "H200"),
+        pytest.param("meta-llama/Llama-3.1-8B", "lora", 1, 8192, "full", "RTX-4090", marks=pytest.mark.slow),
+        pytest.param("openai/gpt-oss-20b", "full", 16, 32768, "selective", "H200", marks=pytest.mark.slow),
     ],
 )
 def test_points_inside_of_the_page_are_the_planner_s(

@@ -13,7 +13,7 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytune_fsdp.base.errors import DataError, Interrupted, RowError, TrainingError, TransientError
-from raytune_fsdp.launch.ray.failures import MORE_MEMORY, first_cause, in_words, is_final, underlying
+from raytune_fsdp.launch.ray.failures import MORE_MEMORY, failure_in_words, first_cause, is_final, underlying
 
 DEAD = WorkerHealthCheckFailedError(
     "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")
@@ -64,7 +64,7 @@ LOST_PEER = raised(RuntimeError("[gloo] Connection closed by peer\nException rai
 def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: bool) -> None:
     found, error = first_cause(errors)
     assert (found, is_final(error)) == (rank, final)
-    assert in_words(error).startswith(words) and "\n" not in in_words(error)
+    assert failure_in_words(error).startswith(words) and "\n" not in failure_in_words(error)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: b
     ],
 )
 def test_cause_of_death(text: str, words: str) -> None:
-    assert in_words(WorkerHealthCheckFailedError("lost", RayActorError(error_msg=text))).startswith(words)
+    assert failure_in_words(WorkerHealthCheckFailedError("lost", RayActorError(error_msg=text))).startswith(words)
 
 
 BEFORE = (
@@ -102,10 +102,10 @@ ONE = "(Task: task name=Rank, actual memory used=1.25GB)"
 )
 def test_what_ray_kills_for_its_memory_is_said_with_the_amounts_and_a_way_out(text: str, amounts: str) -> None:
     for death in (OutOfMemoryError(text), RayActorError(error_msg=f"{text} NODE_OUT_OF_MEMORY")):
-        assert in_words(WorkerHealthCheckFailedError("lost", death)) == (
+        assert failure_in_words(WorkerHealthCheckFailedError("lost", death)) == (
             f"Ray killed its process because the node ran out of memory{amounts}. {MORE_MEMORY}"
         )
-    assert in_words(OutOfMemoryError(text)) == (
+    assert failure_in_words(OutOfMemoryError(text)) == (
         f"Ray killed a process of the run because the node ran out of memory{amounts}. Start fewer workers on a node "
         "(cluster.placement=spread), or, in a new run, lower data.window"
     )
@@ -125,7 +125,7 @@ def test_what_ray_kills_for_its_memory_is_said_with_the_amounts_and_a_way_out(te
 )
 def test_what_has_died_besides_ranks_is_named(error: BaseException, words: str) -> None:
     for each in (error, raised(error), RayTaskError("work", "trace", error)):
-        assert in_words(each).startswith(words) and "\n" not in in_words(each)
+        assert failure_in_words(each).startswith(words) and "\n" not in failure_in_words(each)
 
 
 def test_what_is_ours_is_found_inside_of_what_fit_raises() -> None:

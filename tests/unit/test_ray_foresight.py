@@ -75,7 +75,7 @@ def test_a_run_starts_with_the_numbers_that_fit(make: Make, monkeypatch: pytest.
     connecting.set_result(SimpleNamespace(about="a Ray"))
     signals: Any = SimpleNamespace(take=lambda: None)
     phases: Any = SimpleNamespace(finished=lambda name: None)
-    driver.run(known._config, connecting, signals=signals, phases=phases, progress=None, say=lambda _: None)
+    driver.run_on_ray(known._config, connecting, signals=signals, phases=phases, progress=None, say=lambda _: None)
     ranks, fewest, first, demand = began
     assert (ranks, fewest, demand._steps) == (3, 3, {})
     assert isinstance(first, Request) and first.workers == 8

@@ -16,7 +16,7 @@ from raytune_fsdp.launch.ray.resources import (
     Node,
     Request,
     answering,
-    check,
+    check_resources,
     local_cpus,
     request,
     shortage,
@@ -102,7 +102,7 @@ def test_what_cannot_be_meant(config: dict[str, Any], nodes: list[Node], growing
 
 @pytest.mark.parametrize("config", [{"device": "cpu"}, {"workers": 2, "device": "cuda"}, {"gpus_per_worker": 0}])
 def test_a_cluster_that_grows_needs_only_what_cannot_be_told(config: dict[str, Any]) -> None:
-    check(asked(LAPTOP, True, **config), LAPTOP, growing=True)
+    check_resources(asked(LAPTOP, True, **config), LAPTOP, growing=True)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_cluster_that_grows_needs_only_what_cannot_be_told(config: dict[str, A
     ],
 )
 def test_what_a_cluster_can_give(nodes: list[Node], config: dict[str, Any]) -> None:
-    check(asked(nodes, **config), nodes, growing=False)
+    check_resources(asked(nodes, **config), nodes, growing=False)
 
 
 TWO_GPU_NODES = "the cluster has 1 node with 8 CPU, 0 GPU and 2 nodes with 8 CPU, 4 GPU (A100)"
@@ -231,7 +231,7 @@ REFUSED = [
 def test_what_a_cluster_can_never_give(nodes: list[Node], config: dict[str, Any], message: str) -> None:
     found = asked(nodes, **config)
     with pytest.raises(ConfigError) as error:
-        check(found, nodes, growing=False)
+        check_resources(found, nodes, growing=False)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -241,16 +241,16 @@ def test_nodes_that_are_added_could_cure_it(nodes: list[Node], config: dict[str,
     found = asked(nodes, **config)
     if config.get("accelerator_type") == "a100":
         with pytest.raises(ConfigError, match="Ray knows no accelerator of this name .*; nearest: A100;"):
-            check(found, nodes, growing=True)
+            check_resources(found, nodes, growing=True)
     else:
-        check(found, nodes, growing=True)
+        check_resources(found, nodes, growing=True)
 
 
 def test_a_node_that_grows_may_have_an_accelerator_of_its_own_name() -> None:
     nodes = [node(8, 1, "Own")]
-    check(asked(nodes, accelerator_type="Own"), nodes, growing=True)
+    check_resources(asked(nodes, accelerator_type="Own"), nodes, growing=True)
     with pytest.raises(ConfigError, match="nearest: Own"):
-        check(asked(nodes, accelerator_type="Owns"), nodes, growing=True)
+        check_resources(asked(nodes, accelerator_type="Owns"), nodes, growing=True)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_ray_for_this_run_alone_has_cpus_for_the_data(
     monkeypatch.setattr(private, "cpus_of_machine", lambda: cores)
     config = ClusterConfig(workers=workers, cpus_per_worker=each)
     assert local_cpus(config, workers) == cpus
-    check(asked([node(cpus)], workers=workers, cpus_per_worker=each), [node(cpus)], growing=False)
+    check_resources(asked([node(cpus)], workers=workers, cpus_per_worker=each), [node(cpus)], growing=False)
 
 
 def test_a_ray_for_this_run_alone_fits_a_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

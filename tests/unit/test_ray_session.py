@@ -54,7 +54,7 @@ def test_a_token_that_the_cluster_does_not_take_is_one_line_at_once(
     monkeypatch.setattr(ray, "init", never)
     monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError) as refused:
-        session.find()
+        session.find_cluster()
     message = str(refused.value)
     start = f"the Ray cluster at {head} asks for a token, and the one of this process is {words}: set "
     assert message.startswith(start)
@@ -76,7 +76,7 @@ def test_no_token_where_one_is_to_be_used_is_found_before_ray_ends_the_process(
     monkeypatch.setattr(private, "ensure_token_if_auth_enabled", lacking)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(ConfigError, match="the one of this process is missing"):
-        session.find()
+        session.find_cluster()
 
 
 def test_a_busy_machine_gets_the_time_that_the_config_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_stop_while_ray_starts_leaves_none_for_the_next_command(monkeypatch: p
         return SimpleNamespace(close=lambda: story.append("closed"))
 
     monkeypatch.setattr(session, "_CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(session, "find", lambda: story.append("looks for one"))
+    monkeypatch.setattr(session, "find_cluster", lambda: story.append("looks for one"))
     monkeypatch.setattr(session, "connect", connect)
     config = ClusterConfig()
     with pytest.raises(KeyboardInterrupt), session.connecting(config, 1):

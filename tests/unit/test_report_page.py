@@ -393,7 +393,7 @@ def test_the_best_evaluation_is_the_one_that_the_run_has_kept(
             }
             record.write(to_bytes(line))
     found = best(read_history(run))
-    assert found is not None and found.step == step
+    assert found is not None and found[0] == step
 
 
 def test_page_and_terminal_agree_which_value_of_a_metric_is_the_best(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from raytune_fsdp.checkpoint.save_in_flight import Outcome
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.launch.worker import join
-from raytune_fsdp.record.tracker import NullTracker
+from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.saving import Saves
 
 
@@ -61,7 +61,7 @@ class Nobody:
 def test_a_stop_whose_checkpoint_cannot_be_written_is_still_a_stop(alone: None, stop: StopReason | None) -> None:
     """Not a failure, which another attempt would follow; without a stop it is one."""
     saves = Saves(
-        saver=cast(Saver, Failing()), tracker=NullTracker(), requests=cast(Requests, Nobody()), saved=lambda _: None
+        saver=cast(Saver, Failing()), tracker=Tracker(), requests=cast(Requests, Nobody()), saved=lambda _: None
     )
     assert saves.agree(stop).stop == stop
     with pytest.raises(Interrupted if stop else TransientError) as ended:

@@ -83,8 +83,8 @@ def test_all_ranks_refuse_what_one_finds(nan_on: int) -> None:
 
 def _assembled(values: Mapping[str, Any]) -> str:
     from raytune_fsdp.config import FinetuneConfig
-    from raytune_fsdp.launch.local import prepare_on_rank0
     from raytune_fsdp.run.assemble import assemble
+    from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
     try:

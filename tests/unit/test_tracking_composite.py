@@ -9,7 +9,7 @@ import pytest
 
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
-from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart, Status, Tracker, flatten
+from raytune_fsdp.record.tracker import Composite, RunStart, Status, Tracker, flatten
 
 
 class Spy:
@@ -63,7 +63,7 @@ def test_a_failing_tracker_is_told_once_and_disturbs_nobody(caplog: pytest.LogCa
 
 def test_states_are_merged() -> None:
     first, broken, last = Spy(), Spy(ValueError()), Spy()
-    assert Composite([first, NullTracker(), broken, last]).state() == {f"id{id(first)}": "x", f"id{id(last)}": "x"}
+    assert Composite([first, Tracker(), broken, last]).state() == {f"id{id(first)}": "x", f"id{id(last)}": "x"}
 
 
 @pytest.mark.parametrize("error", [TrainingError("metrics.jsonl cannot be written"), Interrupted("SIGTERM")])
@@ -82,8 +82,8 @@ def test_an_interrupt_is_not_held_up() -> None:
 
 
 def test_the_null_tracker_takes_everything() -> None:
-    use(NullTracker())
-    assert NullTracker().state() == {}
+    use(Tracker())
+    assert Tracker().state() == {}
 
 
 def test_flatten() -> None:

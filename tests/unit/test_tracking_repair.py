@@ -17,7 +17,7 @@ from raytune_fsdp.record.copies.following import Position, RecordReader, Sent
 from raytune_fsdp.record.jsonl import JsonlTracker, read_evaluations, read_metrics
 from raytune_fsdp.record.lines import WHOLE_STEP, read_line, step_of
 from raytune_fsdp.record.repair import is_whole
-from raytune_fsdp.record.tracker import Composite, NullTracker, RunStart
+from raytune_fsdp.record.tracker import Composite, RunStart, Tracker
 from raytune_fsdp.run.checks import check_first
 from tests.runs import make_config
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_a_record_is_refused_and_not_waited_for(tmp_path: Path) -
 def test_a_record_is_never_lost_silently(tmp_path: Path) -> None:
     """Whatever keeps the record from being written stops training, though a tracker beside it may fail as it likes."""
 
-    class Broken(NullTracker):
+    class Broken(Tracker):
         def start(self, run: RunStart) -> None:
             raise KeyError("values")
 

@@ -46,6 +46,10 @@ class FullMethod(MethodSection):
     type: Literal["full"] = "full"
     """Every weight is trained."""
 
+    routers: Literal["trained", "frozen"] | None = None
+    """Of a mixture of experts: whether the modules that choose experts are trained. Null: as the other weights. With LoRA
+    `trained` trains them whole, along with the adapters, and null gives those an adapter that `target_modules` means."""
+
 
 class FreezeMethod(MethodSection):
     takes_cut_layers = True
@@ -91,6 +95,10 @@ class LoraMethod(MethodSection):
 
     modules_to_save: Names = Field(default_factory=list)
     """Modules that are trained whole, along with the adapters, by the end of their names: `lm_head`, `embed_tokens`."""
+
+    routers: Literal["trained", "frozen"] | None = None
+    """Of a mixture of experts: whether the modules that choose experts are trained whole, along with the adapters. Null:
+    they get an adapter if `target_modules` means them (most are no linear layers), and else are frozen."""
 
     train_added_tokens: bool = False
     """Along with the adapters, train the rows of `model.add_tokens` in embedding and head, and no other rows of these."""

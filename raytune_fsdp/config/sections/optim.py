@@ -164,18 +164,13 @@ class OptimConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_rise(self) -> Self:
-        written = [name for name in ("warmup_ratio", "warmup_steps") if name in self.model_fields_set]
-        for name in written:
-            if self.schedule.type == "one_cycle" and getattr(self, name):
+    def _warmup(self) -> Self:
+        for name in ("warmup_ratio", "warmup_steps"):
+            if self.schedule.type == "one_cycle" and name in self.model_fields_set and getattr(self, name):
                 raise ValueError(
                     f"optim.{name}={getattr(self, name)}: the schedule one_cycle has a rise of its own: set "
                     "optim.schedule.rise, and leave the warmup out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _warmup(self) -> Self:
         if self.schedule_steps is not None and (self.warmup_steps or 0) > self.schedule_steps:
             raise ValueError(
                 f"optim.warmup_steps={self.warmup_steps} is more than optim.schedule_steps={self.schedule_steps}: "

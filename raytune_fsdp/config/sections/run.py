@@ -25,6 +25,14 @@ class RunConfig(Section):
     one up to rounding; on CPUs both are equal to the bit in any case. It costs time, and refuses the few operations that
     have no such kernel."""
 
+    exact: bool = False
+    """Sum losses and gradients in the order of micro-batches, so that a run learns the same at any number of ranks, to the
+    bit. Without this, runs on other numbers of ranks are equal up to rounding."""
+
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """With `exact` on CPUs: threads of each rank, which decide how products are added up. Null: those that the first attempt
+    has (its machine's cores, divided by its ranks there); later attempts keep them."""
+
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint, or starts from scratch if there is none; `never` refuses a
     directory that has a checkpoint; `always` refuses one that has none."""

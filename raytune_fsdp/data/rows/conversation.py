@@ -220,10 +220,20 @@ def _read_role(given: Any, format: ChatFormat, place: str) -> str:
     )
 
 
+_NOT_TEXT = re.compile("image|video|(?:input_)?audio")
+
+
 def _join_parts(parts: list[Any], place: str) -> str:
     texts = []
     for index, part in enumerate(parts):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        if seen := _NOT_TEXT.match(kind):
+            raise RowError(
+                f"{place}[{index}]={shorten(part)} is not text, and only text can be trained on: leave rows with "
+                f"{seen[0]} out (data.bad_rows=skip), or train on them with TRL's SFTTrainer, which reads such rows",
+                "wrong_type",
+            )
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
             raise RowError(
                 f'{place}[{index}]={shorten(part)} is not {{"type": "text", "text": "…"}}; only text can be trained '
                 "on: correct or remove the row",

@@ -19,6 +19,7 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
+    BLOCKS,
     CHUNK_BYTES,
     DECODED,
     OPEN,
@@ -30,9 +31,8 @@ from raytune_fsdp.data.sources.handles import (
     content_hash,
     keep_hashes,
 )
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import keys_of_schema
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     Columns,
@@ -146,7 +146,9 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
             check_unchanged(file)
             if (rows := _index_in_place(stored, directory)) is not None:
                 return {"content": content, "rows": rows, "copied": False}
-            copy_stored(stored, path)
+            with open(path, "wb") as target:  # as the file was when it was hashed
+                for offset in range(0, stored.size, _COPY_BYTES):
+                    target.write(stored.open().read(offset, min(_COPY_BYTES, stored.size - offset)))
         with reading(file.shown):
             schema = pa.ipc.read_schema(_after_mark(mapped(path)))
         check_columns(schema, shown=file.shown)
@@ -164,7 +166,7 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
     if not foreign:
         identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     if made.meta["copied"]:
         return prepared_rows(made, shown=file.shown, columns=columns)
     return ArrowRows(
@@ -352,13 +354,6 @@ def _after_mark(source: Any) -> Any:
     if source.read(len(_FILE_MARK)) != _FILE_MARK:
         source.seek(0)
     return source
-
-
-def copy_stored(stored: Stored, path: Path) -> None:
-    """Write one of the user's files to `path`, as it was when it was hashed."""
-    with open(path, "wb") as target:
-        for offset in range(0, stored.size, _COPY_BYTES):
-            target.write(stored.open().read(offset, min(_COPY_BYTES, stored.size - offset)))
 
 
 def report_of(file: File, progress: Progress | None) -> Callable[[int], None] | None:

@@ -71,9 +71,14 @@ def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | Non
     """Keep the hashes of a local file's chunks in a directory of the cache. Return the hash of the whole file."""
     if file.remote:
         return ""
+    hashing, done = ChunkHashing(), 0
     with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
-        hashing = hash_chunks(opened.read, report)
-    (directory / NAME).write_bytes(hashing.blocks())
+        while piece := opened.read(_AT_ONCE * CHUNK_BYTES):
+            hashing.update(piece)
+            done += len(piece)
+            if report is not None:
+                report(done)
+    (directory / BLOCKS).write_bytes(hashing.blocks())
     return hashing.content
 
 
@@ -229,7 +234,7 @@ CHUNK_BYTES = 1 << 14
 """The size of a chunk. For a row of 16 KiB, half of what is read is read in vain on average; the hashes, 8 bytes a
 chunk, are 0.05 % of the data."""
 
-NAME = "blocks"
+BLOCKS = "blocks"
 """The file of hashes in a directory of the cache."""
 
 _AT_ONCE = 512  # chunks: 8 MiB, which one read of a network file system brings
@@ -313,14 +318,3 @@ class ChunkHashing:
         self._blocks.append(self._block.intdigest())
         self._block.reset()
         self._in_block = 0
-
-
-def hash_chunks(read: Callable[[int], bytes], report: Callable[[int], None] | None = None) -> ChunkHashing:
-    """Hash a file, reading it from its start to its end."""
-    hashing, done = ChunkHashing(), 0
-    while piece := read(_AT_ONCE * CHUNK_BYTES):
-        hashing.update(piece)
-        done += len(piece)
-        if report is not None:
-            report(done)
-    return hashing

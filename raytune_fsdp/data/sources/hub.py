@@ -24,7 +24,7 @@ from raytune_fsdp.data.sources.arrow import (
     prepared_rows,
     write_batches,
 )
-from raytune_fsdp.data.sources.prepared import key_of, prepare
+from raytune_fsdp.data.sources.prepared import key_of, prepare_file
 from raytune_fsdp.data.sources.source import Columns, File, reading, shorten
 
 # A hub that does not answer must not hold up a run whose data is in the cache.
@@ -51,9 +51,10 @@ def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: 
         return {"content": content, "rows": index_batches(mapped(rows), directory, shown=name)}
 
     identity = {"preparation": "hub", **wanted, "revision": commit or dataset.revision}
-    made = prepare(cache, identity, make, shown=name, progress=progress)
-    if commit is not None:
-        _note(noted, commit)
+    made = prepare_file(cache, identity, make, shown=name, progress=progress)
+    if commit is not None and _noted(noted) != commit:
+        with suppress(OSError):  # it only helps processes that cannot reach the hub
+            replace_at_once(noted, json.dumps({"commit": commit}).encode())
     return prepared_rows(made, shown=name, columns=columns)
 
 
@@ -80,13 +81,6 @@ def _noted(path: Path) -> str | None:
     return None
 
 
-def _note(path: Path, commit: str) -> None:
-    if _noted(path) == commit:
-        return
-    with suppress(OSError):  # it only helps processes that cannot reach the hub
-        replace_at_once(path, json.dumps({"commit": commit}).encode())
-
-
 def _load(dataset: SourceConfig, commit: str | None) -> Any:
     import datasets
 
@@ -99,36 +93,31 @@ def _load(dataset: SourceConfig, commit: str | None) -> Any:
     # Any Exception: it raises whatever dozens of libraries and file systems raise. The text of the error names existing
     # subsets and splits.
     except Exception as error:
-        raise _refused(dataset, error, _way_out(error)) from error
+        if isinstance(error, ConnectionError):
+            way_out = "connect to the hub, or first load the dataset with the same HF_HOME on a machine with a network"
+        elif isinstance(error, OSError):
+            way_out = "check that the directory of HF_HOME is writable and has space"
+        else:
+            way_out = "correct hub, subset, split or revision"
+        raise _refused(dataset, error, way_out) from error
     if commit is None and dataset.revision is not None:
-        _check_revision(dataset, loaded)
+        # Offline, the library takes the newest dataset in its cache, whatever revision was asked for. Directories there
+        # are named after the commit.
+        commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}
+        if commits != {dataset.revision}:
+            there = sorted(commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit))
+            raise DataError(
+                f"hub={dataset.hub}, revision={dataset.revision}: the hub cannot be asked which commit this is, and "
+                f"the cache of the datasets library has {', '.join(there) or 'unknown'}; set revision to that, leave "
+                "it out, or connect to the hub"
+            )
     return loaded
-
-
-def _way_out(error: Exception) -> str:
-    if isinstance(error, ConnectionError):
-        return "connect to the hub, or first load the dataset with the same HF_HOME on a machine with a network"
-    if isinstance(error, OSError):
-        return "check that the directory of HF_HOME is writable and has space"
-    return "correct hub, subset, split or revision"
 
 
 def _refused(dataset: SourceConfig, error: Exception, way_out: str) -> DataError:
     asked = {"hub": dataset.hub, "subset": dataset.subset, "split": dataset.split, "revision": dataset.revision}
     text = ", ".join(f"{key}={value}" for key, value in asked.items() if value is not None)
     return DataError(f"{text}: cannot be loaded ({shorten(' '.join(str(error).split()), limit=300)}); {way_out}")
-
-
-def _check_revision(dataset: SourceConfig, loaded: Any) -> None:
-    # Offline, the library takes the newest dataset in its cache, whatever revision was asked for. Directories there are
-    # named after the commit.
-    commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}
-    if commits != {dataset.revision}:
-        found = ", ".join(sorted(commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit))) or "unknown"
-        raise DataError(
-            f"hub={dataset.hub}, revision={dataset.revision}: the hub cannot be asked which commit this is, and the "
-            f"cache of the datasets library has {found}; set revision to that, leave it out, or connect to the hub"
-        )
 
 
 def _batches(loaded: Any, *, shown: str, progress: Progress | None) -> Iterator[Any]:

@@ -32,6 +32,7 @@ from raytune_fsdp.data.sources.arrow import (
 )
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
+    BLOCKS,
     CHUNK_BYTES,
     DECODED,
     OPEN,
@@ -40,9 +41,8 @@ from raytune_fsdp.data.sources.handles import (
     check_unchanged,
     keep_hashes,
 )
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
-from raytune_fsdp.data.sources.prepared import prepare, touch
+from raytune_fsdp.data.sources.prepared import prepare_file, touch
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Keys, Row, compression_of, reading
 
@@ -152,7 +152,7 @@ def open_parquet(
 
     identity = {"preparation": "parquet as arrow", **file.identity}
     holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     return prepared_rows(made, shown=file.shown, columns=columns)
 
 
@@ -175,7 +175,7 @@ def _open_in_place(
     if not file.remote:
         identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     stored = None if file.remote else made.in_place(file)
 
     def search() -> list[Keys]:

@@ -60,13 +60,15 @@ def find_files(dataset: SourceConfig, *, order: int = ORDER_VERSION) -> Found:
         raise DataError(f"{without_secrets(path)}: {error}; correct the path") from error
 
     choose = SplitFiles(dataset, without_secrets(path), order)
-    if is_url(path):
-        found = Found(remote_files(path, pattern, choose), OLDEST_ORDER)
-    else:
-        found = _local_files(path, pattern, choose, order)
+    remote = is_url(path)
+    found = (
+        Found(remote_files(path, pattern, choose), OLDEST_ORDER)
+        if remote
+        else _local_files(path, pattern, choose, order)
+    )
     choose.check()
     if not found.files:
-        relative = "" if is_url(path) or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
+        relative = "" if remote or os.path.isabs(os.path.expanduser(path)) else f" (relative to {Path.cwd()})"
         raise DataError(f"{without_secrets(path)}: no file matches this pattern{relative}; correct the dataset's path")
     return replace(found, order_version=max(found.order_version, choose.order_version))
 

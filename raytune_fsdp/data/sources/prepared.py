@@ -26,8 +26,7 @@ import xxhash
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import sync_directory, write_durably
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.handles import DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
+from raytune_fsdp.data.sources.handles import BLOCKS, DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
 from raytune_fsdp.data.sources.source import File
 
 # Part of every key. Raise it when the format of any prepared file changes.
@@ -59,7 +58,7 @@ class PreparedRows:
         return BLOCKS not in self.meta["files"] or ChunkHashes(str(self.path / BLOCKS)).hold(file, every)
 
 
-def prepare(
+def prepare_file(
     cache: Path,
     identity: Mapping[str, object],
     make: Callable[[Path], Mapping[str, Any]],
@@ -84,8 +83,22 @@ def prepare(
         try:
             temporary.mkdir(parents=True)
             meta = {**make(temporary), "identity": dict(identity)}
-            _finish(temporary, meta, final, report)
-            _rename(temporary, final)
+            files = {}
+            for file in sorted(temporary.iterdir()):
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+                files[file.name] = file.stat().st_size
+            whole = {**meta, "files": files, "hashes": _hashes(temporary, files, final, report)}
+            write_durably(temporary / _META, json.dumps({**whole, "digest": _digest(whole)}, indent=1))
+            sync_directory(temporary)
+            try:
+                temporary.rename(final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # Another process was faster and made the same directory.
+            else:
+                sync_directory(final.parent)
         except OSError as error:
             raise unwritable(cache, shown, error) from error
         finally:
@@ -153,28 +166,6 @@ def _hashes(directory: Path, files: Mapping[str, int], final: Path, report: _Rep
             found[name] = hash_once(opened.fileno(), str(final / name), report_all)
         before += size
     return found
-
-
-def _finish(directory: Path, meta: Mapping[str, Any], final: Path, report: _Report | None) -> None:
-    files = {}
-    for file in sorted(directory.iterdir()):
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-        files[file.name] = file.stat().st_size
-    whole = {**meta, "files": files, "hashes": _hashes(directory, files, final, report)}
-    write_durably(directory / _META, json.dumps({**whole, "digest": _digest(whole)}, indent=1))
-    sync_directory(directory)
-
-
-def _rename(temporary: Path, final: Path) -> None:
-    try:
-        temporary.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        # Another process was faster and made the same directory.
-    else:
-        sync_directory(final.parent)
 
 
 def _discard(final: Path) -> None:

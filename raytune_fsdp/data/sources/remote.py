@@ -33,23 +33,19 @@ def with_version(file: File) -> File:
     if file.version:
         return file
     with reading(file.shown):
-        return replace(file, version=_version(file.url))
-
-
-def _version(url: str) -> str:
-    system, path = file_system(url)
-    facts: Mapping[str, Any]
-    if isinstance(system, pa.fs.PyFileSystem):
-        facts = system.handler.fs.info(path)
-    else:
-        with system.open_input_stream(path, compression=None) as stream:
-            found = stream.metadata()
-        facts = {
-            "ETag": (found.get("ETag") or b"").decode(),
-            "mtime": system.get_file_info(path).mtime_ns,
-        }
-    name = next((name for name in (*_VERSIONS, *_TIMES) if facts.get(name)), None)
-    return f"{name}={facts[name]}" if name else UNKNOWN
+        system, path = file_system(file.url)
+        facts: Mapping[str, Any]
+        if isinstance(system, pa.fs.PyFileSystem):
+            facts = system.handler.fs.info(path)
+        else:
+            with system.open_input_stream(path, compression=None) as stream:
+                found = stream.metadata()
+            facts = {
+                "ETag": (found.get("ETag") or b"").decode(),
+                "mtime": system.get_file_info(path).mtime_ns,
+            }
+        name = next((name for name in (*_VERSIONS, *_TIMES) if facts.get(name)), None)
+        return replace(file, version=f"{name}={facts[name]}" if name else UNKNOWN)
 
 
 def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:

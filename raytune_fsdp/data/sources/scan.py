@@ -184,19 +184,17 @@ def _scan_csv(file: Scanned, spans: Spans, delimiter: str) -> list[str]:
             spans.add(start, file.offset - start, line)
             continue
         if fields and not columns:
-            columns = _columns(fields, where=f"{file.shown}:{line}")
+            where = f"{file.shown}:{line}"
+            try:
+                columns = [field.encode("latin-1").decode() for field in fields]
+            except UnicodeDecodeError:
+                raise DataError(f"{where}: the header is not UTF-8; convert the file, for example with iconv") from None
+            if len(set(columns)) < len(columns):
+                raise DataError(
+                    f"{where}: the header names a column twice ({shorten(columns)}); correct the first line"
+                )
         elif fields:
             spans.add(start, file.offset - start, line)
-
-
-def _columns(fields: list[str], *, where: str) -> list[str]:
-    try:
-        columns = [field.encode("latin-1").decode() for field in fields]
-    except UnicodeDecodeError:
-        raise DataError(f"{where}: the header is not UTF-8; convert the file, for example with iconv") from None
-    if len(set(columns)) < len(columns):
-        raise DataError(f"{where}: the header names a column twice ({shorten(columns)}); correct the first line")
-    return columns
 
 
 def csv_reader(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:

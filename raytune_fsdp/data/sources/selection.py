@@ -53,7 +53,10 @@ class Selected:
     @property
     def blocks(self) -> Sequence[int]:
         ends = np.cumsum(np.asarray(self.base.blocks, dtype=np.int64))
-        before = self._before(ends)
+        if isinstance(self.numbers, range):
+            before = np.clip(ends, self.numbers.start, self.numbers.stop) - self.numbers.start
+        else:
+            before = np.searchsorted(self.numbers, ends).astype(np.int64)
         kept = np.diff(ends - before if self.others else before, prepend=0)
         return array("Q", kept[kept > 0].tolist())
 
@@ -70,7 +73,14 @@ class Selected:
         first = 0
         for keys in self.base.keys(what):
             last = first + len(keys)
-            chosen = self._between(first, last) - first
+            if isinstance(self.numbers, range):
+                between = np.arange(
+                    max(first, self.numbers.start), max(first, min(last, self.numbers.stop)), dtype=np.int64
+                )
+            else:
+                start, stop = np.searchsorted(self.numbers, [first, last])
+                between = self.numbers[start:stop]
+            chosen = between - first
             yield np.delete(keys, chosen) if self.others else keys[chosen]
             first = last
 
@@ -97,19 +107,6 @@ class Selected:
         else:
             found = self.numbers[wanted]
         return [int(number) for number in found]
-
-    def _before(self, ends: Int64Array) -> Int64Array:
-        """Return how many of the numbers are below each of these."""
-        if isinstance(self.numbers, range):
-            return np.clip(ends, self.numbers.start, self.numbers.stop) - self.numbers.start
-        return np.searchsorted(self.numbers, ends).astype(np.int64)
-
-    def _between(self, first: int, last: int) -> Int64Array:
-        """Return those of the numbers with first <= number < last."""
-        if isinstance(self.numbers, range):
-            return np.arange(max(first, self.numbers.start), max(first, min(last, self.numbers.stop)), dtype=np.int64)
-        start, stop = np.searchsorted(self.numbers, [first, last])
-        return self.numbers[start:stop]
 
 
 def some_rows(source: Source, rows: RowsConfig | None) -> Source:

@@ -69,11 +69,12 @@ class File:
     def identity(self) -> dict[str, object]:
         """What distinguishes this file from others, and from itself before a change."""
         # The URL may contain a password, which must not be written to the cache.
-        url = {
+        return {
             "url": without_secrets(self.url),
             "whole": xxhash.xxh3_128_hexdigest(self.url.encode("utf-8", "replace")),
+            "size": self.size,
+            "version": self.version,
         }
-        return {**url, "size": self.size, "version": self.version}
 
     @property
     def fingerprint(self) -> str:
@@ -198,7 +199,10 @@ class Files:
         return int(self._ends[-1])
 
     def where(self, index: int) -> str:
-        part, first = self._find(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {self.label}, which has {len(self)}")
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        part, first = self.parts[place], int(self._ends[place - 1]) if place else 0
         return part.where(index - first)
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
@@ -226,12 +230,6 @@ class Files:
     def with_columns(self, columns: Columns) -> Files:
         parts: tuple[Any, ...] = self.parts
         return replace(self, parts=tuple(replace(each, columns=columns) for each in parts)) if self.columnar else self
-
-    def _find(self, index: int) -> tuple[Part, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {self.label}, which has {len(self)}")
-        place = int(np.searchsorted(self._ends, index, side="right"))
-        return self.parts[place], int(self._ends[place - 1]) if place else 0
 
     def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool, int]]:
         # Leaves out the cached properties, which follow from the parts.

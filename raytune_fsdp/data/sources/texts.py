@@ -21,6 +21,7 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
+    BLOCKS,
     CHUNK_BYTES,
     OPEN,
     ChunkHashes,
@@ -29,9 +30,8 @@ from raytune_fsdp.data.sources.handles import (
     check_unchanged,
     keep_hashes,
 )
-from raytune_fsdp.data.sources.handles import NAME as BLOCKS
 from raytune_fsdp.data.sources.keys import KeySearch, cached_keys, keys_of_columns
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
@@ -130,9 +130,16 @@ class TextRows:
             )
         if self.syntax == "text":
             return {"text": text}
-        return self._csv(text, index) if self.syntax == "csv" else self._json(text, index)
-
-    def _json(self, text: str, index: int) -> Row | RowError:
+        if self.syntax == "csv":
+            try:
+                fields = next(csv_reader(io.StringIO(text, newline="\n"), self.delimiter))
+            except csv.Error as error:
+                return self._broken(index, f"not a CSV record ({error}) in {shorten(text.strip())!r}")
+            if len(fields) != len(self.columns):
+                return self._broken(
+                    index, f"{len(fields)} fields, the header has {len(self.columns)}, in {shorten(text.strip())!r}"
+                )
+            return dict(zip(self.columns, fields, strict=True))
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
@@ -140,17 +147,6 @@ class TextRows:
         if not isinstance(row, dict):
             return self._broken(index, f"{shorten(row)!r} is not a JSON object but {type(row).__name__}")
         return row
-
-    def _csv(self, text: str, index: int) -> Row | RowError:
-        try:
-            fields = next(csv_reader(io.StringIO(text, newline="\n"), self.delimiter))
-        except csv.Error as error:
-            return self._broken(index, f"not a CSV record ({error}) in {shorten(text.strip())!r}")
-        if len(fields) != len(self.columns):
-            return self._broken(
-                index, f"{len(fields)} fields, the header has {len(self.columns)}, in {shorten(text.strip())!r}"
-            )
-        return dict(zip(self.columns, fields, strict=True))
 
     def _broken(
         self, index: int, what: str, *, way_out: str = "correct or remove the row", reason: str = "broken_row"
@@ -193,7 +189,7 @@ def open_text(
     if not copied:
         identity["blocks"] = CHUNK_BYTES
     holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
     rows = text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
     return with_keys([rows], [made.meta], made)[0] if keys else rows
@@ -284,9 +280,7 @@ _TEXTS = "texts.json"
 def small_groups(files: Sequence[File]) -> list[list[File]]:
     """Return the small files that are read in place, in groups to be prepared together; none if they are few."""
     small = [file for file in files if not file.remote and file.size <= _SMALL_BYTES and not compression_of(file.url)]
-    if len(small) < _MANY:
-        return []
-    return [small[first : first + _TOGETHER] for first in range(0, len(small), _TOGETHER)]
+    return [small[n : n + _TOGETHER] for n in range(0, len(small), _TOGETHER)] if len(small) >= _MANY else []
 
 
 def open_small_texts(
@@ -337,4 +331,4 @@ def open_small_texts(
         "whole": xxhash.xxh3_128_hexdigest(facts.encode("utf-8", "surrogateescape")),
         "blocks": CHUNK_BYTES,
     }
-    return parts(prepare(cache, identity, make, shown=shown, progress=progress, holds=holds))
+    return parts(prepare_file(cache, identity, make, shown=shown, progress=progress, holds=holds))

@@ -26,8 +26,8 @@ from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.launch.ray.attempt import RayAttempt
 from raytune_fsdp.launch.ray.failures import (
     MORE_MEMORY,
+    failure_in_words,
     first_cause,
-    in_words,
     is_death,
     is_final,
     is_from_within,
@@ -87,19 +87,15 @@ class Attempts:
     def reached(self, step: int) -> None:
         """Note that rank 0 trains this step, or a later one."""
         if not self._size or len(self.current.ranks) != self._size:
-            self._resized()
+            before, self._size = self._size, len(self.current.ranks)
+            if before:  # the first step of this attempt, which has another size than the last one
+                seconds = time.monotonic() - self._ended_at
+                self.event(
+                    names.RESIZED, before=before, after=self._size, cause=self._cause,
+                    seconds=round(seconds, 2), steps_redone=self._redone,
+                )  # fmt: skip
+                self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
         self.current.step, self._redone = step, 0
-
-    def _resized(self) -> None:
-        """Record that an attempt of another size than the last one has come to its first step."""
-        before, self._size = self._size, len(self.current.ranks)
-        if before:
-            seconds = time.monotonic() - self._ended_at
-            self.event(
-                names.RESIZED, before=before, after=self._size, cause=self._cause,
-                seconds=round(seconds, 2), steps_redone=self._redone,
-            )  # fmt: skip
-            self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
 
     def started(self, number: int, logs: str) -> None:
         """Note which number the ranks of the current attempt have agreed on."""
@@ -129,8 +125,11 @@ class Attempts:
             return  # Ray Train has waited for resources as long as it does
         if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not self.number):
             raise inner  # a UserError: refused before anything was written
-        words = in_words(cause)
-        if not is_ours(cause) and (lost := self._on_a_lost_node()) is not None:
+        words = failure_in_words(cause)
+        lost: int | None = None
+        if not is_ours(cause) and self._answers():
+            lost = self.current.rank_without({node.id for node in answering(nodes())})
+        if lost is not None:
             rank, words = lost, "its node was lost"
         elif rank is not None and is_death(cause) and (memory := self.current.out_of_memory(rank)) is not None:
             words = f"the kernel ended its process for its memory: {memory}. {MORE_MEMORY}"
@@ -160,12 +159,6 @@ class Attempts:
             f"{self._described(words, rank)}; the same command would fail there again{rows}"
         )
 
-    def _on_a_lost_node(self) -> int | None:
-        """Return a rank whose node is gone; None also where that cannot be asked."""
-        if not self._answers():
-            return None
-        return self.current.rank_without({node.id for node in answering(nodes())})
-
     def failed(self, cause: str, rank: int | None = None, *, again: bool = True) -> None:
         """Record that the attempt has failed. Raise if that ends the run: `again` says whether another one may help."""
         self._record(cause, rank)
@@ -176,10 +169,10 @@ class Attempts:
 
     def _record(self, cause: str, rank: int | None) -> None:
         ranks = self.current.ranks
-        node = ranks[rank].node if rank in ranks else None
         self.event(
             names.ATTEMPT_FAILED,
-            rank=rank, node=node, cause=cause, last_step=self.last_step(), logs=self.current.logs,
+            rank=rank, node=ranks[rank].node if rank in ranks else None, cause=cause, last_step=self.last_step(),
+            logs=self.current.logs,
         )  # fmt: skip
         self.failures += 1
         # The attempt before may have trained more than this one, which has failed before its first step.

@@ -248,8 +248,7 @@ class Board:
         return ray.get(ray.get(self._actor.shared.remote(key))[0])
 
     def wait_for_stop(self) -> StopReason:
-        reason: StopReason = ray.get(self._actor.wait_for_stop.remote())
-        return reason
+        return StopReason(ray.get(self._actor.wait_for_stop.remote()))
 
 
 class StopFromBoard:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ from raytune_fsdp.launch.ray.resources import (
     Request,
     able,
     accelerators_of,
-    check,
+    check_resources,
     gpus_of,
     may_grow,
     nodes,
@@ -108,7 +108,7 @@ RAY_TRAIN = {
 """Settings of Ray Train, which it reads from the environment when a run starts."""
 
 
-def run(
+def run_on_ray(
     config: FinetuneConfig,
     connecting: Future[Session],
     *,
@@ -122,7 +122,14 @@ def run(
 ) -> tuple[RunInputs, ResumePoint]:
     """Prepare and train. Returns the run, and where it stood before, once it is complete; raises what stopped it."""
     phases.finished("start")
-    world, build = sizes_of(config)[0], _builder(connecting)
+
+    def build(windows: Windows, places: Places) -> Iterable[tuple[WindowCounts, bool]]:
+        if len(places) <= FEW_WINDOWS:
+            return build_here(windows, places)
+        connecting.result()
+        return build_on_ray(windows, places)
+
+    world = sizes_of(config)[0]
     prepared, standing = prepare(config, world, progress, build=build, dry=dry, trust_places=trust_places)
     phases.finished("checks")
     session = connecting.result()
@@ -137,7 +144,7 @@ def run(
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
     valid = sizes_of(config, asked.workers)
-    check(replace(asked, workers=valid[0]), found, growing=growing)
+    check_resources(replace(asked, workers=valid[0]), found, growing=growing)
     check_device(config, asked.device)
     if idle := idle_gpus(config.cluster, asked.device, valid[0], gpus_of(config.cluster, found)):
         say("; ".join(idle))
@@ -166,16 +173,6 @@ def _is_possible(config: FinetuneConfig, foresight: Foresight, size: int) -> boo
     except ConfigError:
         return False
     return foresight.force or foresight.fits(size)
-
-
-def _builder(connecting: Future[Session]) -> Callable[[Windows, Places], Iterable[tuple[WindowCounts, bool]]]:
-    def build(windows: Windows, places: Places) -> Iterable[tuple[WindowCounts, bool]]:
-        if len(places) <= FEW_WINDOWS:
-            return build_here(windows, places)
-        connecting.result()
-        return build_on_ray(windows, places)
-
-    return build
 
 
 def _train(
@@ -280,9 +277,8 @@ def _finish(
                 return
             for left in after_commits[number:]:
                 left.cancel()
-            what = each.work.what
             raise Interrupted(
-                f"stopped: the run is complete, but its {what}s are not; the same command makes up for them"
+                f"stopped: the run is complete, but its {each.work.what}s are not; the same command makes up for them"
             )
 
 
@@ -373,8 +369,7 @@ def _close_mlflow(
     """Record in MLflow how the run ended: rank 0, which usually does that, may have had no time."""
     place = prepared.place
     if config.tracking.mlflow.enabled and place.mlflow_id.exists() and mlflow_installed():
-        seconds = RANKS_WAIT_SECONDS if session.answers() else _HURRY_SECONDS
-        tracker = mlflow_tracker(config, place, seconds=seconds)
+        tracker = mlflow_tracker(config, place, seconds=RANKS_WAIT_SECONDS if session.answers() else _HURRY_SECONDS)
         start = run_start(config, prepared, standing, attempts.number)
         tracker.start(replace(start, over=True, committed=attempts.last_step()))
         tracker.finish("interrupted" if isinstance(error, Interrupted) else "failed")
@@ -389,7 +384,7 @@ class Foresight:
         self, config: FinetuneConfig, prepared: RunInputs, asked: Request, nodes: Sequence[Node], *, force: bool
     ) -> None:
         self._config, self._prepared, self._kind = config, prepared, asked.device
-        kinds = set(_kinds(asked, nodes))
+        kinds = {kind for node in nodes for kind in accelerators_of(node) if asked.device == "cuda"}
         self._device = device_named(kinds.pop() if len(kinds) == 1 else None)
         """The kind of GPU; None: there are several, or Ray does not say."""
         self._memory = None if self._device is None else int(self._device.memory)
@@ -444,9 +439,3 @@ class Foresight:
 
     def _plan(self, ranks: int) -> Plan:
         return resolve(self._config, ranks, self._prepared.census)
-
-
-def _kinds(asked: Request, nodes: Sequence[Node]) -> Iterator[str]:
-    if asked.device == "cuda":
-        for node in nodes:
-            yield from accelerators_of(node)

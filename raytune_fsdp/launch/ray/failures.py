@@ -108,14 +108,21 @@ def is_ours(error: BaseException) -> bool:
     return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)
 
 
-def in_words(error: BaseException) -> str:
+def failure_in_words(error: BaseException) -> str:
     """Describe a failure in one line."""
     death = _death(error)
     if _out_of_memory(error):
         who, text, way_out = "a process of the run", str(underlying(error)), _MORE_FOR_DATA
         if death is not None:
             who, text, way_out = "its process", str(death), MORE_MEMORY
-        return f"Ray killed {who} because the node ran out of memory{_amounts(text)}. {way_out}"
+        # What the process and the node had, where Ray's message says it: its form has changed with Ray 2.56, which may
+        # kill several processes at a time.
+        held = re.findall(r"memory used=([\d.]+) ?GB", text)
+        node = re.search(r"was ([\d.]+) ?GB(?: used)? / ([\d.]+) ?GB", text)
+        parts = [f"it had {held[0]} GB"] if len(held) == 1 else []
+        parts += [f"the node had {node[1]} of {node[2]} GB in use"] if node else []
+        amounts = ": " * bool(parts) + ", and ".join(parts)
+        return f"Ray killed {who} because the node ran out of memory{amounts}. {way_out}"
     if death is not None:
         lost = any(phrase in str(death) for phrase in ("node has died", "node was terminated", "node is dead"))
         return "its node was lost" if lost else f"its process {DIED}"
@@ -132,18 +139,6 @@ def in_words(error: BaseException) -> str:
     if isinstance(inner, LocalRayletDiedError):
         return "Ray's raylet on its node died"
     return in_one_line(inner)
-
-
-def _amounts(text: str) -> str:
-    """Return what the process and the node had, where Ray's message says it.
-
-    The message's form has changed with Ray 2.56, which may kill several processes at a time.
-    """
-    held = re.findall(r"memory used=([\d.]+) ?GB", text)
-    node = re.search(r"was ([\d.]+) ?GB(?: used)? / ([\d.]+) ?GB", text)
-    parts = [f"it had {held[0]} GB"] if len(held) == 1 else []
-    parts += [f"the node had {node[1]} of {node[2]} GB in use"] if node else []
-    return ": " * bool(parts) + ", and ".join(parts)
 
 
 def _death(error: BaseException) -> BaseException | None:

@@ -130,14 +130,12 @@ def gpus_of_machine() -> int:
 
 def free_by_node() -> dict[str, dict[str, float]]:
     """Return what is free on each node, by its id. `ray.available_resources()` has the sum alone."""
-    found: dict[str, dict[str, float]] = state.available_resources_per_node()
-    return found
+    return dict(state.available_resources_per_node())
 
 
 def leaving_nodes() -> dict[str, int]:
     """Return the nodes that drain, by id, and when they end in milliseconds since 1970; 0: that is not known."""
-    found: dict[str, int] = state.state.get_draining_nodes()
-    return found
+    return dict(state.state.get_draining_nodes())
 
 
 def drain(gcs_address: str, node_id: str, why: str, ends_at: float) -> None:

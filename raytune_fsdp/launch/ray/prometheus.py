@@ -13,12 +13,12 @@ from ray.util.metrics import Gauge
 from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.record.lines import step_lines
 from raytune_fsdp.record.names import labelled, node_values, step_values, with_perplexity
-from raytune_fsdp.record.tracker import NullTracker
+from raytune_fsdp.record.tracker import Tracker
 
 _LABELS = ("run", "of")
 
 
-class PrometheusTracker(NullTracker):
+class PrometheusTracker(Tracker):
     """`raytune_fsdp_train_loss{run="first", of=""}`; `of` is a dataset's or a node's name where there is one."""
 
     def __init__(self, run: str, gauge: Callable[..., Any] = Gauge) -> None:

@@ -87,13 +87,20 @@ def train_rank(job: RankJob) -> None:
     except (HandedOver, Interrupted):
         raise
     except Exception as error:
-        job.board.tell(_failed(context.get_world_rank(), error))
+        place = extract_tb(error.__traceback__)[-1]
+        job.board.tell(Failed(context.get_world_rank(), pulse().step, f"{Path(place.filename).name}:{place.lineno}"))
         raise
 
 
 def _train(job: RankJob, rank: int, world: int) -> None:
     node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
-    job.board.tell(_joined(rank, node))
+    context = ray.train.get_context()
+    job.board.tell(
+        Joined(
+            rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
+            node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
+        )
+    )  # fmt: skip
     beats = Beats(job.board, rank, world)
     beats.begin()
 
@@ -136,8 +143,12 @@ def _work(
     node: str,
     reached: Callable[[str], None],
 ) -> None:
+    from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
     from raytune_fsdp.launch.worker import work
+    from raytune_fsdp.predict.preflight import check_memory
+    from raytune_fsdp.record.console import ConsoleTracker
     from raytune_fsdp.run.assemble import LauncherHooks
+    from raytune_fsdp.step.parallel import memory_of
 
     if rank == 0:
         job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
@@ -145,18 +156,30 @@ def _work(
     if standing.complete:
         return  # an earlier attempt committed the last step, and crashed afterwards
     device = _device(job, rank, node)
-    _check_memory(job, prepared, standing, device)
-    reports = _Reports(prepared.place)
+    if job.predicted is not None:  # again, by this rank's device: the driver may not know what devices there are
+        here = ray.train.get_context().get_local_world_size()
+        check_memory(
+            job.config, prepared, standing.plan, job.predicted, kind=device.type, memory=memory_of(device),
+            ranks=here if device.type == "cpu" else 1, forced=job.forced or not job.first, look=False,
+        )  # fmt: skip
+    trackers: list[Tracker] = []
+    if job.config.tracking.prometheus.enabled:
+        trackers.append(PrometheusTracker(job.config.run.name))
+    if log.in_ray is not None and job.config.tracking.console:
+        trackers.append(ConsoleTracker(log.in_ray, every=job.config.tracking.console_every))
+    # `ray.train.report` is a barrier of all ranks and the controller, which takes about a second: training does not
+    # wait. One thread, so that checkpoints are reported in order.
+    reports = ThreadPoolExecutor(1, thread_name_prefix="report")
 
     def saved(checkpoint: Saved) -> None:
-        reports.add(checkpoint)
+        reports.submit(_report, prepared.place, checkpoint)
         if rank == 0:
             job.board.tell(Committed(checkpoint.step, checkpoint.lasting))
 
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),
         console=cast(TextIO, BoardStream(job.board, job.looks)),
-        trackers=_trackers(job.config, log.in_ray),
+        trackers=trackers,
         saved=saved,
         reached=reached,
         predicted=_as_placed(job.predicted, world),
@@ -166,33 +189,22 @@ def _work(
     try:
         work(job.config, prepared, standing, device, stop, hooks, own_log=True)
     except (Interrupted, HandedOver):
-        reports.finish()
+        reports.shutdown()
         raise
-    reports.finish()
+    reports.shutdown()  # waits until all are reported. Not after a failure: other ranks might never report
 
 
-def _trackers(config: FinetuneConfig, ray_log: TextIO | None) -> list[Tracker]:
-    """Return the trackers that need Ray."""
-    from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
-    from raytune_fsdp.record.console import ConsoleTracker
-
-    found: list[Tracker] = [PrometheusTracker(config.run.name)] if config.tracking.prometheus.enabled else []
-    if ray_log is not None and config.tracking.console:
-        found.append(ConsoleTracker(ray_log, every=config.tracking.console_every))
-    return found
-
-
-def _joined(rank: int, node: str) -> Joined:
-    context = ray.train.get_context()
-    return Joined(
-        rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
-        node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
-    )  # fmt: skip
-
-
-def _failed(rank: int, error: Exception) -> Failed:
-    place = extract_tb(error.__traceback__)[-1]
-    return Failed(rank, pulse().step, f"{Path(place.filename).name}:{place.lineno}")
+def _report(place: RunDir, saved: Saved) -> None:
+    """Report a checkpoint to Ray Train."""
+    if not saved.path.startswith(f"{place.path}/"):
+        return  # elsewhere (checkpoint.storage): NO_UPLOAD accepts only paths in the run directory
+    try:
+        context = ray.train.get_context()
+        filesystem = context.get_storage().storage_filesystem
+        checkpoint = Checkpoint(saved.path, filesystem=filesystem) if context.get_world_rank() == 0 else None
+        ray.train.report({"step": saved.step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+    except Exception:  # Ray's list is a hint, and repaired before every start
+        logger.warning("the checkpoint of step %d was not reported to Ray Train", saved.step, exc_info=True)
 
 
 def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int) -> ResumePoint:
@@ -284,19 +296,6 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
     return device
 
 
-def _check_memory(job: RankJob, prepared: RunInputs, standing: ResumePoint, device: Any) -> None:
-    """Refuse what this rank's device cannot hold: the driver may not know what devices there are."""
-    from raytune_fsdp.predict.preflight import check_memory
-    from raytune_fsdp.step.parallel import memory_of
-
-    if job.predicted is not None:
-        here = ray.train.get_context().get_local_world_size()
-        check_memory(
-            job.config, prepared, standing.plan, job.predicted, kind=device.type, memory=memory_of(device),
-            ranks=here if device.type == "cpu" else 1, forced=job.forced or not job.first, look=False,
-        )  # fmt: skip
-
-
 def _as_placed(predicted: Predicted | NotPredicted | None, world: int) -> Predicted | NotPredicted | None:
     """Drop the time that is predicted if there are several nodes: the driver does not know where Ray puts ranks."""
     from raytune_fsdp.base.predicted import Predicted
@@ -304,32 +303,3 @@ def _as_placed(predicted: Predicted | NotPredicted | None, world: int) -> Predic
     if isinstance(predicted, Predicted) and ray.train.get_context().get_local_world_size() < world:
         return replace(predicted, seconds=None)
     return predicted
-
-
-class _Reports:
-    """Reports checkpoints to Ray Train, in order and from a thread.
-
-    `ray.train.report` is a barrier of all ranks and the controller, which takes about a second: training does not wait.
-    """
-
-    def __init__(self, place: RunDir) -> None:
-        self._place = place
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="report")
-
-    def add(self, saved: Saved) -> None:
-        self._threads.submit(self._report, saved)
-
-    def finish(self) -> None:
-        """Wait until all are reported. Not after a failure: other ranks might never report."""
-        self._threads.shutdown()
-
-    def _report(self, saved: Saved) -> None:
-        if not saved.path.startswith(f"{self._place.path}/"):
-            return  # elsewhere (checkpoint.storage): NO_UPLOAD accepts only paths in the run directory
-        try:
-            context = ray.train.get_context()
-            filesystem = context.get_storage().storage_filesystem
-            checkpoint = Checkpoint(saved.path, filesystem=filesystem) if context.get_world_rank() == 0 else None
-            ray.train.report({"step": saved.step}, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
-        except Exception:  # Ray's list is a hint, and repaired before every start
-            logger.warning("the checkpoint of step %d was not reported to Ray Train", saved.step, exc_info=True)

@@ -89,8 +89,10 @@ def _answers(node: Node) -> bool:
 def draining() -> dict[str, float | None]:
     """Return the nodes that are about to be taken away, by id, and the seconds that are left, if that is known."""
     now = time.time() * 1000
-    leaving = private.leaving_nodes()
-    return {node: max(0.0, (deadline - now) / 1000) if deadline else None for node, deadline in leaving.items()}
+    return {
+        node: max(0.0, (deadline - now) / 1000) if deadline else None
+        for node, deadline in private.leaving_nodes().items()
+    }
 
 
 def may_grow() -> bool:
@@ -150,7 +152,7 @@ def _device(config: ClusterConfig, gpus: int, growing: bool) -> Literal["cpu", "
     return "cuda" if gpus >= wanted else "cpu"
 
 
-def check(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
+def check_resources(request: Request, nodes: Sequence[Node], *, growing: bool) -> None:
     """Refuse what the cluster can never provide, even when nothing else runs on it.
 
     With `growing`, what added nodes could provide is waited for. Ray does not say which kinds of nodes can be added.
@@ -356,8 +358,8 @@ def _kinds(nodes: Sequence[Node], request: Request) -> str:
 
 
 def _grouped(nodes: Sequence[Node], described: Callable[[Node], str]) -> str:
-    groups = Counter(described(node) for node in nodes)
-    return " and ".join(f"{count} node{'s' * (count > 1)} with {text}" for text, count in groups.items())
+    groups = Counter(map(described, nodes)).items()
+    return " and ".join(f"{count} node{'s' * (count > 1)} with {text}" for text, count in groups)
 
 
 def _amount(name: str, amount: float) -> str:

@@ -117,7 +117,7 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
     """Connect to Ray in a thread while the context lasts; close the connection at its end."""
     for closed in list(_late):
         closed.wait(config.start_seconds)
-    address = find()
+    address = find_cluster()
     session: Future[Session] = Future()
     ended, closed = Event(), Event()
 
@@ -136,8 +136,7 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
             _late.remove(closed)
 
     # A daemon, so that a Ray that does not start cannot keep this process from ending.
-    thread = Thread(target=run, name="ray", daemon=True)
-    thread.start()
+    Thread(target=run, name="ray", daemon=True).start()
     try:
         yield session
     finally:
@@ -146,7 +145,7 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
         closed.wait(_CLOSE_SECONDS)
 
 
-def find() -> str | None:
+def find_cluster() -> str | None:
     """Return the address of the cluster that ray.init() would join, once it has answered; None if there is none.
 
     Refuses in milliseconds, before any heavy import, what ray.init() would try for a minute or many.

@@ -30,7 +30,7 @@ from raytune_fsdp.launch.ray.board import (
     PhaseFinished,
     Started,
 )
-from raytune_fsdp.launch.ray.failures import in_words
+from raytune_fsdp.launch.ray.failures import failure_in_words
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
 from raytune_fsdp.launch.ray.placement_groups import Groups
@@ -211,7 +211,9 @@ class AttemptSupervisor:
     def _give_board_up(self, error: RayError) -> None:
         """End the attempt: without its board no rank can be asked to stop. The next attempt has another one."""
         silent = "the message board between the driver and the ranks does not answer"
-        self._attempt.killed = Killed(silent if isinstance(error, ActorUnavailableError) else in_words(error), None)
+        self._attempt.killed = Killed(
+            silent if isinstance(error, ActorUnavailableError) else failure_in_words(error), None
+        )
         self._attempt.end_controller()
 
     def _check_between(self) -> None:
@@ -226,8 +228,9 @@ class AttemptSupervisor:
         self.groups.clear()
         last.nodes.end()
         # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
-        new = self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
-        self._attempts.current = new
+        self._attempts.current = (
+            self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
+        )
         for each in self._after_commits:
             each.make_room()
 

@@ -34,7 +34,10 @@ def repair_registry(run_dir: Path) -> str | None:
         if not path.exists():
             return None
         try:
-            snapshot = _read(path)
+            if not path.is_file():
+                raise ValueError("not a file")
+            snapshot = _Snapshot.model_validate(json.loads(path.read_bytes().decode("utf-8")))
+            snapshot.model_dump_json()  # Ray writes it again at the next checkpoint, and would fail there
         except (OSError, ValueError, RecursionError) as error:
             return _set_aside(path, error)
         there = committed(str(run_dir / CHECKPOINTS))
@@ -93,20 +96,18 @@ class _Snapshot(_AsRayHasIt):
         return self
 
 
-def _read(path: Path) -> _Snapshot:
-    if not path.is_file():
-        raise ValueError("not a file")
-    snapshot = _Snapshot.model_validate(json.loads(path.read_bytes().decode("utf-8")))
-    snapshot.model_dump_json()  # Ray writes it again at the next checkpoint, and would fail there
-    return snapshot
-
-
 def _only(snapshot: _Snapshot, names: set[str]) -> _Snapshot:
     """Return the snapshot without checkpoints other than these."""
-    rows = zip(snapshot.checkpoint_results, snapshot.checkpoint_report_indices, strict=True)
-    kept = [(result, index) for result, index in rows if result.checkpoint_dir_name in names]
-    waiting = zip(snapshot.pending_training_results, snapshot.pending_validation_specs, strict=True)
-    pending = [(result, spec) for result, spec in waiting if result.checkpoint_dir_name in names]
+    kept = [
+        (result, index)
+        for result, index in zip(snapshot.checkpoint_results, snapshot.checkpoint_report_indices, strict=True)
+        if result.checkpoint_dir_name in names
+    ]
+    pending = [
+        (result, spec)
+        for result, spec in zip(snapshot.pending_training_results, snapshot.pending_validation_specs, strict=True)
+        if result.checkpoint_dir_name in names
+    ]
     latest = snapshot.latest_checkpoint_result
     if latest is not None and latest.checkpoint_dir_name not in names:
         latest = max(kept, key=lambda row: row[1])[0] if kept else None
@@ -130,14 +131,11 @@ def _set_aside(path: Path, error: Exception) -> str:
         aside = path.with_name(f"{path.name}{DAMAGED}.{number}")
     path.rename(aside)
     sync_directory(path.parent)
-    return (
-        f"Ray's list of checkpoints could not be read ({_why(error)}), so {path.name} was moved to {aside.name}; the "
-        "run's own manifests decide where it continues"
-    )
-
-
-def _why(error: Exception) -> str:
+    why = str(error) if type(error) is ValueError else in_one_line(error)  # a bare ValueError is our own
     if isinstance(error, ValidationError):  # several lines, with links: only the first field and its problem
         first = error.errors()[0]
-        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-    return str(error) if type(error) is ValueError else in_one_line(error)  # a bare ValueError is our own
+        why = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    return (
+        f"Ray's list of checkpoints could not be read ({why}), so {path.name} was moved to {aside.name}; the "
+        "run's own manifests decide where it continues"
+    )

@@ -24,7 +24,7 @@ from raytune_fsdp.base.errors import ConfigError, ModelError, first_line, pip_in
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMethod
-from raytune_fsdp.model.adapters.targets import is_expression, targets_of
+from raytune_fsdp.model.adapters.targets import is_expression, routers_of_method, targets_of
 from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.model.weights.source import Weights
@@ -77,6 +77,7 @@ def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfi
             modules_to_save=method.modules_to_save or None,
             task_type="CAUSAL_LM",
         )
+    routers = routers_of_method(network, method)
     return LoraConfig(
         r=method.rank,
         lora_alpha=method.alpha,
@@ -85,7 +86,7 @@ def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfi
         use_dora=method.dora,
         target_modules=targets_of(network, method) or None,
         target_parameters=method.target_parameters or None,
-        modules_to_save=method.modules_to_save or None,
+        modules_to_save=[*method.modules_to_save, *(routers if method.routers == "trained" else [])] or None,
         task_type="CAUSAL_LM",
     )
 
@@ -132,6 +133,12 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
             f"{_nearest(network, weights, weights=True)}"
         )
     _check_shared(network, method)
+    for name in routers_of_method(network, method):
+        if any(is_adapter_layer(module) for module in network.get_submodule(name).modules()):
+            raise ConfigError(
+                f"method.target_modules={shown(method.target_modules)} means {base_name(name)}, too, of which "
+                f"method.routers={getattr(method, 'routers', None)} says otherwise: leave one of them out"
+            )
     adapted = [base_name(name) for name in adapter_tensors(network)]
     targets = method.target_modules
     # The modules of target_parameters have adapters, too, but are not meant here.
@@ -213,10 +220,25 @@ def initial_adapters(network: nn.Module) -> Mapping[str, torch.Tensor]:
     return found
 
 
-def experts_without_adapter(network: PreTrainedModel) -> list[str]:
-    """Return the names of the experts' weights that have no adapter, without the numbers of their layers."""
-    adapted = {module.parameter_name for module in network.modules() if type(module).__name__ == "ParamWrapper"}
-    return sorted(name for name in frozen_experts(network) if name.rpartition(".")[2] not in adapted)
+def unadapted(network: PreTrainedModel) -> tuple[list[str], float]:
+    """Return the names of the layers' weights without an adapter, the largest first, and their share of all layers."""
+    adapted = {
+        id(getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight")))  # type: ignore[operator]
+        for module in network.modules()
+        if is_adapter_layer(module)
+    }
+    tables = {id(each.weight) for each in (network.get_input_embeddings(), network.get_output_embeddings()) if each}
+    found: Counter[str] = Counter()
+    whole = 0
+    for name, parameter in network.named_parameters():
+        # PEFT keeps the first values of a module that is trained whole.
+        left_out = parameter.ndim < 2 or id(parameter) in tables or ".original_module." in name
+        if left_out or parameter.requires_grad:
+            continue
+        whole += parameter.numel()
+        if id(parameter) not in adapted:
+            found[_without_numbers(name)] += parameter.numel()
+    return [name for name, _ in found.most_common()], found.total() / max(1, whole)
 
 
 def frozen_experts(network: PreTrainedModel) -> Counter[str]:
@@ -225,8 +247,12 @@ def frozen_experts(network: PreTrainedModel) -> Counter[str]:
     for name, parameter in network.named_parameters():
         # A convolution of a state-space layer also has three dimensions, but one of them is 1.
         if parameter.ndim == 3 and min(parameter.shape) > 1 and not parameter.requires_grad:
-            found[re.sub(r"^.*\.\d+\.", "", base_name(name))] += parameter.numel()
+            found[_without_numbers(name)] += parameter.numel()
     return found
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"^.*\.\d+\.", "", base_name(name))
 
 
 def why_not_compiled(network: nn.Module) -> str | None:

@@ -13,15 +13,22 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from raytune_fsdp.config.sections.method import ALL_LINEAR, LoraMethod
+from raytune_fsdp.config.sections.method import ALL_LINEAR, AdapterMethod, LoraMethod
+from raytune_fsdp.model.objective.routers import names_of_routers
 
 
 def targets_of(network: PreTrainedModel, method: LoraMethod) -> str | list[str]:
     """Return what PEFT gets as `target_modules`: names, or an expression that it keeps as one."""
     asked = method.target_modules
     if asked == ALL_LINEAR:
-        return _linear_names(network)
+        return _linear_names(network, routers_of_method(network, method))
     return _whole_names(network, asked, method.target_parameters) if is_expression(asked) else asked
+
+
+def routers_of_method(network: PreTrainedModel, method: AdapterMethod) -> list[str]:
+    """Return the names of the modules that choose experts, if the method says what becomes of them."""
+    asked = isinstance(method, LoraMethod) and method.routers is not None
+    return names_of_routers(network) if asked else []
 
 
 def is_expression(targets: object) -> bool:
@@ -48,8 +55,8 @@ def _whole_names(network: PreTrainedModel, expression: str | list[str], paramete
     return sorted(name for name, _ in network.named_modules() if re.fullmatch(str(expression), name)) or expression
 
 
-def _linear_names(network: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of all linear layers but the head.
+def _linear_names(network: PreTrainedModel, left_out: list[str]) -> list[str]:
+    """Return the last parts of the names of all linear layers but the head and those of these modules.
 
     PEFT's own `all-linear` is not used: it includes the experts, which take no dropout. Names that PEFT would take for
     experts are left out.
@@ -67,6 +74,7 @@ def _linear_names(network: PreTrainedModel) -> list[str]:
         for name, module in modules.items()
         if module is head or (isinstance(module, linear) and type(module).__name__.endswith("Router"))
     }
+    kept |= {name.rpartition(".")[2] for name in modules if any(f"{name}.".startswith(f"{each}.") for each in left_out)}
     probe = LoraConfig(target_modules=sorted(names - kept))
     convert_peft_config_for_transformers(probe, model=network, conversions=None)
     return sorted(probe.target_modules or ())

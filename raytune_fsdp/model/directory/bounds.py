@@ -153,9 +153,8 @@ def check_tokenizer_files(directory: Path) -> tuple[dict[str, Any], str]:
 
 def _tokenizer_files(directory: Path) -> list[Path]:
     found = [directory / name for name in _TOKENIZER_FILES if "*" not in name]
-    for pattern in _TOKENIZER_FILES:
-        if "*" in pattern:
-            found += sorted(file for file in directory.glob(pattern) if not file.is_dir())
+    patterns = [name for name in _TOKENIZER_FILES if "*" in name]
+    found += [file for each in patterns for file in sorted(directory.glob(each)) if not file.is_dir()]
     return list(dict.fromkeys(found))
 
 

@@ -99,27 +99,23 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
     """
     local = Path(path).expanduser()
     if local.is_dir():
-        _check_readable(local, f"{field}={path}", weights=weights)
+        # The libraries that read files which this user may not read would call them broken.
+        may = partial(os.access, effective_ids=os.access in os.supports_effective_ids)
+        refused = [] if may(local, os.R_OK | os.X_OK) else [local]
+        if not refused:
+            patterns = [*_READ_FILES, "*.safetensors*"] if weights else _READ_FILES
+            files = (file for pattern in patterns for file in sorted(local.glob(pattern)))
+            refused = [file for file in files if file.is_file() and not may(file, os.R_OK)]
+        if refused:
+            raise ModelError(
+                f"{field}={path}: {refused[0]} may not be read by this user (permission denied); change its permissions"
+            )
         return local.absolute()
     if local.exists():
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
     if not is_hub_name(path):
         raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
     return _fetch(path, revision, field=field, weights="model" if weights else None)
-
-
-def _check_readable(directory: Path, what: str, *, weights: bool) -> None:
-    """Refuse files that this user may not read: the libraries that read them would call them broken instead."""
-    may = partial(os.access, effective_ids=os.access in os.supports_effective_ids)
-    refused = [] if may(directory, os.R_OK | os.X_OK) else [directory]
-    if not refused:
-        patterns = [*_READ_FILES, "*.safetensors*"] if weights else _READ_FILES
-        files = (file for pattern in patterns for file in sorted(directory.glob(pattern)))
-        refused = [file for file in files if file.is_file() and not may(file, os.R_OK)]
-    if refused:
-        raise ModelError(
-            f"{what}: {refused[0]} may not be read by this user (permission denied); change its permissions"
-        )
 
 
 def is_local(path: str) -> bool:
@@ -232,7 +228,16 @@ def find_weights(directory: Path, name: str = "model") -> WeightFiles:
     single = directory / f"{name}.safetensors"
     file_of = _indexed(directory, name)
     if file_of is None and single.is_file():
-        file_of = dict.fromkeys(_keys_of(single), single.name)
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            check_header(single)
+            with safe_open(single, "pt") as handle:
+                file_of = dict.fromkeys(handle.keys(), single.name)
+        except (SafetensorError, OSError, UnsoundError) as error:
+            raise ModelError(
+                f"{single} is not a complete safetensors file ({first_line(error)}): download it again"
+            ) from error
     if file_of is None:
         raise _no_safetensors(directory, [path.name for path in directory.glob("*")], name)
     missing = sorted({name for name in file_of.values() if not (directory / name).is_file()})
@@ -306,19 +311,6 @@ def _files_of(file_of: Mapping[str, str] | None, name: str) -> list[str]:
 def _lacks(where: Path | str, missing: Sequence[str]) -> ModelError:
     names = ", ".join(missing[:3])
     return ModelError(f"{where} lacks {len(missing)} of its weight files ({names}): download the model again")
-
-
-def _keys_of(file: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        check_header(file)
-        with safe_open(file, "pt") as handle:
-            return list(handle.keys())
-    except (SafetensorError, OSError, UnsoundError) as error:
-        raise ModelError(
-            f"{file} is not a complete safetensors file ({first_line(error)}): download it again"
-        ) from error
 
 
 def _no_safetensors(where: Path | str, there: Sequence[str], name: str) -> ModelError:

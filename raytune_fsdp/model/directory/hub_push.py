@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import wait
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line
 from raytune_fsdp.base.threads import in_thread
@@ -39,7 +39,7 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     existing repository keeps its visibility and its files, except weights of an earlier push that are no longer part of
     the model: a loader that finds weights by their names would mix two models.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     token = _token(name)
     if not directory.is_dir():
@@ -55,7 +55,14 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
         api.create_repo(repository, private=private or None, exist_ok=True)
         # Not upload_folder: with hf_xet it may split a push that is large or slow, or needs retries, into several
         # commits.
-        commit = api.create_commit(repository, _operations(api, repository, files), commit_message=message)
+        # An earlier push put its weights at the top. Weights in a subdirectory are somebody else's.
+        top = [name for name in api.list_repo_files(repository) if "/" not in name]
+        gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
+        operations = [
+            *(CommitOperationDelete(path_in_repo=name) for name in gone),
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+        ]
+        commit = api.create_commit(repository, operations, commit_message=message)
     except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
         raise _as_line(error, name, directory, token) from error
     return str(commit.commit_url)
@@ -95,16 +102,6 @@ def _soon(call: Callable[[], T]) -> T:
     if not wait([answer], timeout=HUB_SECONDS).done:
         raise TimeoutError(f"no answer within {HUB_SECONDS} s")
     return answer.result()
-
-
-def _operations(api: Any, repository: str, files: Mapping[str, Path]) -> list[Any]:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    # An earlier push put its weights at the top. Weights in a subdirectory are somebody else's.
-    top = [name for name in api.list_repo_files(repository) if "/" not in name]
-    gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
-    deletions = [CommitOperationDelete(path_in_repo=name) for name in gone]
-    return [*deletions, *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items())]
 
 
 def _as_line(error: Exception, name: str, directory: Path, token: str) -> RaytuneError:

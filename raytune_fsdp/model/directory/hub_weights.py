@@ -152,26 +152,20 @@ def read_headers(hub: HubWeights) -> Headers:
             ) from error
 
     side_by_side(read, names)
-    _keep(hub, found)
-    return found
-
-
-def _kept(repository: str, commit: str) -> Path:
-    return place_of(repository) / "headers" / f"{commit}.json"
-
-
-def _keep(hub: HubWeights, headers: Headers) -> None:
-    """Keep the headers, so that a run goes on while the hub cannot be reached.
-
-    A model and an adapter of one repository share a file: their weights have different names.
-    """
-    kept = {name: [hub.sizes[name], {k: [t.dtype, t.shape] for k, t in each.items()}] for name, each in headers.items()}
+    # So that a run goes on while the hub cannot be reached. A model and an adapter of one repository share a file:
+    # their weights have different names.
+    kept = {name: [hub.sizes[name], {k: [t.dtype, t.shape] for k, t in each.items()}] for name, each in found.items()}
     path = _kept(hub.repository, hub.commit)
     with suppress(OSError, ValueError):
         kept = {**(read_json(path, limit=_KEPT_BYTES) if path.exists() else {}), **kept}
     with suppress(OSError):  # the cache may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_at_once(path, json.dumps(kept).encode())
+    return found
+
+
+def _kept(repository: str, commit: str) -> Path:
+    return place_of(repository) / "headers" / f"{commit}.json"
 
 
 def kept_headers(hub: HubWeights) -> tuple[HubWeights, Headers] | None:

@@ -91,11 +91,7 @@ class NamedClass:
 def network_of(files: Path, kind: Kind) -> PreTrainedModel:
     """Build a network of one of transformers' classes on the meta device, with the sizes of `files`' config.json."""
 
-    def make(hf_config: PretrainedConfig) -> PreTrainedModel:
-        model: PreTrainedModel = kind._from_config(config_for(kind, hf_config))
-        return model
-
-    found = built_on_meta(files, make)
+    found = built_on_meta(files, lambda hf_config: kind._from_config(config_for(kind, hf_config)))
     assert found is not None, f"{files} has been built before"
     return found
 
@@ -149,17 +145,13 @@ def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
 def _places(own: PreTrainedModel, there: PreTrainedModel) -> dict[str, str] | None:
     """Find the network's decoder and head in the other network; None if not all of the network is in it."""
     found: dict[str, str] = {}
-    for mine, others in ((own.get_decoder(), there.get_decoder()), (_head(own), _head(there))):
+    heads = own.get_output_embeddings(), there.get_output_embeddings()
+    for mine, others in ((own.get_decoder(), there.get_decoder()), heads):
         if mine is None or others is None or type(others) is not type(mine):
             return None
         found[_name(own, mine)] = _name(there, others)
     tensors = there.state_dict()
     return found if all(_moved(name, found) in tensors for name in own.state_dict()) else None
-
-
-def _head(network: PreTrainedModel) -> nn.Module | None:
-    head: nn.Module | None = network.get_output_embeddings()
-    return head
 
 
 def _name(network: nn.Module, wanted: nn.Module) -> str:
@@ -171,7 +163,8 @@ def _outside(network: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the largest modules that are neither decoder nor head, nor contain or lie in them."""
     if network.config.get_text_config() is network.config:
         return ()
-    inside = [_name(network, each) for each in (network.get_decoder(), _head(network)) if each is not None]
+    parts = network.get_decoder(), network.get_output_embeddings()
+    inside = [_name(network, each) for each in parts if each is not None]
     found: list[str] = []
     for name, module in network.named_modules():
         around = any(_inner(each, name) is not None for each in inside)

@@ -65,9 +65,8 @@ class Quantization:
 
 def read_quantization(directory: Path) -> Quantization | None:
     """Return how the weights in a model's directory are quantized; None if they are not."""
-    if not (directory / CONFIG_FILE).is_file():
-        return None
-    return quantization_of(read_config(directory), str(directory))
+    there = (directory / CONFIG_FILE).is_file()
+    return quantization_of(read_config(directory), str(directory)) if there else None
 
 
 def quantization_of(values: Mapping[str, Any], what: str) -> Quantization | None:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -73,18 +73,14 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> PreTrainedToken
                 if isinstance(value, str) and value.startswith(str(place)):
                     found[name] = str(directory) + value.removeprefix(str(place))
     vocabulary_of(tokenizer)
-    _check_template(tokenizer.chat_template, directory)
-    return tokenizer
-
-
-def _check_template(template: Any, directory: Path) -> None:
-    """Refuse a chat template that is neither a text nor texts by name."""
+    template = tokenizer.chat_template
     named = isinstance(template, dict) and all(isinstance(each, str) for each in [*template, *template.values()])
     if template is not None and not isinstance(template, str) and not (template and named):
         raise ModelError(
             f"{directory} has a tokenizer with the chat_template {shown(template)}, which is neither a text nor texts "
             "by name: correct tokenizer_config.json, or download it again"
         )
+    return tokenizer
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -121,7 +117,9 @@ def _without_files(directory: Path, values: Mapping[str, Any], trusted: bool) ->
             kept, dropped = without_files(values[file], trusted=trusted)
             if dropped:
                 cleaned[file] = json.dumps(kept)
-                left_out.append(f"{directory / file}: {_listed(dropped)}")
+                text = ", ".join(printable(name)[:60] for name in dropped[:8])
+                text += f" and {len(dropped) - 8} more" if len(dropped) > 8 else ""
+                left_out.append(f"{directory / file}: {text}")
     if not cleaned:
         yield directory
         return
@@ -136,11 +134,6 @@ def _without_files(directory: Path, values: Mapping[str, Any], trusted: bool) ->
         for file, content in cleaned.items():
             (copy / file).write_text(content, encoding="utf-8")
         yield copy
-
-
-def _listed(names: Sequence[str]) -> str:
-    text = ", ".join(printable(name)[:60] for name in names[:8])
-    return text if len(names) <= 8 else f"{text} and {len(names) - 8} more"
 
 
 @cache

@@ -33,13 +33,35 @@ def why_routers_forbid(train: TrainConfig) -> str | None:
 
 def routers_of(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """Return the modules that choose experts, in order, each with the index of the logits in what it returns."""
+    kind, index = _router(model)
+    return [(model.get_submodule(name), index) for name in _names(model, kind)]
+
+
+def names_of_routers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that choose experts; refuse `method.routers` where transformers names none."""
+    found = _names(model, _router(model)[0])
+    if not found:
+        raise ConfigError(
+            f"method.routers: transformers names no module of a {type(model).__name__} that chooses experts: leave it "
+            "out; method.type=freeze trains what you name, and so does method.modules_to_save along with adapters"
+        )
+    return found
+
+
+def _router(model: PreTrainedModel) -> tuple[type[nn.Module] | None, int]:
+    """Return the class of the routers, and the index of the logits in what they return."""
     for part in model.modules():
         recorder = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
         target = getattr(recorder, "target_class", recorder)
         if isinstance(target, type) and issubclass(target, nn.Module):
-            index = int(getattr(recorder, "index", 0))
-            return [(module, index) for module in model.modules() if isinstance(module, target)]
-    return []
+            return target, int(getattr(recorder, "index", 0))
+    return None, 0
+
+
+def _names(model: PreTrainedModel, kind: type[nn.Module] | None) -> list[str]:
+    """Return the names of the routers that compute: PEFT keeps the first values of one that is trained whole."""
+    every = model.named_modules() if kind is not None else ()
+    return [name for name, each in every if isinstance(each, kind or ()) and "original_module" not in name.split(".")]
 
 
 def numbers_of_experts(model: PreTrainedModel) -> set[int]:

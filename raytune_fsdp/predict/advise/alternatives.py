@@ -192,28 +192,22 @@ def _candidates(
         methods += [METHODS["lora"], METHODS["qlora"]]
     elif config.method.type == "lora":
         methods.append({**config.method.model_dump(exclude_unset=True), "type": "qlora"})
+    spread, here = ("full_shard", "shard_grad_op", "replicate") if world > 1 else ("full_shard",), cluster.per_node
+    strategies: list[dict[str, Any]] = [{"strategy": name} for name in spread]
+    if world > here and world % here == 0 and here % config.parallel.mesh.together == 0:
+        strategies.append({"strategy": "hybrid_shard", "shard_size": here})
     for method in methods:
         for recompute in ("none", "selective", "full"):
-            for strategy in _strategies(config, world, cluster):
-                changes: dict[str, Any] = {}
-                if method is not None:
-                    changes["method.type"] = method["type"]
-                for name, value in (*strategy.items(), ("activation_checkpointing", recompute)):
-                    if getattr(config.parallel, name) != value:
-                        changes[f"parallel.{name}"] = value
-                written = {name: value for name, value in changes.items() if name != "method.type"}
+            for strategy in strategies:
+                asked = {**strategy, "activation_checkpointing": recompute}
+                written = {
+                    f"parallel.{name}": value
+                    for name, value in asked.items()
+                    if getattr(config.parallel, name) != value
+                }
+                changes = written if method is None else {"method.type": method["type"], **written}
                 changed = with_changes(config, written if method is None else {**written, "method": method})
                 yield (str(method), recompute), changes, changed
-
-
-def _strategies(config: FinetuneConfig, world: int, cluster: Cluster) -> list[dict[str, Any]]:
-    if world == 1:
-        return [{"strategy": "full_shard"}]
-    found: list[dict[str, Any]] = [{"strategy": name} for name in ("full_shard", "shard_grad_op", "replicate")]
-    here = cluster.per_node
-    if world > here and world % here == 0 and here % config.parallel.mesh.together == 0:
-        found.append({"strategy": "hybrid_shard", "shard_size": here})
-    return found
 
 
 def _largest_batch(

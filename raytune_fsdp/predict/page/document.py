@@ -207,11 +207,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.NOT_FOUND, "there are / and /point")
         if self.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             return self._refuse(HTTPStatus.FORBIDDEN, "another site's page asks")
-        return self._point(place.query)
-
-    def _point(self, query: str) -> None:
         try:
-            asked = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=_MOST_FIELDS)
+            asked = parse_qsl(
+                place.query, keep_blank_values=True, strict_parsing=bool(place.query), max_num_fields=_MOST_FIELDS
+            )
             choice = read_choice(asked, self.server.start, self.server.among)
         except ConfigError as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))

@@ -121,33 +121,30 @@ def _shown(text: str) -> str:
 
 def changed(config: FinetuneConfig, choice: Chosen, per_node: int) -> FinetuneConfig:
     """Return the config with what was chosen."""
-    start, changes = start_of(config, choice.device, choice.gpus), dict[str, Any]()
+    start = start_of(config, choice.device, choice.gpus)
     written = {
         "data.seq_len": "seq_len", "train.micro_batch": "micro_batch", "train.global_batch": "global_batch",
         "parallel.activation_checkpointing": "recompute", "parallel.strategy": "strategy",
     }  # fmt: skip
-    for path, name in written.items():
-        if getattr(choice, name) != getattr(start, name):
-            changes[path] = getattr(choice, name)
+    changes: dict[str, Any] = {
+        path: getattr(choice, name) for path, name in written.items() if getattr(choice, name) != getattr(start, name)
+    }
     if changes.get("parallel.strategy") == "hybrid_shard":
         changes["parallel.shard_size"] = per_node
     if choice.method != start.method:
-        changes["method"] = _method(config, choice.method)
+        # As the config writes it, with the adapters that the config describes, if it has some.
+        if choice.method not in METHODS:
+            changes["method"] = {"type": choice.method}
+        elif config.method.type not in METHODS:
+            changes["method"] = METHODS[choice.method]
+        else:
+            values = config.method.model_dump(exclude_unset=True)
+            values.pop("quantization", None)
+            changes["method"] = {**values, "type": choice.method}
     try:
         return with_changes(config, changes)
     except ValidationError as error:
         raise ConfigError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from None
-
-
-def _method(config: FinetuneConfig, wanted: str) -> Mapping[str, Any]:
-    """Return the method as the config writes it, with the adapters that the config describes, if it has some."""
-    if wanted not in METHODS:
-        return {"type": wanted}
-    if config.method.type not in METHODS:
-        return METHODS[wanted]
-    values = config.method.model_dump(exclude_unset=True)
-    values.pop("quantization", None)
-    return {**values, "type": wanted}
 
 
 logger = logging.getLogger(__name__)

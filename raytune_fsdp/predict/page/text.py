@@ -31,22 +31,40 @@ _PARTS = {
 def as_page(planned: Planned) -> str:
     found = planned.prediction
     lines = [*_memory(planned), "", *_speed(planned), "", *_host(planned)]
-    if planned.advice:
-        lines += ["", *_advice(planned.advice)]
+    lines += [""] if planned.advice else []
+    for number, each in enumerate(planned.advice):
+        lines += _row("note" if number == 0 else "", f"{each.text} [{each.id}; {each.source}]")
     if planned.alternatives:
         lines += ["", *_alternatives(planned)]
-    lines += ["", *_row("basis", _basis(found, planned.basis))]
+    traced = "memory: one step traced on tensors without data, exact but for what is assumed"
+    device = found.cluster.device
+    speed = (
+        f"a roofline over the traced operations ({found.rates}), of which published runs reach about 70 % (54 scored: "
+        "50 within 30 %, the median off by 11 %)"
+    )
+    if device.measured is not None:
+        speed = f"the sum of the traced operations ({found.rates}), of which real steps there reach {found.reached:.0%}"
+    total, active = found.parameters.total / 1e9, found.active / 1e9
+    experts = f", {active:,.2f} for a token" if active < 0.9 * total else ""
+    lines += [
+        "",
+        *_row(
+            "basis",
+            f"network: {planned.basis}, {total:,.2f} billion weights{experts}. {traced} ({device.name}: memory "
+            f"{device.memory_basis}). Speed: {speed}. Full samples of one document each.",
+        ),
+    ]
     return "\n".join(lines)
 
 
 def _memory(planned: Planned) -> list[str]:
     found = planned.prediction
     device = found.cluster.device
+    card = f"{'an' if device.name[0] in 'AHLR' else 'a'} {device.name}"  # an A100, an H100, a B200
     verdict = "fits" if found.fits else "DOES NOT FIT"
     lines = _row(
         "memory",
-        f"{_gib(found.needed)} of the {_gib(device.memory)} of {_a(device.name)}: {verdict}. "
-        f"The most: {found.memory.where}.",
+        f"{_gib(found.needed)} of the {_gib(device.memory)} of {card}: {verdict}. The most: {found.memory.where}.",
     )
     memory = found.memory
     parts: dict[str, tuple[int, str]] = {
@@ -57,7 +75,8 @@ def _memory(planned: Planned) -> list[str]:
     parts |= {name: (size, "assumed, not measured") for name, size in found.assumed.items()}
     for name, (size, why) in parts.items():
         if size:
-            lines.append(f"{'':{_LABEL}}{name:23}{_gib(size):>10}  {_bar(size / device.memory):16} {why}")
+            bar = "#" * max(1, min(16, round(16 * (size / device.memory))))
+            lines.append(f"{'':{_LABEL}}{name:23}{_gib(size):>10}  {bar:16} {why}")
     if memory.on_host:
         lines += _row("", f"{_gib(memory.on_host)} more in the host's memory (activation_offload, cpu_offload)")
     if not found.fits:
@@ -122,7 +141,8 @@ def _speed(planned: Planned) -> list[str]:
     if seconds.added:
         moved += f" ({seconds.added / 1e9:,.1f} GB a GPU of it to add up what parts of layers have computed)"
     lines += _row("moves", f"{moved}, each way, a step")
-    text = f"{_duration(hours(found))} for {found.plan.steps:,} steps, {hours(found) * found.world:,.1f} GPU-hours"
+    long = f"{hours(found):,.1f} hours" if hours(found) >= 1 else f"{60 * hours(found):.0f} minutes"
+    text = f"{long} for {found.plan.steps:,} steps, {hours(found) * found.world:,.1f} GPU-hours"
     price = cost(found, planned.price)
     lines += _row("the run", text + (f", {price:,.0f} at {planned.price:g} a GPU-hour" if price is not None else ""))
     samples = found.plan.division.global_batch
@@ -159,13 +179,6 @@ def _stopping(each: Stopping) -> str:
     )
 
 
-def _advice(found: Iterable[Advice]) -> list[str]:
-    lines = []
-    for number, each in enumerate(found):
-        lines += _row("note" if number == 0 else "", f"{each.text} [{each.id}; {each.source}]")
-    return lines
-
-
 def _alternatives(planned: Planned) -> list[str]:
     same = [each for each in planned.alternatives if each.learns_the_same]
     other = [each for each in planned.alternatives if not each.learns_the_same]
@@ -184,46 +197,13 @@ def _alternative(each: Alternative, price: float | None) -> str:
     numbers = f"{found.tokens_per_second:>14,.0f}{hours(found):>8,.1f}{hours(found) * found.world:>9,.0f}"
     whole = cost(found, price)
     numbers += "" if whole is None else f"{whole:>9,.0f}"
-    what = _cut(change_in_words(each.changes) or "as it is", _CHANGES)
+    text = change_in_words(each.changes) or "as it is"
+    what = text if len(text) <= _CHANGES else f"{text[: _CHANGES - 1]}…"
     return f"  {what:{_CHANGES}}{_gib(found.needed):>10}{numbers if found.fits else '  does not fit'}".rstrip()
-
-
-def _basis(found: Prediction, network: str) -> str:
-    traced = "memory: one step traced on tensors without data, exact but for what is assumed"
-    device = found.cluster.device
-    speed = (
-        f"a roofline over the traced operations ({found.rates}), of which published runs reach about 70 % (54 scored: "
-        "50 within 30 %, the median off by 11 %)"
-    )
-    if device.measured is not None:
-        speed = f"the sum of the traced operations ({found.rates}), of which real steps there reach {found.reached:.0%}"
-    return (
-        f"network: {network}, {_billions(found)}. {traced} ({device.name}: memory {device.memory_basis}). "
-        f"Speed: {speed}. Full samples of one document each."
-    )
-
-
-def _billions(found: Prediction) -> str:
-    total, active = found.parameters.total / 1e9, found.active / 1e9
-    experts = f", {active:,.2f} for a token" if active < 0.9 * total else ""
-    return f"{total:,.2f} billion weights{experts}"
 
 
 def _row(label: str, text: str) -> list[str]:
     return [f"{label if number == 0 else '':{_LABEL}}{line}" for number, line in enumerate(wrap(text, WIDTH - _LABEL))]
-
-
-def _a(name: str) -> str:
-    """Return a name with its article: an A100, an H100, a B200."""
-    return f"{'an' if name[0] in 'AHLR' else 'a'} {name}"
-
-
-def _bar(share: float) -> str:
-    return "#" * max(1, min(16, round(16 * share)))
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _gib(size: float) -> str:
@@ -236,10 +216,6 @@ def _time(seconds: float) -> str:
 
 def _seconds(each: float) -> str:
     return f"{each:,.0f} s" if each >= 10 else f"{each:.1f} s"
-
-
-def _duration(each: float) -> str:
-    return f"{each:,.1f} hours" if each >= 1 else f"{60 * each:.0f} minutes"
 
 
 def search_as_page(found: Sequence[Suitable], most_hours: float | None) -> str:

@@ -115,7 +115,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look_at_resized()
         moves = func.namespace in _MOVES
         if moves and self._copies_to_reduce and "reduce" in func.__name__:
-            self._pass_by(sum(each.nbytes for each in _summed(func, args)), "gathered")
+            # A reduce-scatter sums its second argument, an all-reduce its first.
+            self._pass_by(
+                sum(each.nbytes for each in tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])),
+                "gathered",
+            )
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self._see(tensor, moves=moves)
@@ -154,13 +158,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Look for the memory that gathered weights come into, which FSDP keeps between passes without bytes."""
         self._groups = fsdp_groups_of(model)
 
-    def _find_gathered(self) -> None:
-        for group in [*self._groups]:  # made one after the other, when they are first gathered
-            made = [getattr(each, "all_gather_outputs", ()) for each in group.fsdp_params]
-            if all(made):
-                self._groups.remove(group)
-                self._resized += [self._see(tensor, moves=True) for tensors in made for tensor in tensors]
-
     @contextmanager
     def sending_to_host(self) -> Iterator[None]:
         """Count what is first written in here as memory of the host."""
@@ -173,14 +170,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             number = len(self._storages)
             self._numbers[storage] = number
-            self._storages[number] = _Storage(ref=weakref.ref(storage, lambda _: self._gone(number)), size=0)
+            self._storages[number] = _Storage(ref=weakref.ref(storage, lambda _: self._resize(number, 0)), size=0)
             self._resize(number, storage.nbytes())
         if moves and number not in self.timeline.kinds:
             self.timeline.kinds[number] = "gathered"
         return number
-
-    def _gone(self, number: int) -> None:
-        self._resize(number, 0)
 
     def _resize(self, number: int, size: int) -> None:
         each = self._storages[number]
@@ -189,8 +183,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each.size = size
 
     def _look_at_resized(self) -> None:
-        if self._groups:
-            self._find_gathered()
+        for group in [*self._groups]:  # made one after the other, when they are first gathered
+            made = [getattr(each, "all_gather_outputs", ()) for each in group.fsdp_params]
+            if all(made):
+                self._groups.remove(group)
+                self._resized += [self._see(tensor, moves=True) for tensors in made for tensor in tensors]
         for number in self._resized:
             storage = self._storages[number].ref()
             if storage is not None:
@@ -217,11 +214,6 @@ class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             self._live.name([args[0]], "host")
         return func(*args, **(kwargs or {}))
-
-
-def _summed(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    """Return what a collective sums: the second argument of a reduce-scatter, the first of an all-reduce."""
-    return tensors_in(args[1] if "reduce_scatter" in func.__name__ else args[0])
 
 
 def _promoted(args: Sequence[Any]) -> int:

@@ -36,7 +36,7 @@ from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
-from raytune_fsdp.run.build import Site, build, optimizer_of
+from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import FP32
@@ -45,6 +45,7 @@ from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
+from raytune_fsdp.step.sums import Sums
 from raytune_fsdp.step.traffic import Traffic
 from raytune_fsdp.step.train_step import LossScale, train_step
 
@@ -61,8 +62,7 @@ class Recorder:
         self._live, self._model, self._optimizer = live, model, optimizer
         self._layers = layers
         self._pass = -1
-        weights = [_local(each) for each in (*model.parameters(), *model.buffers())]
-        live.name(weights, "weights")
+        live.name((_local(each) for each in (*model.parameters(), *model.buffers())), "weights")
         live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
         self.persistent = tuple(self._kept(layer) for layer in self._layers)
         self.trained = [_trained(layer.parameters()) for layer in self._layers]
@@ -72,8 +72,8 @@ class Recorder:
         """Follow a step."""
         hooks = [self._model.register_forward_pre_hook(self._begins)]
         for number, layer in enumerate(self._layers):
-            hooks.append(layer.register_forward_pre_hook(self._marker(number)))
-            hooks.append(layer.register_forward_hook(self._behind(number)))
+            hooks.append(layer.register_forward_pre_hook(partial(self._comes_to, number)))
+            hooks.append(layer.register_forward_hook(partial(self._leaves, number)))
         try:
             self._live.follow_gathered(self._model)
             with self._live:
@@ -100,25 +100,17 @@ class Recorder:
         self._pass += 1
         self._live.mark(f"pass {self._pass}")
 
-    def _marker(self, number: int) -> Any:
-        def begins(*_: Any) -> None:
-            self._live.mark(f"forward {self._pass} {number}")
+    def _comes_to(self, number: int, *_: Any) -> None:
+        self._live.mark(f"forward {self._pass} {number}")
 
-        return begins
-
-    def _behind(self, number: int) -> Any:
+    def _leaves(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
         """Mark the end of the last layer's forward, and where backward comes to a layer."""
-        last = number == len(self._layers) - 1
-
-        def behind(_: nn.Module, __: Any, output: Any) -> None:
-            if last:
-                self._live.mark(f"head {self._pass}")
-            tensor = output[0] if isinstance(output, tuple) else output
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                reached = partial(self._backward, number)
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
-
-        return behind
+        if number == len(self._layers) - 1:
+            self._live.mark(f"head {self._pass}")
+        tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            reached = partial(self._backward, number)
+            tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     def _backward(self, number: int, _: torch.Tensor) -> None:
         self._live.mark(f"backward {self._pass} {number}")
@@ -226,8 +218,8 @@ def trace(
         with fake:
             optimizer = optimizer_of(built, config, passes)
             optimizer.init_state()
-            recorder = Recorder(live, model, built.layers, optimizer)
-            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU))
+            recorder, sums = Recorder(live, model, built.layers, optimizer), sums_of(built, config, plan)
+            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU, sums))
     return Trace(
         timeline=live.timeline,
         stands_for=built.stands_for,
@@ -260,15 +252,10 @@ def sharding_of(
 def first_rank(plan: Plan, kind: str, memory: int, per_node: int | None) -> Site:
     """Return the site of the first rank, whose tensors have no data. `per_node`: ranks of a machine."""
     layout = plan.layout
-
-    def together() -> int | None:
-        if per_node is None:
-            return None
-        return ranks_of_a_node([rank // per_node for rank in range(layout.world)], layout.shard_size)
-
+    nodes = None if per_node is None else [rank // per_node for rank in range(layout.world)]
     return Site(
-        layout=layout, micro_batches=plan.division.full_rounds, device=CPU, kind=kind, memory=memory,
-        together=together, real=False,
+        layout=layout, micro_batches=plan.division.full_rounds, device=CPU, kind=kind, memory=memory, real=False,
+        together=lambda: None if nodes is None else ranks_of_a_node(nodes, layout.shard_size),
     )  # fmt: skip
 
 
@@ -310,12 +297,13 @@ def one_step(
     optimizer: Optimizer,
     batches: StepBatches,
     device: torch.device,
+    sums: Sums,
 ) -> None:
     """Compute a run's step, without anything that is watched or recorded."""
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
-        objective=Objective.of(config.train, None, None),
+        objective=Objective.of(config.train, None, None), sums=sums,
     )  # fmt: skip
 
 

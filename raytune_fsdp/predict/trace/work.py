@@ -76,7 +76,9 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     if name in _ATTENTION:
         queries = next(each for each in given if each.ndim == 3)
         window = next((each for each in args if isinstance(each, int) and not isinstance(each, bool) and each), 0)
-        pairs = _pairs(queries.shape[0], longest, window if "window" in name else 0)
+        # Pairs of a query and a key that it sees, in documents that are all equally long.
+        seen = min(longest, window) if window and "window" in name else longest
+        pairs = queries.shape[0] * (seen - seen * (seen - 1) / (2 * max(1, longest)))
         flops = 2.0 * _ATTENTION[name] * pairs * queries.shape[1] * queries.shape[2]
         sort: Sort = "attention backward" if name.endswith("backward") else "attention"
         return Operation(sort, flops, nbytes, queries.itemsize, (queries.shape[2], longest))
@@ -85,21 +87,11 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         # What is added to a product comes before its factors, and the scales of rows behind them.
         matrices = matrices[:2] if name == "_scaled_mm" else matrices[-2:]
         small, large, _ = sorted((*matrices[0].shape[-2:], matrices[1].shape[-1]))
-        return Operation("products", _product(matrices), nbytes, matrices[0].itemsize, (small, large))
+        # Products of (.., m, k) and (.., k, n). Experts have the tokens of all of them in one matrix.
+        left, right = matrices
+        return Operation("products", 2.0 * left.numel() * right.shape[-1], nbytes, matrices[0].itemsize, (small, large))
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         sort = "products" if "attention" not in name else "attention backward" if "backward" in name else "attention"
         return Operation(sort, float(count(*args, **kwargs, out_val=result)), nbytes, given[0].itemsize)
     return Operation("rest", 0.0, nbytes, 4)
-
-
-def _product(matrices: Sequence[torch.Tensor]) -> float:
-    """Count the operations of (.., m, k) times (.., k, n). Experts have the tokens of all of them in one matrix."""
-    left, right = matrices
-    return 2.0 * left.numel() * right.shape[-1]
-
-
-def _pairs(tokens: int, longest: int, window: int) -> float:
-    """Count pairs of a query and a key that it sees, in documents that are all equally long."""
-    seen = min(longest, window) if window else longest
-    return tokens * (seen - seen * (seen - 1) / (2 * max(1, longest)))

@@ -1,7 +1,7 @@
 """The record sent on: MLflow, Weights & Biases, TensorBoard.
 
-following.py      a tracker that follows the record in a thread; the id by which a receiver knows a run
-muted.py          silences loggers in one thread
+following.py      a tracker that follows the record in a thread, where loggers are silent; the id by which a receiver
+                  knows a run
 mlflow.py         the run in MLflow
 mlflow_run.py     the run as the MLflow server has it
 mlflow_extras.py  what MLflow gets besides metrics: attempts, tables, the report

@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,10 +26,9 @@ from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, read_file, reason
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, METRICS_FILE
-from raytune_fsdp.record.copies.muted import muted
 from raytune_fsdp.record.lines import is_number, read_line, step_of
 from raytune_fsdp.record.names import SAVED
-from raytune_fsdp.record.tracker import NullTracker, RunStart, Status
+from raytune_fsdp.record.tracker import RunStart, Status, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +140,30 @@ def _line_after(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]
     return end, None
 
 
+@contextmanager
+def muted(*names: str) -> Iterator[None]:
+    """Drop the messages of these loggers in the calling thread, except errors. No level or handler changes."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.ERROR
+
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addFilter(passes)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(passes)
+
+
 MAX_PAUSE_SECONDS = 60.0  # pauses after failures double from two seconds up to this
 LAST_PAUSES_SECONDS, LAST_TRIES = 1.0, 5  # after the end of a run
 ALL = 2**62  # a step that no run reaches
 
 
-class Follower(NullTracker, ABC):
+class Follower(Tracker, ABC):
     """Sends the record from its own thread. Never raises, and waits only in `finish`.
 
     `finish` waits for `finish_seconds` at most, and reports to `progress` how far it is.
@@ -220,14 +237,15 @@ class Follower(NullTracker, ABC):
             self._say_unsent(self.unsent)
 
     @property
-    @abstractmethod
     def unsent(self) -> str | None:
         """After `finish`: a sentence about what the receiver lacks; None if it has everything."""
+        because = f" ({self._problem[:200]})" if self._problem else ""  # some errors quote half of a library
+        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}; the same command sends the rest"
 
     @property
-    @abstractmethod
     def place(self) -> str:
         """The receiver and where it is, for messages."""
+        return self.receiver
 
     @abstractmethod
     def _sent_steps(self) -> int:
@@ -331,15 +349,6 @@ class Copy(Follower):
     @abstractmethod
     def _close(self, status: Status) -> None: ...
 
-    @property
-    def unsent(self) -> str | None:
-        because = f" ({self._problem[:200]})" if self._problem else ""
-        return None if self._ended else f"{self.place} {self._unsent_steps()}{because}; the same command sends the rest"
-
-    @property
-    def place(self) -> str:
-        return self.receiver
-
     def _sent_steps(self) -> int:
         return self._steps.sent.step
 
@@ -356,7 +365,15 @@ class Copy(Follower):
                 if not closed:
                     self._wait(committed)
                 return
-            self._begin(committed)
+            # From the first line of the step: the receiver may have more than the place we kept, and nobody can remove
+            # a part of a step there.
+            step = min(self._steps.last_sent().step, max(committed, 0))
+            self._open(step)
+            self._steps.go_to(Position(step))
+            self._late_at = step
+            measured = self._measured.last_sent()
+            self._measured.go_to(measured if measured.step < step else Position(step))
+            self._is_open = True
         began = time.monotonic()
         copied = self._copy(self._steps, self._write, committed)
         if (self._steps.sent.step > self._late_at or self._start.over) and self._copy(
@@ -371,17 +388,6 @@ class Copy(Follower):
             self._ended = True
         else:
             self._wait(committed)
-
-    def _begin(self, committed: int) -> None:
-        # From the first line of the step: the receiver may have more than the place we kept, and nobody can remove a
-        # part of a step there.
-        step = min(self._steps.last_sent().step, max(committed, 0))
-        self._open(step)
-        self._steps.go_to(Position(step))
-        self._late_at = step
-        measured = self._measured.last_sent()
-        self._measured.go_to(measured if measured.step < step else Position(step))
-        self._is_open = True
 
     def _copy(self, part: _Part, write: Callable[[Mapping[str, Any]], None], last_step: int, most: int = ALL) -> bool:
         """Copy what comes next, for a tenth of a second; return whether there was anything."""
@@ -430,13 +436,10 @@ class _Part:
 # The id by which a receiver knows a run, in a file of the run's directory.
 
 
-_LIMIT = 1024
-
-
 def kept_id(file: Path) -> str:
     """Return the id; empty if there is none. A file without a usable id is set aside, or nothing more could be sent."""
     try:
-        return read_file(file, limit=_LIMIT).decode().strip()
+        return read_file(file, limit=1024).decode().strip()
     except FileNotFoundError:
         return ""
     except ValueError as error:

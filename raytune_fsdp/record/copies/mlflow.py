@@ -141,17 +141,12 @@ class MlflowTracker(Follower):
 
     def _say_unsent(self, unsent: str) -> None:
         super()._say_unsent(unsent)
+        place, attempt = self._directory / EVENTS_FILE, self._start.attempt
         with suppress(RaytuneError):  # the run has ended, and this must not change how
-            fields = {"because": unsent}
-            append_event(self._directory / EVENTS_FILE, NOT_SENT_TO_MLFLOW, attempt=self._start.attempt, fields=fields)
+            append_event(place, NOT_SENT_TO_MLFLOW, attempt=attempt, fields={"because": unsent})
 
-    @property
-    def unsent(self) -> str | None:
-        if self._ended:
-            return None
-        has = self._unsent_steps() if self._asked else "has not answered"
-        because = f" ({self._problem[:200]})" if self._problem else ""  # some errors quote half of a library
-        return f"{self.place} {has}{because}; the same command sends the rest"
+    def _unsent_steps(self) -> str:
+        return super()._unsent_steps() if self._asked else "has not answered"
 
     @property
     def place(self) -> str:
@@ -265,7 +260,7 @@ class MlflowTracker(Follower):
         self._others.append(("tags", lambda run: run.set_tags(tags)))
 
     def _queue_last_things(self, run: MlflowRun) -> None:
-        """Queue what can be sent only at the end of a run."""
+
         self._last_things = True
         attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
         if run.status != status:

@@ -113,8 +113,7 @@ class Tables:
         self.stale = False
         try:
             if events:
-                tables = {"events.json": events_table(events), "answers.json": answers_table(events)}
-                _put(run, tables, len(events))
+                _put(run, {"events.json": events_table(events), "answers.json": answers_table(events)}, len(events))
             own = [event for event in events if event["attempt"] == attempt]
             if own:
                 _put(attempts.of(run, attempt), {"events.json": events_table(own)}, len(own))

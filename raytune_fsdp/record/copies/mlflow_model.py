@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from raytune_fsdp.record.copies.following import muted
 from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, connect, get_run
-from raytune_fsdp.record.copies.muted import muted
 
 _STEP = "raytune_fsdp.step"
 """Tag of a version: the step whose export it is."""
@@ -31,5 +31,5 @@ def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
             if getattr(error, "error_code", None) != "RESOURCE_ALREADY_EXISTS":
                 raise
         source = run.add_directory(export, _PLACE) if is_server else str(export)
-        made = client.create_model_version(name, source, run_id, tags={_STEP: str(step)}, await_creation_for=0)
-        return str(made.version)
+        tags = {_STEP: str(step)}
+        return str(client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version)

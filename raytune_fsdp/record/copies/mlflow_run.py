@@ -153,9 +153,8 @@ class MlflowRun:
 
     def add_attempt(self, number: int) -> MlflowRun:
         tags = {_PARENT: self.id, ATTEMPT: str(number)}
-        return MlflowRun(
-            self._client, self._client.create_run(self._experiment, tags=tags, run_name=f"attempt {number}")
-        )
+        made = self._client.create_run(self._experiment, tags=tags, run_name=f"attempt {number}")
+        return MlflowRun(self._client, made)
 
     def add_points(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
         """Add points, and set tags with the last of them."""
@@ -201,31 +200,22 @@ def connect(uri: str) -> MlflowClient:
         file = Path(uri.removeprefix("sqlite:///").partition("?")[0])
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists() or not file.stat().st_size:
-            _create(file)
+            # Have MLflow make its database in a temporary file next to its place, and put it there when it is complete.
+            # MLflow makes its tables in forty migrations, which takes seconds. If a rank died in between, MLflow
+            # refused the database from then on, for every run that uses it.
+            temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp")
+            keep_private(temporary)  # before MLflow makes it; an empty file is an empty database
+            try:
+                MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
+                if file.exists() and not file.stat().st_size:
+                    temporary.replace(file)
+                else:
+                    with suppress(FileExistsError):  # another run of this storage was quicker
+                        os.link(temporary, file)
+            finally:
+                temporary.unlink(missing_ok=True)
         keep_private(file)
     return MlflowClient(uri)
-
-
-def _create(file: Path) -> None:
-    """Have MLflow make its database in a temporary file next to its place, and put it there when it is complete.
-
-    MLflow makes its tables in forty migrations, which takes seconds. If a rank died in between, MLflow refused the
-    database from then on, for every run that uses it.
-    """
-    from mlflow.tracking import MlflowClient
-
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp")
-    keep_private(temporary)  # before MLflow makes it; an empty file is an empty database
-    try:
-        MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
-        if file.exists() and not file.stat().st_size:
-            temporary.replace(file)
-        else:
-            os.link(temporary, file)
-    except FileExistsError:
-        pass  # another run of this storage was quicker
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def get_run(client: MlflowClient, run_id: str) -> MlflowRun:

@@ -72,9 +72,8 @@ class WandbTracker(Copy):
         # metric. Once the run is over, no row is open, and each line gets a row.
         self._run.define_metric(_EVALUATED, hidden=True)
         self._run.define_metric("eval/*", step_metric=_EVALUATED)
-        points = list(points_of(line, 0))
-        row = None if self._start.over else self._row
-        self._run.log({name: value for name, value, _, _ in points} | {_EVALUATED: line["step"]}, step=row)
+        values = {name: value for name, value, _, _ in points_of(line, 0)}
+        self._run.log(values | {_EVALUATED: line["step"]}, step=None if self._start.over else self._row)
 
     def _flush(self) -> None:
         """Do nothing: what was logged is in the library's spool."""

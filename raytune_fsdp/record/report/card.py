@@ -103,7 +103,13 @@ def model_card(
         parts += ["", sentence]
     if mean_of:
         parts += ["", f"The weights are the mean of those after steps {', '.join(map(str, mean_of))}."]
-    results = list(_results(_run_dir(checkpoint, recipe), state.step))
+    run_dir = _run_dir(checkpoint, recipe)
+    results: list[str] = []
+    try:
+        lines = each_line_of(run_dir) if run_dir is not None else ()
+        results = list(_results([line for line in lines if line is not None and step_of(line) <= state.step]))
+    except (RaytuneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("the model card has no results: %s", in_one_line(error))
     if results:
         parts += ["", "## Results", "", "| | |", "|---|---|", *results]
     parts += ["", "## Data", "", *_data(config, state)]
@@ -126,36 +132,31 @@ def is_of_same_run(export: Path, state: RunState) -> bool:
         named = set(find_weights(export).file_of.values())
     except (RaytuneError, OSError, ValueError):
         return False
-    return _fingerprint_line(state) in there.splitlines() and named == {
-        path.name for path in export.glob("*.safetensors")
-    }
+    line = f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
+    return line in there.splitlines() and named == {path.name for path in export.glob("*.safetensors")}
 
 
 def _recipe(model_files: Path) -> Any:
     """Read the recipe. If it is missing (older versions wrote none) or broken, return an empty one."""
     try:
         recipe = read_json(model_files / RECIPE_FILE, limit=_RECIPE_BYTES)
-        _check_recipe(recipe)
+        # Refuse what this version cannot read: a recipe comes with a checkpoint, perhaps from somebody else.
+        config = recipe.get("config") if isinstance(recipe, dict) else None
+        if not isinstance(config, dict) or not all(isinstance(config.get(section, {}), dict) for section in RECIPE):
+            raise UnsoundError("has no config")
+        texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
+        rows = config.get("data", {}).get("train", [])
+        versions = recipe.get("versions", {})
+        texts += versions.values() if isinstance(versions, dict) else [0]
+        if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
+            raise UnsoundError("has numbers where names belong")
+        if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
+            raise UnsoundError("describes neither model nor data")
         # We write it without secrets, but an older version recognised fewer, and this file may be a stranger's.
         return {**redact_shapes(recipe), "config": redact(recipe["config"])}
     except (OSError, ValueError) as error:
         logger.warning("%s says nothing about the training: %s", model_files / RECIPE_FILE, reason(error))
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
-
-
-def _check_recipe(recipe: Any) -> None:
-    """Refuse what this version cannot read: a recipe comes with a checkpoint, perhaps from somebody else."""
-    config = recipe.get("config") if isinstance(recipe, dict) else None
-    if not isinstance(config, dict) or not all(isinstance(config.get(section, {}), dict) for section in RECIPE):
-        raise UnsoundError("has no config")
-    texts = [recipe.get("version"), recipe.get("run_dir"), config.get("model", {}).get("path")]
-    rows = config.get("data", {}).get("train", [])
-    versions = recipe.get("versions", {})
-    texts += versions.values() if isinstance(versions, dict) else [0]
-    if not all(isinstance(text, str | None) for text in texts) or not isinstance(recipe.get("model_on_hub"), bool):
-        raise UnsoundError("has numbers where names belong")
-    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows) or "model" not in config:
-        raise UnsoundError("describes neither model nor data")
 
 
 def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
@@ -194,24 +195,11 @@ def _summary(
         yield f"- {ParameterCount(**recipe['parameters']).words}"
     yield f"- step {state.step}, after {state.samples:,} packed samples"
     yield f"- weights in {'the type they were trained in' if dtype == 'trained' else dtype}"
-    yield _fingerprint_line(state)
+    yield f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
 
 
-def _fingerprint_line(state: RunState) -> str:
-    return f"{_FINGERPRINT}: `{_fingerprint(state.identity)}`"
-
-
-def _results(run_dir: Path | None, step: int) -> Iterator[str]:
-    """Yield rows of a table: training loss at the first and the last step, and the last evaluation up to this step."""
-    if run_dir is None:
-        return
-    try:
-        yield from list(_rows([line for line in each_line_of(run_dir) if line is not None and step_of(line) <= step]))
-    except (RaytuneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("the model card has no results: %s", in_one_line(error))
-
-
-def _rows(lines: list[dict[str, Any]]) -> Iterator[str]:
+def _results(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield rows of a table: training loss at the first and the last step, and the last evaluation."""
     losses = [line["trajectory"]["loss"] for line in lines if line["kind"] == "step"]
     if losses:
         yield f"| training loss, first and last step | {losses[0]:.4f}, {losses[-1]:.4f} |"
@@ -254,8 +242,7 @@ def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fingerprint(values: Mapping[str, Any]) -> str:
-    digest: str = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
-    return digest
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode()))
 
 
 def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path | None:
@@ -267,15 +254,12 @@ def _run_dir(checkpoint: CommittedCheckpoint, recipe: Mapping[str, Any]) -> Path
         return parent
     there = Path(recipe["run_dir"]) if recipe["run_dir"] else None
     with suppress(RaytuneError, OSError, ValueError):
-        if there is not None and names_checkpoints(there) and _same(checkpoints_of(there), checkpoint.root):
-            return there if (there / METRICS_FILE).is_file() else None
+        if there is not None and names_checkpoints(there) and (there / METRICS_FILE).is_file():
+            place, root = checkpoints_of(there), checkpoint.root
+            local = not is_url(place) and not is_url(root)
+            if place == root or (local and os.path.realpath(place) == os.path.realpath(root)):
+                return there
     return None
-
-
-def _same(place: str, root: str) -> bool:
-    return place == root or (
-        not is_url(place) and not is_url(root) and os.path.realpath(place) == os.path.realpath(root)
-    )
 
 
 def _prose(text: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,84 +79,21 @@ class Run:
         """Yield the points of one metric, such as `loss`, for every dataset."""
         ends = {name: points for name, points in self.history.evaluations.items() if name.endswith(f"/{wanted}")}
         for place, (name, points) in enumerate(ends.items(), start=colours_from):
+            drawn: list[list[Any]] = []
+            for step, value, time in _some(points):
+                seconds = time - self.history.start
+                drawn.append([step, round(max(0.0, seconds), 1) if math.isfinite(seconds) else None, number(value)])
             what = name.removesuffix(f"/{wanted}").replace("/", " ", 1)
-            yield {
-                "name": self.name(what), "axis": self.index, "colour": self.colour(place),
-                "points": [self._point(*point) for point in _some(points)],
-            }  # fmt: skip
-
-    def _point(self, step: int, value: float, time: float) -> list[Any]:
-        seconds = time - self.history.start
-        return [step, round(max(0.0, seconds), 1) if math.isfinite(seconds) else None, number(value)]
+            yield {"name": self.name(what), "axis": self.index, "colour": self.colour(place), "points": drawn}
 
     def _series(self, what: str, colour: int, values: Mapping[str, Any]) -> Series:
         return {"name": self.name(what), "axis": self.index, "colour": self.colour(colour), **values}
-
-
-def charts_of(histories: Sequence[History]) -> dict[str, Any]:
-    """Return axes and charts of a page; a chart without a curve is left out."""
-    runs = [Run(history, index, alone=len(histories) == 1) for index, history in enumerate(histories)]
-    found = [
-        {"id": name, "title": title, "unit": unit, "series": series[:_MOST_SERIES], "left": len(series[_MOST_SERIES:])}
-        for name, title, unit, each in (_of_one if len(histories) == 1 else _of_several)()
-        if (series := [one for run in runs for one in each(run)])
-    ]
-    return {"axes": [run.axis() for run in runs], "charts": found}
-
-
-def _of_one() -> Iterator[tuple[str, str, str, Any]]:
-    yield from _learning()
-    yield "datasets", "loss by dataset", "", _datasets
-    yield from _speed()
-    yield "memory", "memory", "GiB", _memory
-    yield "parts", "a step's seconds", "s", _parts
-    yield "ranks", "a step's seconds, fastest to slowest rank", "s", lambda run: run.ranks("step", "rank_seconds")
-    yield (
-        "ranks_data", "waiting for data, fastest to slowest rank", "s",
-        lambda run: run.ranks("data wait", "rank_data_seconds", 1),
-    )  # fmt: skip
-    yield (
-        "ranks_compute", "computing, fastest to slowest rank", "s",
-        lambda run: run.ranks("compute", "rank_compute_seconds", 2),
-    )  # fmt: skip
-    yield "gpu", "GPU in use, the least", "%", lambda run: run.column("GPU", "gpu_utilization")
-    yield "ranks_number", "ranks", "", _sizes
-    yield "experts", "busiest expert over the mean", "", lambda run: run.column("experts", "expert_load")
-
-
-def _of_several() -> Iterator[tuple[str, str, str, Any]]:
-    yield from _learning()
-    yield from _speed()
-    yield "parts", "a step's seconds", "s", lambda run: run.column("", "step_seconds")
-    yield "memory", "memory of the device", "GiB", lambda run: run.column("", "memory_bytes", scale=2**-30)
-
-
-def _learning() -> Iterator[tuple[str, str, str, Any]]:
-    yield "loss", "loss", "", lambda run: [*run.loss(), *run.evaluations("loss", colours_from=1)]
-    yield "accuracy", "accuracy", "", _accuracy
-    yield "lr", "learning rate", "", lambda run: run.column("", "lr")
-    yield "grad_norm", "gradient norm", "", lambda run: run.column("", "grad_norm")
-
-
-def _speed() -> Iterator[tuple[str, str, str, Any]]:
-    yield "speed", "tokens a second", "", lambda run: run.column("", "tokens_per_second")
-    yield "mfu", "model FLOPs utilization", "%", lambda run: run.column("", "mfu", scale=100)
-
-
-def _accuracy(run: Run) -> Iterator[Series]:
-    yield from run.column("train", "accuracy")
-    yield from run.evaluations("accuracy", colours_from=1)
 
 
 def _datasets(run: Run) -> Iterator[Series]:
     by_size = sorted(run.history.datasets.items(), key=lambda item: -float(np.nansum(item[1][1])))
     for place, (name, (loss, _)) in enumerate(by_size):
         yield run.series(name, loss, place)
-
-
-def _memory(run: Run) -> Iterator[Series]:
-    yield from run.column("device", "memory_bytes", 0, 2**-30)
-    yield from run.column("node", "host_memory_bytes", 1, 2**-30)
 
 
 def _sizes(run: Run) -> Iterator[Series]:
@@ -166,10 +103,68 @@ def _sizes(run: Run) -> Iterator[Series]:
         yield from run.column("ranks", "world_size")
 
 
-def _parts(run: Run) -> Iterator[Series]:
-    yield from run.column("step", "step_seconds", 0)
-    yield from run.column("data wait", "data_seconds", 1)
-    yield from run.column("compute", "rank_compute_seconds.1", 2)
+Chart = tuple[str, str, str, Callable[[Run], Iterable[Series]]]
+"""Id, title, unit, and the curves of a run."""
+_LEARNING: Sequence[Chart] = (
+    ("loss", "loss", "", lambda run: [*run.loss(), *run.evaluations("loss", colours_from=1)]),
+    (
+        "accuracy", "accuracy", "",
+        lambda run: [*run.column("train", "accuracy"), *run.evaluations("accuracy", colours_from=1)],
+    ),
+    ("lr", "learning rate", "", lambda run: run.column("", "lr")),
+    ("grad_norm", "gradient norm", "", lambda run: run.column("", "grad_norm")),
+)  # fmt: skip
+_SPEED: Sequence[Chart] = (
+    ("speed", "tokens a second", "", lambda run: run.column("", "tokens_per_second")),
+    ("mfu", "model FLOPs utilization", "%", lambda run: run.column("", "mfu", scale=100)),
+)
+_OF_ONE: Sequence[Chart] = (
+    *_LEARNING,
+    ("datasets", "loss by dataset", "", _datasets),
+    *_SPEED,
+    (
+        "memory", "memory", "GiB",
+        lambda run: [
+            *run.column("device", "memory_bytes", 0, 2**-30), *run.column("node", "host_memory_bytes", 1, 2**-30),
+        ],
+    ),
+    (
+        "parts", "a step's seconds", "s",
+        lambda run: [
+            *run.column("step", "step_seconds", 0), *run.column("data wait", "data_seconds", 1),
+            *run.column("compute", "rank_compute_seconds.1", 2),
+        ],
+    ),
+    ("ranks", "a step's seconds, fastest to slowest rank", "s", lambda run: run.ranks("step", "rank_seconds")),
+    (
+        "ranks_data", "waiting for data, fastest to slowest rank", "s",
+        lambda run: run.ranks("data wait", "rank_data_seconds", 1),
+    ),
+    (
+        "ranks_compute", "computing, fastest to slowest rank", "s",
+        lambda run: run.ranks("compute", "rank_compute_seconds", 2),
+    ),
+    ("gpu", "GPU in use, the least", "%", lambda run: run.column("GPU", "gpu_utilization")),
+    ("ranks_number", "ranks", "", _sizes),
+    ("experts", "busiest expert over the mean", "", lambda run: run.column("experts", "expert_load")),
+)  # fmt: skip
+_OF_SEVERAL: Sequence[Chart] = (
+    *_LEARNING,
+    *_SPEED,
+    ("parts", "a step's seconds", "s", lambda run: run.column("", "step_seconds")),
+    ("memory", "memory of the device", "GiB", lambda run: run.column("", "memory_bytes", scale=2**-30)),
+)
+
+
+def charts_of(histories: Sequence[History]) -> dict[str, Any]:
+    """Return axes and charts of a page; a chart without a curve is left out."""
+    runs = [Run(history, index, alone=len(histories) == 1) for index, history in enumerate(histories)]
+    found = [
+        {"id": name, "title": title, "unit": unit, "series": series[:_MOST_SERIES], "left": len(series[_MOST_SERIES:])}
+        for name, title, unit, each in (_OF_ONE if len(histories) == 1 else _OF_SEVERAL)
+        if (series := [one for run in runs for one in each(run)])
+    ]
+    return {"axes": [run.axis() for run in runs], "charts": found}
 
 
 def _some(points: Sequence[tuple[int, float, float]]) -> Sequence[tuple[int, float, float]]:

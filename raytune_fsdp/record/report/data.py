@@ -12,7 +12,7 @@ import numpy as np
 
 from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.plan.counts import Census, DatasetCount
+from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.record.report.curves import new_figure, save_png
 
 if TYPE_CHECKING:
@@ -58,28 +58,18 @@ def text_of(
     sample: PackedSample, document: slice, tokenizer: PreTrainedTokenizerBase, *, colours: bool
 ) -> Iterator[str]:
     """Yield a document's text as lines, marked as in `preview`."""
-    trained = sample.labels[document] != IGNORE
-    text = "".join(_marked(tokenizer, sample.input_ids[document], trained, colours=colours))
-    yield from (f"  {line}" for line in text.split("\n"))
-
-
-def _marked(
-    tokenizer: PreTrainedTokenizerBase,
-    ids: np.ndarray[tuple[int], np.dtype[np.int32]],
-    trained: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    *,
-    colours: bool,
-) -> Iterator[str]:
-    """Yield the text of each run of tokens that are trained on, or are not."""
-    # Decoded run by run: a single token may be only a part of a character.
+    ids, trained = sample.input_ids[document], sample.labels[document] != IGNORE
     before, after = (_TRAINED, _RESET) if colours else ("«", "»")
+    marked = ""
+    # Decoded by runs of tokens that are trained on, or are not: a single token may be only a part of a character.
     for flag, run in groupby(range(len(ids)), key=lambda i: bool(trained[i])):
         text = printable(str(tokenizer.decode(ids[list(run)], clean_up_tokenization_spaces=False)), keep="\n\t")
         if flag:
             # In some terminals a colour ends with its line.
-            yield before + text.replace("\n", f"{after}\n{before}" if colours else "\n") + after
+            marked += before + text.replace("\n", f"{after}\n{before}" if colours else "\n") + after
         else:
-            yield f"{_CONTEXT}{text}{_RESET}".replace("\n", f"{_RESET}\n{_CONTEXT}") if colours else text
+            marked += f"{_CONTEXT}{text}{_RESET}".replace("\n", f"{_RESET}\n{_CONTEXT}") if colours else text
+    yield from (f"  {line}" for line in marked.split("\n"))
 
 
 def stats(census: Census, *, title: str) -> Iterator[str]:
@@ -112,13 +102,8 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
         yield f"  {row.message}"
     if len(census.skipped) > 5:
         yield f"  ... and {len(census.skipped) - 5:,} more"
-    yield from _histogram(census.total)
-
-
-def _histogram(count: DatasetCount) -> Iterator[str]:
-    """Yield the documents by length, a line for every octave. The census counts them in quarters of octaves."""
-    octaves: dict[int, int] = {}
-    for bucket, many in count.lengths.items():
+    octaves: dict[int, int] = {}  # the census counts in quarters of octaves
+    for bucket, many in census.total.lengths.items():
         octaves[bucket // 4] = octaves.get(bucket // 4, 0) + many
     if not octaves:
         return

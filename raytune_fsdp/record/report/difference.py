@@ -126,8 +126,9 @@ def difference(run_a: Path, run_b: Path) -> Difference:
         _, exact, _ = _first_difference(*records, _exact)
     exact_keys = {key: pair for key, pair in _differing(exact).items() if key not in _ROUNDED} if exact else {}
     facts = (_Facts(run_a, unknown), _Facts(run_b, unknown))
-    causes = [*_causes(*facts), *_of_attempts(facts, lines)]
-    causes.sort(key=lambda cause: _unlikely(cause, exact_keys or keys, rounding and not exact_keys))
+    causes = sorted(
+        _causes(*facts, lines), key=lambda cause: _unlikely(cause, exact_keys or keys, rounding and not exact_keys)
+    )
     return Difference(
         equal=equal,
         step=_place(lines[0]),
@@ -235,12 +236,19 @@ def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
     return None
 
 
-def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
-    """Yield what differs in config, data and code."""
+def _causes(a: _Facts, b: _Facts, lines: tuple[Line, Line]) -> Iterator[Cause]:
+    """Yield what differs in config, data and code, and in how the step was computed, which decides rounding only."""
     of_config = _DECIDING
-    if a.state is not None and b.state is not None:
-        yield from _of_identities(a.state, b.state)
+    if a.state is not None and b.state is not None:  # identities have all that decides a trajectory: content, not paths
         of_config = _FIRST_WEIGHTS
+        for key in sorted({*a.state.identity, *b.state.identity}):
+            one, other = a.state.identity.get(key), b.state.identity.get(key)
+            kind = "data" if key.startswith("data.") else "config"
+            if one != other and key in a.state.files and key in b.state.files:
+                words = changed_files(one, other, a.state.files[key], b.state.files[key])  # type: ignore[arg-type]
+                yield Cause(kind=kind, key=key, values=(one, other), words=f"{key}: {words}")
+            elif one != other:
+                yield _cause(kind, key, one, other)
     left, right = _settings(a.config, of_config), _settings(b.config, of_config)
     for key in sorted({*left, *right}):
         if left.get(key) != right.get(key):
@@ -250,31 +258,12 @@ def _causes(a: _Facts, b: _Facts) -> Iterator[Cause]:
             yield _cause("plan", f"plan.{key}", a.plan.get(key), b.plan.get(key))
     if a.version != b.version:
         yield _cause("code", "the version of raytune_fsdp", a.version, b.version)
-
-
-def _of_identities(a: RunState, b: RunState) -> Iterator[Cause]:
-    """Yield what differs between two identities, which have all that decides a trajectory: content, not paths."""
-    for key in sorted({*a.identity, *b.identity}):
-        left, right = a.identity.get(key), b.identity.get(key)
-        if left == right:
-            continue
-        kind = "data" if key.startswith("data.") else "config"
-        if key in a.files and key in b.files:
-            words = changed_files(left, right, a.files[key], b.files[key])  # type: ignore[arg-type]
-            yield Cause(kind=kind, key=key, values=(left, right), words=f"{key}: {words}")
-        else:
-            yield _cause(kind, key, left, right)
-
-
-def _of_attempts(facts: tuple[_Facts, _Facts], lines: tuple[Line, Line]) -> Iterator[Cause]:
-    """Yield what differs in how the step was computed, which decides rounding only."""
     sizes = [line.get("world_size") for line in lines]
     if sizes[0] != sizes[1]:
         yield _cause("ranks", "the number of ranks", *sizes)
-    left, right = (each.computed(line.get("attempt")) for each, line in zip(facts, lines, strict=True))
-    for words in sorted(left.keys() & right.keys()):
-        if left[words] != right[words]:
-            yield _cause("kernels", words, left[words], right[words])
+    left, right = a.computed(lines[0].get("attempt")), b.computed(lines[1].get("attempt"))
+    for words in sorted(words for words in left.keys() & right.keys() if left[words] != right[words]):
+        yield _cause("kernels", words, left[words], right[words])
 
 
 def _unlikely(cause: Cause, keys: Mapping[str, Any], rounding: bool) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -33,46 +32,32 @@ _ANSWER_STEPS, _PROMPTS, _ANSWER = 8, 20, 1000
 _VALUE = 300
 
 
-class Fact(NamedTuple):
-    """A figure about a run, in a few words."""
-
-    label: str
-    value: str
-
-
-class Best(NamedTuple):
-    """The best evaluation of a run."""
-
-    metric: str
-    step: int
-    value: float
-
-
-def key_figures(history: History) -> Iterator[Fact]:
-    """Yield the key figures of a run."""
+def key_figures(history: History) -> Iterator[tuple[str, str]]:
+    """Yield the key figures of a run, each with its label before it."""
     columns, steps = history.columns, len(history.steps)
     total, last = history.planned("steps"), int(history.steps[-1]) if steps else 0
-    yield Fact("step", f"{last:,}" + (f" of {total:,}" if total else ""))
+    yield "step", f"{last:,}" + (f" of {total:,}" if total else "")
     if steps:
         first = columns["loss"][0]
-        yield Fact("loss", f"{columns['loss'][-1]:.4f}" + (f" (first {first:.4f})" if steps > 1 else ""))
+        yield "loss", f"{columns['loss'][-1]:.4f}" + (f" (first {first:.4f})" if steps > 1 else "")
     found = best(history)
     if found is not None:
-        yield Fact("best evaluation", f"{found.value:.4f} at step {found.step:,}")
-    yield Fact("attempts", str(len(_started(history)) or int(steps > 0)))
+        yield "best evaluation", f"{found[1]:.4f} at step {found[0]:,}"
+    yield "attempts", str(len(_started(history)) or int(steps > 0))
     if steps:
-        yield Fact("tokens", f"{short(float(columns['tokens'].sum()))}, {_trained(history)} of them trained")
+        tokens, targets = float(columns["tokens"].sum()), float(columns["target_tokens"].sum())
+        yield "tokens", f"{short(tokens)}, {f'{targets / tokens:.0%}' if tokens else 'none'} of them trained"
     seconds = columns["step_seconds"]
     if np.isfinite(seconds).any():
-        yield Fact("training time", duration(float(np.nansum(seconds))))
+        yield "training time", duration(float(np.nansum(seconds)))
     if history.has("tokens_per_second"):
-        yield Fact("tokens a second", short(float(np.nanmedian(columns["tokens_per_second"]))))
+        yield "tokens a second", short(float(np.nanmedian(columns["tokens_per_second"])))
     if history.has("mfu"):
-        yield Fact("MFU", f"{float(np.nanmedian(columns['mfu'])):.1%}")
+        yield "MFU", f"{float(np.nanmedian(columns['mfu'])):.1%}"
     if history.has("world_size"):
         sizes = columns["world_size"][np.isfinite(columns["world_size"])]
         low, high = int(sizes.min()), int(sizes.max())
-        yield Fact("ranks", str(low) if low == high else f"{low} to {high}")
+        yield "ranks", str(low) if low == high else f"{low} to {high}"
 
 
 def state_in_words(history: History) -> str:
@@ -91,43 +76,30 @@ def state_in_words(history: History) -> str:
     return f"{last:,}{f' of {total:,}' if total else ''} steps are trained{when}."
 
 
-def best(history: History) -> Best | None:
-    """Return the best evaluation by `checkpoint.best`; without it, by the lowest mean of all datasets' losses."""
+def best(history: History) -> tuple[int, float] | None:
+    """Return step and value of the best evaluation by `checkpoint.best`; without it, by the lowest mean loss."""
     named = history.setting("checkpoint.best")
     if isinstance(named, str) and named in history.evaluations:
         points = [(step, value) for step, value, _ in history.evaluations[named]]
         sign = -1 if names.highest_is_best(named, history.setting("checkpoint.best_is")) else 1
     else:
-        named, sign = "mean loss", 1
+        sign = 1
         losses: dict[int, list[float]] = {}
         for metric, values in history.evaluations.items():
             if metric.endswith("/loss"):
                 for step, value, _ in values:
                     losses.setdefault(step, []).append(value)
         points = [(step, sum(values) / len(values)) for step, values in losses.items()]
-    points = [point for point in points if math.isfinite(point[1])]
-    if not points:
-        return None
-    step, value = min(points, key=lambda point: (sign * point[1], -point[0]))
-    return Best(named, step, value)
+    finite = [point for point in points if math.isfinite(point[1])]
+    return min(finite, key=lambda point: (sign * point[1], -point[0]), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One start of the worker group."""
+def attempts(history: History) -> list[tuple[int, str, str, str, str, str]]:
+    """Return the attempts on record; of very many, the first and the last.
 
-    number: int
-    began: str
-    ranks: str
-    after: str
-    """The step that it went on from."""
-    to: str
-    """The last step that it trained and no later attempt repeated."""
-    ended: str
-
-
-def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
-    """Return the attempts on record; of very many, the first and the last."""
+    Of each its number, when it began, its ranks, the step that it went on from, the last step that it trained and no
+    later attempt repeated, and its end.
+    """
     started = _started(history)
     failed = {event["attempt"]: event["fields"] for event in history.events if event["event"] == names.ATTEMPT_FAILED}
     last_step = dict(zip(history.columns["attempt"].tolist(), history.steps.tolist(), strict=True))
@@ -135,17 +107,19 @@ def attempts(history: History, marks: Iterable[AxisMark]) -> list[Attempt]:
     found = []
     for number, event in sorted(started.items()):
         cause, last = failed.get(number), last_step.get(number)
-        done = last is not None and last == whole
-        found.append(
-            Attempt(
-                number=number,
-                began=_time_in(event),
-                ranks=shown_value(event["fields"].get("world_size", "")),
-                after=shown_value(event["fields"].get("resumed_from", "")),
-                to="" if last is None else f"{int(last):,}",
-                ended=f"failed: {_cause(cause)}" if cause is not None else "the last step" if done else "",
-            )
-        )
+        ended = "the last step" if last is not None and last == whole else ""
+        if cause is not None:
+            where = f"rank {cause['rank']} on {cause.get('node')}, " if cause.get("rank") is not None else ""
+            ended = "failed: " + shown_value(f"{where}{cause.get('cause', '')}")
+        began = event.get("time")
+        found.append((
+            number,
+            began[:19].replace("T", " ") if isinstance(began, str) else "",
+            shown_value(event["fields"].get("world_size", "")),
+            shown_value(event["fields"].get("resumed_from", "")),
+            "" if last is None else f"{int(last):,}",
+            ended,
+        ))  # fmt: skip
     return _some(found)
 
 
@@ -153,15 +127,10 @@ def _started(history: History) -> dict[int, Mapping[str, Any]]:
     return {event["attempt"]: event for event in history.events if event["event"] == names.ATTEMPT_STARTED}
 
 
-def _cause(fields: Mapping[str, Any]) -> str:
-    where = f"rank {fields['rank']} on {fields.get('node')}, " if fields.get("rank") is not None else ""
-    return shown_value(f"{where}{fields.get('cause', '')}")
-
-
 def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
     """Return time, step and words of events, without those that the page shows elsewhere."""
-    loud = [mark for mark in marks if mark.event not in _QUIET]
-    return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in _some(loud)]
+    loud = _some([mark for mark in marks if mark.event not in _QUIET])
+    return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in loud]
 
 
 def evaluations(history: History) -> list[tuple[str, str, str, str]]:
@@ -176,17 +145,8 @@ def evaluations(history: History) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Answers to the prompts of a run, side by side."""
-
-    steps: list[int]
-    rows: list[tuple[str, list[str | None]]]
-    """Each prompt with its answers; None where it was not asked."""
-
-
-def answers(history: History) -> Answers:
-    """Return the answers of the first step, of the last, and of some steps between."""
+def answers(history: History) -> dict[str, Any]:
+    """Return the answers to the prompts side by side: of the first step, of the last, and of some steps between."""
     said: dict[str, dict[int, str]] = {}
     for event in history.events:
         fields = event["fields"]
@@ -198,10 +158,10 @@ def answers(history: History) -> Answers:
     if len(steps) > _ANSWER_STEPS:
         steps = [steps[i] for i in np.linspace(0, len(steps) - 1, _ANSWER_STEPS).round().astype(int)]
     rows = [
-        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])
+        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])  # None: it was not asked
         for prompt, by_step in said.items()
     ]
-    return Answers(steps=steps, rows=rows)
+    return {"steps": steps, "rows": rows}
 
 
 def settings(history: History) -> list[tuple[str, str, str]]:
@@ -236,16 +196,6 @@ def moment(seconds: float) -> str:
         return ""
 
 
-def _time_in(event: Mapping[str, Any]) -> str:
-    text = event.get("time")
-    return text[:19].replace("T", " ") if isinstance(text, str) else ""
-
-
-def _trained(history: History) -> str:
-    tokens = float(history.columns["tokens"].sum())
-    return f"{float(history.columns['target_tokens'].sum()) / tokens:.0%}" if tokens else "none"
-
-
 def _cut(text: str) -> str:
     clean = str(redact_shapes(text))
     return clean if len(clean) <= _ANSWER else f"{clean[:_ANSWER]}…"
@@ -272,10 +222,7 @@ def predictions(history: History) -> list[tuple[str, str, str, str]]:
             measured |= event["fields"]
         elif event["event"] == names.SAVED:
             measured["checkpoint_bytes"] = event["fields"].get("bytes")
-    return list(_rows(said, measured))
-
-
-def _rows(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    rows = []
     for key, what in (
         ("kept_bytes", "memory that a rank keeps from step to step"),
         ("peak_bytes", "memory of tensors at the most"),
@@ -283,12 +230,11 @@ def _rows(said: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tupl
         ("step_seconds", "seconds of a step"),
     ):
         one, other = said.get(key), measured.get(key)
-        if not is_number(one):
-            continue
-        if not is_number(other) or not other:
-            yield what, _shown(key, one), "not measured", ""
-        else:
-            yield what, _shown(key, one), _shown(key, other), f"{one / other - 1:+.2%}"
+        if is_number(one) and is_number(other) and other:
+            rows.append((what, _shown(key, one), _shown(key, other), f"{one / other - 1:+.2%}"))
+        elif is_number(one):
+            rows.append((what, _shown(key, one), "not measured", ""))
+    return rows
 
 
 def _shown(key: str, value: Any) -> str:

@@ -130,15 +130,14 @@ def read_history(path: Path) -> History:
         problems.append(f"{record.unread:,} lines of {METRICS_FILE} are damaged or out of order, and are left out")
     config = _read(config_of, path / CONFIG_FILE, problems) or {}
     name = config["run"].get("name") if isinstance(config.get("run"), dict) else None
-    recipe = _read(json_map, path / MODEL_FILES / RECIPE_FILE, problems) or {}
-    version = recipe.get("version")
+    version = (_read(json_map, path / MODEL_FILES / RECIPE_FILE, problems) or {}).get("version")
     return History(
         path=path,
         name=name if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME else path.resolve().name,
         columns={name: np.array(values) for name, values in record.columns.items()},
         # A clock that was set back must not make the axis go backwards.
         time=np.fmax.accumulate(np.array(record.time)) if record.time else np.array([]),
-        datasets={name: (np.array(each.loss), np.array(each.targets)) for name, each in record.datasets.items()},
+        datasets={name: (np.array(loss), np.array(count)) for name, (loss, count) in record.datasets.items()},
         evaluations=record.evaluations,
         events=_events(path / EVENTS_FILE, problems),
         config=config,
@@ -160,12 +159,6 @@ def config_of(path: Path) -> dict[str, Any]:
     return recorded(tree)
 
 
-class _Dataset:
-    def __init__(self, before: int) -> None:
-        self.loss = array("d", [math.nan]) * before
-        self.targets = array("d", [0.0]) * before
-
-
 class _Record:
     """The lines of a `metrics.jsonl` as columns: 25 numbers or 200 bytes a step; a dict would take 3,000 bytes."""
 
@@ -173,7 +166,8 @@ class _Record:
         names = (*TRAJECTORY, *BESIDE, "skipped", "expert_load", *(f"{name}.{i}" for name in RANKS for i in range(3)))
         self.columns = {name: array("d") for name in names}
         self.time = array("d")
-        self.datasets: dict[str, _Dataset] = {}
+        self.datasets: dict[str, tuple[array[float], array[float]]] = {}
+        """Loss and target tokens of each step."""
         self.evaluations: dict[str, list[tuple[int, float, float]]] = {}
         self.unread = 0
         self._last = 0
@@ -182,7 +176,10 @@ class _Record:
         if line is None:
             self.unread += 1
         elif line["kind"] == "eval":
-            self._add_evaluation(line)
+            for name, value in line["values"].items():
+                fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
+                if name in self.evaluations or fits:
+                    self.evaluations.setdefault(name, []).append((line["step"], float(value), seconds_of(line)))
         elif not self._last < line["trajectory"]["step"] <= _LAST_STEP:
             self.unread += 1  # two records put together, for example: no step is drawn twice
         else:
@@ -215,21 +212,14 @@ class _Record:
                 continue
             name, loss, _, targets = entry
             if name not in self.datasets and len(self.datasets) < _MOST_DATASETS and len(name) <= _LONGEST_NAME:
-                self.datasets[name] = _Dataset(before)
-            if name in self.datasets and len(self.datasets[name].loss) == before:
-                self.datasets[name].loss.append(loss if is_number(loss) else math.nan)
-                self.datasets[name].targets.append(targets if is_count(targets) else 0)
-        for each in self.datasets.values():
-            if len(each.loss) == before:  # the step has no token of this dataset
-                each.loss.append(math.nan)
-                each.targets.append(0)
-
-    def _add_evaluation(self, line: dict[str, Any]) -> None:
-        for name, value in line["values"].items():
-            fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
-            if name in self.evaluations or fits:
-                point = (line["step"], float(value), seconds_of(line))
-                self.evaluations.setdefault(name, []).append(point)
+                self.datasets[name] = array("d", [math.nan]) * before, array("d", [0.0]) * before
+            if name in self.datasets and len(self.datasets[name][0]) == before:
+                self.datasets[name][0].append(loss if is_number(loss) else math.nan)
+                self.datasets[name][1].append(targets if is_count(targets) else 0)
+        for losses, counts in self.datasets.values():
+            if len(losses) == before:  # the step has no token of this dataset
+                losses.append(math.nan)
+                counts.append(0)
 
 
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -283,29 +273,27 @@ def data_of(census: Census) -> str:
 def census_of(path: Path) -> Census:
     """Read the counts from the file. Raises ValueError if it is not one of ours."""
     values = read_json(path, limit=_BYTES)
-    if not _is_census(values):
+    known = (
+        isinstance(values, dict)
+        and values.keys() == {*Census.__dataclass_fields__}
+        and all(isinstance(values[key], list) for key in ("names", "datasets", "epochs"))
+        and len(values["names"]) == len(values["datasets"])
+        and all(map(is_count, (values["seq_len"], values["windows"], *values["epochs"])))
+        and all(isinstance(name, str) and len(name) <= 300 for name in values["names"])
+        and all(map(_is_dataset, values["datasets"]))
+    )
+    if not known:
         raise UnsoundError("is not a count of rows")
     return Census.from_json(json.dumps({**values, "skipped": [], "built": 0}))
 
 
-def _is_census(values: Any) -> bool:
-    if not isinstance(values, dict) or values.keys() != {*Census.__dataclass_fields__}:
-        return False
-    names, datasets, epochs = values["names"], values["datasets"], values["epochs"]
-    if not all(isinstance(each, list) for each in (names, datasets, epochs)) or len(names) != len(datasets):
-        return False
-    known = is_count(values["seq_len"]) and is_count(values["windows"]) and all(map(is_count, epochs))
-    return (
-        known and all(isinstance(name, str) and len(name) <= 300 for name in names) and all(map(_is_dataset, datasets))
-    )
-
-
 def _is_dataset(values: Any) -> bool:
-    if not isinstance(values, dict) or values.keys() != {*_COUNTS, "dropped", "lengths"}:
-        return False
-    dropped, lengths = values["dropped"], values["lengths"]
-    if not isinstance(dropped, dict) or not isinstance(lengths, dict):
-        return False
-    counts = [*(values[name] for name in _COUNTS), *dropped.values(), *lengths.values()]
-    buckets = [bucket.isascii() and bucket.isdecimal() and len(bucket) < 4 for bucket in lengths]
-    return all(map(is_count, counts)) and all(buckets) and all(int(each) < 4 * _OCTAVES for each in lengths)
+    return (
+        isinstance(values, dict)
+        and values.keys() == {*_COUNTS, "dropped", "lengths"}
+        and all(is_count(values[name]) for name in _COUNTS)
+        and all(isinstance(values[name], dict) for name in ("dropped", "lengths"))
+        and all(map(is_count, (*values["dropped"].values(), *values["lengths"].values())))
+        and all(each.isascii() and each.isdecimal() and len(each) < 4 for each in values["lengths"])
+        and all(int(each) < 4 * _OCTAVES for each in values["lengths"])
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -71,13 +71,17 @@ def marks_of(history: History) -> list[AxisMark]:
         if event["event"] == names.ATTEMPT_STARTED
     }
     found = []
+    ended = np.nan_to_num(history.time, nan=-math.inf)
     for event in history.events:
         fields, name, time = event["fields"], event["event"], seconds_of(event)
         at = fields.get({names.ATTEMPT_STARTED: "resumed_from", names.ATTEMPT_FAILED: "last_step"}.get(name, "step"))
         if name == names.RESIZED:  # recorded after the first step of the new size
             at = resumed_from.get(event["attempt"])
-        step = at if is_count(at) else _step_at(history, time)
-        found.append(AxisMark(step=step, time=time, event=name, fields=fields))
+        if not is_count(at):
+            # The last step that had ended then. The times of steps that a resume cut are of their second training.
+            index = int(np.searchsorted(ended, time, side="right")) if not math.isnan(time) else 0
+            at = int(history.steps[index - 1]) if index else 0
+        found.append(AxisMark(step=at, time=time, event=name, fields=fields))
     return found
 
 
@@ -88,44 +92,34 @@ def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -
     for mark in marks:
         if mark.event in lane_of:
             rows[lane_of[mark.event]].append(mark)
-    rows["skipped"] = list(_skipped(history))
-    rows["spikes"] = [_spike(history, each) for each in found]
+    # From the lines, of which every step has one; a step that was trained twice has two events.
+    for i in np.flatnonzero(history.columns["skipped"]):
+        step = int(history.steps[i])
+        fields: dict[str, Any] = {
+            "step": step,
+            **{key: float(history.columns[key][i]) for key in ("loss", "grad_norm")},
+        }
+        rows["skipped"].append(
+            AxisMark(step=step, time=float(history.time[i]), event=names.SKIPPED_UPDATE, fields=fields)
+        )
+    for each in found:
+        time = float(history.time[np.searchsorted(history.steps, each.step)])
+        see = step_command(history, each.step)
+        fields = {"step": each.step, "loss": each.loss, "before": each.before, "see": see}
+        rows["spikes"].append(AxisMark(step=each.step, time=time, event="loss spike", fields=fields))
     last = max([1, *(int(step) for step in history.steps[-1:])])
-    return [
-        {"name": name, "marks": [_together(group, history) for group in _near(row, last)]}
-        for name, row in rows.items()
-        if row
-    ]
+    drawn = []
+    for name, row in rows.items():
+        by_step = sorted(row, key=lambda mark: mark.step)
+        near = groupby(by_step, key=lambda mark: mark.step * _PLACES // last if last > _PLACES else mark.step)
+        if row:
+            drawn.append({"name": name, "marks": [_together([*group], history) for _, group in near]})
+    return drawn
 
 
 def step_command(history: History, step: int) -> str:
     """Return the command that shows what was in a step."""
     return f"raytune-fsdp step {shlex.quote(str(history.path))} {step}"
-
-
-def _skipped(history: History) -> Iterator[AxisMark]:
-    # From the lines, of which every step has one; a step that was trained twice has two events.
-    for i in np.flatnonzero(history.columns["skipped"]):
-        values = {name: float(history.columns[name][i]) for name in ("loss", "grad_norm")}
-        step = int(history.steps[i])
-        fields = {"step": step, **values}
-        yield AxisMark(step=step, time=float(history.time[i]), event=names.SKIPPED_UPDATE, fields=fields)
-
-
-def _spike(history: History, spike: Spike) -> AxisMark:
-    time = float(history.time[np.searchsorted(history.steps, spike.step)])
-    fields = {"step": spike.step, "loss": spike.loss, "before": spike.before}
-    return AxisMark(
-        step=spike.step, time=time, event="loss spike",
-        fields={**fields, "see": step_command(history, spike.step)},
-    )  # fmt: skip
-
-
-def _near(marks: list[AxisMark], last: int) -> Iterator[list[AxisMark]]:
-    """Yield groups of marks that are drawn as one."""
-    marks = sorted(marks, key=lambda mark: mark.step)
-    for _, group in groupby(marks, key=lambda mark: mark.step * _PLACES // last if last > _PLACES else mark.step):
-        yield list(group)
 
 
 def _together(marks: list[AxisMark], history: History) -> list[Any]:
@@ -137,11 +131,3 @@ def _together(marks: list[AxisMark], history: History) -> list[Any]:
         more = f" up to step {last.step:,}" if last.step > first.step else ""
         words += f" (and {len(marks) - 1:,} more{more}; the last: {last.words})"
     return [first.step, time, words]
-
-
-def _step_at(history: History, time: float) -> int:
-    """Return the last step that had ended at a time."""
-    # The times of steps that a resume cut are those of their second training.
-    known = np.nan_to_num(history.time, nan=-math.inf)
-    index = int(np.searchsorted(known, time, side="right")) if not math.isnan(time) else 0
-    return int(history.steps[index - 1]) if index else 0

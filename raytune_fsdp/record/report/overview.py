@@ -51,6 +51,14 @@ def overview(path: Path) -> Overview:
         events = read_events(path / EVENTS_FILE)
     steps = steps_of(path)
     newest = last_step(path / METRICS_FILE)
+    evaluated: list[tuple[float, int]] = []
+    for file in (METRICS_FILE, EVALUATIONS_FILE):
+        with suppress(OSError, ValueError):
+            for raw in lines_of(path / file):
+                # Most lines are those of steps, so do not parse them.
+                line = None if raw.startswith(b'{"kind": "step"') else read_line(raw)
+                if line and line["kind"] == "eval" and (value := names.score(line["values"], None)) is not None:
+                    evaluated.append((value, step_of(line)))
     times = [str(event["time"]) for event in events if isinstance(event.get("time"), str)]
     last = newest.get("time") if newest else None
     return Overview(
@@ -59,7 +67,7 @@ def overview(path: Path) -> Overview:
         step=step_of(newest) if newest else 0,
         loss=float(newest["trajectory"]["loss"]) if newest else None,
         world=newest["world_size"] if newest and is_count(newest.get("world_size")) else None,
-        best=_best(path),
+        best=min(evaluated, default=None),
         began=times[0] if times else None,
         last=max([*times[-1:], *([last] if isinstance(last, str) else [])], default=None),
         attempt=max((event["attempt"] for event in events), default=0),
@@ -97,20 +105,6 @@ def last_step(metrics: Path) -> dict[str, Any] | None:
                 if line is not None and line["kind"] == "step":
                     return line
     return None
-
-
-def _best(path: Path) -> tuple[float, int] | None:
-    found: list[tuple[float, int]] = []
-    for file in (METRICS_FILE, EVALUATIONS_FILE):
-        with suppress(OSError, ValueError):
-            for raw in lines_of(path / file):
-                if raw.startswith(b'{"kind": "step"'):  # most lines, so do not parse them
-                    continue
-                line = read_line(raw)
-                if line is not None and line["kind"] == "eval":
-                    value = names.score(line["values"], None)
-                    found += [(value, step_of(line))] if value is not None else []
-    return min(found, default=None)
 
 
 def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:

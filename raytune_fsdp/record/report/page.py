@@ -29,7 +29,6 @@ from raytune_fsdp.record.report import facts
 from raytune_fsdp.record.report.charts import charts_of
 from raytune_fsdp.record.report.curves import can_draw, plot
 from raytune_fsdp.record.report.difference import difference
-from raytune_fsdp.record.report.facts import predictions
 from raytune_fsdp.record.report.history import History, read_history
 from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
 from raytune_fsdp.record.report.rows import bars, rows_of, static_curves
@@ -87,7 +86,21 @@ def page(run_dirs: Sequence[Path]) -> str:
     with np.errstate(all="ignore"):  # a record may have numbers whose sum is infinite
         drawn = charts_of(histories)
         said = _of_one(histories[0], drawn) if len(histories) == 1 else _of_several(histories, drawn)
-    return _render(drawn, **said)
+    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    by_id = {chart["id"]: chart for chart in drawn["charts"]}
+    return environment.get_template("page.html.jinja").render(
+        made=facts.moment(time.time()),
+        style=Markup(style),
+        style_hash=hash_of(style),
+        script=Markup(script),
+        script_hash=hash_of(script),
+        data=Markup(embedded(drawn)),
+        drawn=list(by_id),
+        timed=all(axis["time"] for axis in drawn["axes"]),
+        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
+        **said,
+    )
 
 
 def write_page(path: Path, text: str, *, private: bool) -> None:
@@ -121,19 +134,16 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
         "spiked": many,
         "evaluations": facts.evaluations(history),
         "answers": facts.answers(history),
-        "attempts": [(a.number, a.began, a.ranks, a.after, a.to, a.ended) for a in facts.attempts(history, marks)],
+        "attempts": facts.attempts(history),
         "events": facts.events(marks),
-        "predictions": predictions(history),
-        "data": {
-            **{name: getattr(data, name) for name in ("packed", "counts", "counted", "bars", "notes")},
-            "shares": [(name, f"{tokens:,}", f"{part:.1%}") for name, tokens, part in data.shares],
-        },
+        "predictions": facts.predictions(history),
+        "data": data,
         "settings": facts.settings(history),
     }
     return {
         "title": history.name,
         "run": run,
-        "lengths": bars(data.bars, data.ticks),
+        "lengths": bars(data["bars"], data["ticks"]),
         "deviations": f"{DEVIATIONS:g}",
         "window": WINDOW,
     }
@@ -146,6 +156,9 @@ def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str
         names = [str(history.path) for history in histories]
     said = [dict(facts.key_figures(history)) for history in histories]
     labels = dict.fromkeys(label for each in said for label in each)
+    flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
+    rows = [(key, [each.get(key) for each in flat]) for key in dict.fromkeys(key for each in flat for key in each)]
+    differing = [row for row in rows if row[0] != "run.name" and any(value != row[1][0] for value in row[1])]
     return {
         "title": " and ".join(names) if len(names) == 2 else ", ".join(names),
         "run": None,
@@ -154,7 +167,7 @@ def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str
         "differences": [
             _parted(histories[0], other, (names[0], name)) for other, name in zip(histories[1:], names[1:], strict=True)
         ],
-        "settings": _settings(histories),
+        "settings": [(key, *map(facts.shown_value, values)) for key, values in differing[:_MOST_SETTINGS]],
     }
 
 
@@ -169,34 +182,6 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
         "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
         "unknown": found.unknown,
     }
-
-
-def _settings(histories: Sequence[History]) -> list[tuple[str, ...]]:
-    """Return the fields of the configs that are not the same in all runs."""
-    flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [(key, [each.get(key) for each in flat]) for key in keys if key not in ("run.name",)]
-    return [
-        (key, *map(facts.shown_value, values)) for key, values in rows if any(each != values[0] for each in values)
-    ][:_MOST_SETTINGS]
-
-
-def _render(drawn: dict[str, Any], **values: Any) -> str:
-    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    by_id = {chart["id"]: chart for chart in drawn["charts"]}
-    return environment.get_template("page.html.jinja").render(
-        made=facts.moment(time.time()),
-        style=Markup(style),
-        style_hash=hash_of(style),
-        script=Markup(script),
-        script_hash=hash_of(script),
-        data=Markup(embedded(drawn)),
-        drawn=list(by_id),
-        timed=all(axis["time"] for axis in drawn["axes"]),
-        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
-        **values,
-    )
 
 
 # Data inside a page from which nothing can break out, and hashes so that no other script or style can get in.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,40 +18,43 @@ _LOST = {names.ROWS_DROPPED, names.ROWS_SKIPPED, names.ROWS_HELD_OUT, names.ROWS
 _MOST_NOTES, _MOST_DATASETS = 20, 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataOnRecord:
-    """What is on record about the data, in a form for the page."""
-
-    packed: str
-    """A sentence on how full the trained samples were; empty if it is not known."""
-    shares: list[tuple[str, int, float]]
-    """Name, tokens that were trained on and their share of all, for each dataset."""
-    counts: list[tuple[str, ...]]
-    """Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, for each dataset."""
-    counted: str
-    bars: list[tuple[float, float, float, str]]
-    """Documents by length: place, width and height as fractions of 1, and words."""
-    ticks: list[tuple[float, str]]
-    """Lengths below the bars."""
-    notes: list[str]
-
-
-def rows_of(history: History, marks: list[AxisMark]) -> DataOnRecord:
-    """Collect what is on record about the data."""
+def rows_of(history: History, marks: list[AxisMark]) -> dict[str, Any]:
+    """Collect what is on record about the data, for the page. Without a census there is no count."""
     census = history.census
-    bars, ticks = _lengths(census) if census is not None else ([], [])
-    return DataOnRecord(
-        packed=_packed(history),
-        shares=_shares(history),
-        counts=_counts(census) if census is not None else [],
-        counted=_counted(census) if census is not None else "",
-        bars=bars,
-        ticks=ticks,
-        notes=[mark.words for mark in marks if mark.event in _LOST][:_MOST_NOTES],
+    sums = {name: float(targets.sum()) for name, (_, targets) in history.datasets.items()}
+    total = sum(sums.values())
+    by_size = sorted(sums.items(), key=lambda item: -item[1])
+    found: dict[str, Any] = {
+        "packed": _packed(history),
+        # Tokens that were trained on, and their share of all.
+        "shares": [(name, f"{int(tokens):,}", f"{tokens / total:.1%}") for name, tokens in by_size if total],
+        "notes": [mark.words for mark in marks if mark.event in _LOST][:_MOST_NOTES],
+        "bars": [],
+        "ticks": [],
+    }
+    if census is None:
+        return found
+    targets, samples = census.total.target_tokens, sum(census.epochs)
+    epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs):,} epochs"
+    found["bars"], found["ticks"] = _lengths(census)
+    found["counted"] = (
+        f"Counted before training, over {epochs}: {samples:,} packed samples of {census.seq_len:,} tokens, "
+        f"{census.efficiency:.1%} full."
     )
+    # Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, by dataset.
+    found["counts"] = [
+        (
+            name, f"{each.rows:,}", f"{each.documents:,}", f"{each.tokens:,}", f"{each.target_tokens:,}",
+            f"{each.target_tokens / targets:.1%}" if targets else "", f"{sum(each.dropped.values()):,}",
+            f"{each.truncated:,}", f"{each.cut:,}",
+        )
+        for name, each in zip(census.names[:_MOST_DATASETS], census.datasets, strict=False)
+    ]  # fmt: skip
+    return found
 
 
 def _packed(history: History) -> str:
+    """Return a sentence on how full the trained samples were; an empty text if that is not known."""
     batch, total = history.planned("global_batch"), history.planned("total_samples")
     seq_len = history.setting("data.seq_len")
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
@@ -62,36 +64,11 @@ def _packed(history: History) -> str:
     return f"{samples:,} packed samples of {seq_len:,} tokens are trained, {tokens / (samples * seq_len):.1%} full."
 
 
-def _shares(history: History) -> list[tuple[str, int, float]]:
-    sums = {name: float(targets.sum()) for name, (_, targets) in history.datasets.items()}
-    total = sum(sums.values())
-    by_size = sorted(sums.items(), key=lambda item: -item[1])
-    return [(name, int(tokens), tokens / total) for name, tokens in by_size if total]
-
-
-def _counts(census: Census) -> list[tuple[str, ...]]:
-    targets = census.total.target_tokens
-    return [
-        (
-            name, f"{each.rows:,}", f"{each.documents:,}", f"{each.tokens:,}", f"{each.target_tokens:,}",
-            f"{each.target_tokens / targets:.1%}" if targets else "", f"{sum(each.dropped.values()):,}",
-            f"{each.truncated:,}", f"{each.cut:,}",
-        )
-        for name, each in zip(census.names[:_MOST_DATASETS], census.datasets, strict=False)
-    ]  # fmt: skip
-
-
-def _counted(census: Census) -> str:
-    samples = sum(census.epochs)
-    epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs):,} epochs"
-    return (
-        f"Counted before training, over {epochs}: {samples:,} packed samples of {census.seq_len:,} tokens, "
-        f"{census.efficiency:.1%} full."
-    )
-
-
 def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], list[tuple[float, str]]]:
-    """Return a bar for each quarter of an octave, as the census counts documents, and ticks below."""
+    """Return a bar for each quarter of an octave, as the census counts documents, and ticks below.
+
+    Of a bar its place, width and height as fractions of 1, and words.
+    """
     lengths = census.total.lengths
     if not any(lengths.values()):
         return [], []
@@ -103,7 +80,7 @@ def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], lis
             (bucket - first) * width,
             width,
             many / most,
-            f"{_from(bucket):,} to {_to(bucket):,} tokens: {many:,} documents",
+            f"{_from(bucket):,} to {max(_from(bucket), _from(bucket + 1) - 1):,} tokens: {many:,} documents",
         )
         for bucket, many in sorted(lengths.items())
         if many
@@ -114,10 +91,6 @@ def _lengths(census: Census) -> tuple[list[tuple[float, float, float, str]], lis
 
 def _from(bucket: int) -> int:
     return math.ceil(2 ** (bucket / 4))
-
-
-def _to(bucket: int) -> int:
-    return max(_from(bucket), math.ceil(2 ** ((bucket + 1) / 4)) - 1)
 
 
 # Drawn without the page's script: the loss curves, and bars. Paths have numbers only; words are escaped.

@@ -45,7 +45,10 @@ def spikes(steps: Numbers, loss: Numbers) -> tuple[list[Spike], int]:
 
 def _heights(loss: Numbers) -> tuple[Numbers, Numbers]:
     """Return for every step the median of the steps before, and how many deviations its loss is above it."""
-    filled = _filled(loss)
+    known = np.isfinite(loss)
+    # A loss that is not finite counts as the last finite one; if none is, all are 0.
+    last = np.maximum.accumulate(np.where(known, np.arange(len(loss)), -1))
+    filled = loss[np.maximum(last, int(np.argmax(known)))] if known.any() else np.zeros_like(loss)
     windows = np.lib.stride_tricks.sliding_window_view(filled[:-1], WINDOW)[::_EVERY]
     medians, deviations = np.empty(len(windows)), np.empty(len(windows))
     for first in range(0, len(windows), 8192):  # 4 MB each
@@ -58,15 +61,5 @@ def _heights(loss: Numbers) -> tuple[Numbers, Numbers]:
     before, height = np.full(len(loss), math.nan), np.zeros(len(loss))
     before[WINDOW:] = medians[place]
     height[WINDOW:] = (filled[WINDOW:] - medians[place]) / scale[place]
-    height[~np.isfinite(loss)] = math.inf
+    height[~known] = math.inf
     return before, height
-
-
-def _filled(loss: Numbers) -> Numbers:
-    """Replace each loss that is not finite by the last finite one."""
-    known = np.isfinite(loss)
-    if not known.any():
-        return np.zeros_like(loss)
-    last = np.maximum.accumulate(np.where(known, np.arange(len(loss)), -1))
-    filled: Numbers = loss[np.maximum(last, int(np.argmax(known)))]
-    return filled

@@ -34,23 +34,18 @@ def summary(
     registered: str | None = None,
 ) -> str:
     """Return a few lines about a finished run, from its files."""
-    parts = [*_losses(run_dir), *_before_and_after(_answers(run_dir))]
-    parts += [
-        "",
-        f"run         {_short(run_dir)}",
-        f"checkpoint  {checkpoint if is_url(checkpoint) else _short(Path(checkpoint))}",
-    ]
-    if export is not None:
-        parts.append(f"export      {_short(export)}")
-    if pushed is not None:
-        parts.append(f"pushed to   {pushed}")
-    if registered is not None:
-        parts.append(f"registered  {registered}")
     why = "it could not be drawn" if can_draw() else NOT_INSTALLED
-    if report is not None:
-        parts.append(f"report      {_short(report)}")
-    parts.append(f"loss curve  {_short(curve) if curve is not None else f'none, {why}'}")
-    return "\n".join(parts)
+    rows = {
+        "run": _short(run_dir),
+        "checkpoint": checkpoint if is_url(checkpoint) else _short(Path(checkpoint)),
+        "export": _short(export) if export is not None else None,
+        "pushed to": pushed,
+        "registered": registered,
+        "report": _short(report) if report is not None else None,
+        "loss curve": _short(curve) if curve is not None else f"none, {why}",
+    }
+    places = [f"{name:12}{value}" for name, value in rows.items() if value is not None]
+    return "\n".join([*_losses(run_dir), *_before_and_after(_answers(run_dir)), "", *places])
 
 
 def _losses(run_dir: Path) -> Iterator[str]:
@@ -91,18 +86,13 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
     if export is None:
         commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
     if mlflow_uri is not None:
-        commands.append(_mlflow(mlflow_uri))
+        shown = shown_uri(mlflow_uri)
+        login = "" if shown == mlflow_uri else "   (with the database's user and password)"
+        is_server = mlflow_uri.startswith(("http://", "https://", "databricks"))
+        ui = f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"  # a database has no page
+        commands.append(f"{shown}   (MLflow)" if is_server else ui)
     commands.append(f"{program} train --help   (your own model and data: README.md)")
     return "\n".join(["next:", *(f"  {command}" for command in commands)])
-
-
-def _mlflow(uri: str) -> str:
-    """Say how to look at the runs: a server has a page, a database needs a program that shows it."""
-    shown = shown_uri(uri)
-    if uri.startswith(("http://", "https://", "databricks")):
-        return f"{shown}   (MLflow)"
-    login = "" if shown == uri else "   (with the database's user and password)"
-    return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"
 
 
 def _program(name: str) -> str:

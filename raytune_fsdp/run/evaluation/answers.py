@@ -88,7 +88,13 @@ def answer(
     (collective).
     """
     ids = encode_prompt(tokenizer, prompt, positions=positions_of(model.config)).to(device)
-    check_ids(ids, model)
+    # A token that the model has no row for would end in an error of its embedding or of the device.
+    rows = model.config.get_text_config().vocab_size
+    if (most := int(ids.max())) >= rows:
+        raise DataError(
+            f"the prompt has a token with the id {most}, and the model has only {rows}: its tokenizer is another "
+            "model's, so take the one that belongs to it"
+        )
     room = positions_of(model.config) - ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with nullcontext() if together else errors_of_generate(model):
@@ -105,16 +111,6 @@ def answer(
         )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text.strip()
-
-
-def check_ids(ids: torch.Tensor, model: PreTrainedModel) -> None:
-    """Refuse tokens that the model has no row for: they would end in an error of its embedding or of the device."""
-    rows = model.config.get_text_config().vocab_size
-    if (most := int(ids.max())) >= rows:
-        raise DataError(
-            f"the prompt has a token with the id {most}, and the model has only {rows}: its tokenizer is another "
-            "model's, so take the one that belongs to it"
-        )
 
 
 @contextmanager
@@ -231,7 +227,11 @@ class Talk:
         before = self.turns
         self.turns = [*before, {"role": "user", "content": text}]
         try:
-            forgotten = self._make_room()
+            # Forget the oldest turns until an answer of the full length fits, or only the question is left.
+            positions, forgotten = positions_of(self._model.config), 0
+            while len(self.turns) > 1 and not self._fits(positions):
+                self.turns = self.turns[2:]
+                forgotten += 2
             if forgotten:
                 note(f"the conversation is longer than the model can read: forgot its first {forgotten} message(s)")
             said = _Shown(self._tokenizer, show)
@@ -248,14 +248,6 @@ class Talk:
             raise
         self.turns.append({"role": "assistant", "content": whole})
         return whole
-
-    def _make_room(self) -> int:
-        """Forget the oldest turns until an answer of the full length fits, or only the question is left."""
-        positions, forgotten = positions_of(self._model.config), 0
-        while len(self.turns) > 1 and not self._fits(positions):
-            self.turns = self.turns[2:]
-            forgotten += 2
-        return forgotten
 
     def _fits(self, positions: int) -> bool:
         ids = encode_prompt(self._tokenizer, self.messages, positions=sys.maxsize)

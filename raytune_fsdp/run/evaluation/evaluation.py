@@ -28,12 +28,17 @@ class Evaluation:
     prompts: Sequence[str | ConversationConfig] = ()
     max_new_tokens: int = 1
     """The most tokens that an answer to a prompt may have."""
+    exact: bool = False
+    """Whether losses have the same bits at any number of ranks."""
 
     @classmethod
     def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Evaluation:
         """Return the evaluation of a run whose datasets and questions have been opened."""
         chosen = config.eval
-        return cls(datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens)
+        return cls(
+            datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens,
+            exact=config.run.exact,
+        )  # fmt: skip
 
     def values(
         self,
@@ -47,7 +52,7 @@ class Evaluation:
     ) -> dict[str, float]:
         """Return the measured values by the names of metrics. Answers are written with transformers' `attention`.
         Collective."""
-        found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device)
+        found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device, exact=self.exact)
         return found | measure_tasks(
             model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention
         )

@@ -20,25 +20,42 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
+from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
 
 
 def losses(
-    model: PreTrainedModel, datasets: Mapping[str, Windows], *, micro_batch: int, layout: Layout, device: torch.device
+    model: PreTrainedModel,
+    datasets: Mapping[str, Windows],
+    *,
+    micro_batch: int,
+    layout: Layout,
+    device: torch.device,
+    exact: bool = False,
 ) -> dict[str, float]:
-    """Return loss per target token and accuracy of each dataset, by the names of metrics, over all ranks.
-    Collective."""
+    """Return loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective.
+
+    `exact`: with the same bits at any number of ranks.
+    """
     results: dict[str, float] = {}
     rank = dist.get_rank()
     data_rank = layout.data_rank(rank)
     with evaluating(model):
         for name, windows in datasets.items():
             sums = torch.zeros(3, dtype=torch.float64, device=device)
+            each: dict[int, torch.Tensor] = {}
             batches = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
             for batch in to_device((own_part(batch, layout, rank) for batch in batches), device):
-                sums += eval_step(model, batch)
-            dist.all_reduce(sums)
+                found = eval_step(model, batch)
+                if exact and not batch.is_filler:
+                    each[batch.index] = found
+                else:
+                    sums += found
+            if exact:
+                sums = sum_in_order(each, sums)
+            else:
+                dist.all_reduce(sums)
             total, right, targets = sums.tolist()
             results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
     return results

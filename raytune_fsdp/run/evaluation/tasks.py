@@ -79,9 +79,8 @@ def _choose(
     """Measure whether the right choice is the most likely one after its question: as it is, and for its length."""
     log_probabilities = np.zeros(len(task.characters))
     for batch, numbers in to_device(_blocks(task, micro_batch, layout), device):
-        losses = micro_batch_loss(model, batch)
         # Added on the host, in order: a GPU adds to the same place in any order, and a tie must be one every time.
-        each = losses.each.double().cpu().numpy()
+        each = micro_batch_loss(model, batch).each.double().cpu().numpy()
         np.subtract.at(log_probabilities, numbers[batch.targets.datasets.cpu().numpy()], each)
     sums = torch.from_numpy(log_probabilities)
     # Each sum was computed by one rank, so this adds zeros to it, or its tokens by several ranks that share a

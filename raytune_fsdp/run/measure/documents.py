@@ -43,15 +43,12 @@ class DocumentRecord:
         everyone = on_all_ranks(lambda: mine)
         if dist.get_rank() == 0 and not self._broken:
             try:
-                self._append("".join(_line(row.step, [each[row.step] for each in everyone]) for row in rows))
+                make_private(self._path.parent)
+                with open(self._path, "a", opener=open_private) as file:
+                    file.write("".join(_line(row.step, [each[row.step] for each in everyone]) for row in rows))
             except OSError as error:  # the run can do without
                 self._broken = True
                 logger.warning("the losses of documents are no longer recorded: %s", in_one_line(error))
-
-    def _append(self, text: str) -> None:
-        make_private(self._path.parent)
-        with open(self._path, "a", opener=open_private) as file:
-            file.write(text)
 
 
 def _line(step: int, ranks: Sequence[Mapping[int, Sequence[float]]]) -> str:
@@ -78,13 +75,9 @@ def read_sums(directory: Path, step: int) -> list[float] | None:
     for attempt in sorted(there, reverse=True):
         for raw in lines_of(there[attempt]):
             if raw.startswith(begins) and raw.endswith(b"\n"):
-                return _sums(raw)
+                line = parse_json(raw)
+                sums = line.get("sums") if isinstance(line, dict) else None
+                if not isinstance(sums, list) or not all(each is None or is_number(each) for each in sums):
+                    raise ValueError("it has no losses")
+                return [math.nan if each is None else float(each) for each in sums]
     return None
-
-
-def _sums(raw: bytes) -> list[float]:
-    line = parse_json(raw)
-    sums = line.get("sums") if isinstance(line, dict) else None
-    if not isinstance(sums, list) or not all(each is None or is_number(each) for each in sums):
-        raise ValueError("it has no losses")
-    return [math.nan if each is None else float(each) for each in sums]

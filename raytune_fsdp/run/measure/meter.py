@@ -72,8 +72,7 @@ class Meter:
         self._experts = experts
         """The number of layers whose experts are watched, and of the experts of each."""
         self.skipped_in_row = skipped_in_row
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._peak = peak_flops(name)
+        self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
         # A GPU computes one step while the host queues the next. The metrics of the latest step would make the host
         # wait until it has nothing left to do.
         self._late = 1 if device.type == "cuda" else 0
@@ -157,8 +156,7 @@ class Meter:
         steps = len(data_seconds)
         own = np.column_stack([data_seconds, self._own.fetch(steps)])
         mine = [seconds, *seen, *own.mean(0)[:2], memory, self._reserved(), *typical(own)]
-        world = self._plan.layout.world
-        everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(world)]
+        everyone = [torch.empty(len(mine), dtype=torch.float64) for _ in range(self._plan.layout.world)]
         # Over the hosts, which meet here once for every fetch.
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.float64))
         found = torch.stack(everyone).numpy()
@@ -192,10 +190,14 @@ class Meter:
             self._architecture,
             tokens=counts.tokens, targets=counts.target_tokens, attended_pairs=counts.attended_pairs,
         )  # fmt: skip
-        world = self._plan.layout.world
+        world, per_epoch = self._plan.layout.world, self._plan.samples_per_epoch
+        if per_epoch:
+            epoch = self._plan.division.samples_before(pending.step + 1) / per_epoch
+        else:
+            epoch = self.cursor.epoch + self.cursor.window / max(1, self._windows(self.cursor.epoch))
         return StepMetrics(
             step=pending.step,
-            epoch=self._epoch(pending.step),
+            epoch=epoch,
             samples=digest_of(counts.sample_ids),
             tokens=counts.tokens,
             target_tokens=counts.target_tokens,
@@ -215,12 +217,6 @@ class Meter:
             experts_idle=int((load == 0).sum()) if load.size else None,
             **machines,
         )
-
-    def _epoch(self, step: int) -> float:
-        per_epoch = self._plan.samples_per_epoch
-        if per_epoch:
-            return self._plan.division.samples_before(step + 1) / per_epoch
-        return self.cursor.epoch + self.cursor.window / max(1, self._windows(self.cursor.epoch))
 
     def _memory(self) -> int:
         if self._device.type == "cuda":

@@ -29,7 +29,13 @@ class NodeFigures:
         """Learn the names of all nodes. Collective."""
         self._device = device
         self._process = psutil.Process()
-        self.nodes = _named([this_node()] if world == 1 else on_all_ranks(this_node))
+        # Name each node after its host; machines of one name are numbered.
+        nodes = [this_node()] if world == 1 else on_all_ranks(this_node)
+        names: dict[tuple[str, str], str] = {}
+        for node in nodes:
+            same = sum(host == node[0] for host, _ in names)
+            names.setdefault(node, f"{node[0]}-{same + 1}" if same else node[0])
+        self.nodes = [names[node] for node in nodes]
         """The name of each rank's node, by rank."""
         self._looked = self._written = -math.inf
         self._seen = (math.nan, math.nan, math.nan)
@@ -60,15 +66,6 @@ class NodeFigures:
 
 def known(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
-
-
-def _named(nodes: list[tuple[str, str]]) -> list[str]:
-    """Name each node after its host; machines of one name are numbered."""
-    names: dict[tuple[str, str], str] = {}
-    for node in nodes:
-        same = sum(host == node[0] for host, _ in names)
-        names.setdefault(node, f"{node[0]}-{same + 1}" if same else node[0])
-    return [names[node] for node in nodes]
 
 
 def _utilization(device: torch.device) -> float:

@@ -35,7 +35,8 @@ def explain(
 
     `parallel` is what the attempt uses, which may differ from the config's.
     """
-    used = consumers(model, optimizer, device, _peak(device))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    used = consumers(model, optimizer, device, peak)
     largest = sorted(used.items(), key=lambda item: item[1], reverse=True)[:3]
     shown = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in largest)
     snapshot = _snapshot(device, directory / f"memory-rank-{rank}.pickle")
@@ -63,7 +64,10 @@ def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "moments": optimizer.state_tensors().values(),
     }
-    used = {name: sum(_bytes(t) for t in tensors if t.device.type == device.type) for name, tensors in held.items()}
+    used = {
+        name: sum(int(local_piece(each).nbytes) for each in tensors if each.device.type == device.type)
+        for name, tensors in held.items()
+    }
     return {**used, "activations and gathered weights": max(0, peak - sum(used.values()))}
 
 
@@ -87,14 +91,6 @@ def _spread_states(parallel: ParallelConfig) -> str:
     if parallel.strategy in ("replicate", "shard_grad_op", "hybrid_shard"):
         return "parallel.strategy=full_shard"
     return "more ranks (cluster.workers), which share weights, gradients and moments"
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return int(local_piece(tensor).nbytes)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _snapshot(device: torch.device, path: Path) -> str:

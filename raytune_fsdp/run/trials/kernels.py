@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.collectives import why_on_any_rank
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError, ResumeError
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.adapters.attach import why_not_compiled
 from raytune_fsdp.model.attention.choose import KernelChoice, choose, set_attention
@@ -73,4 +76,28 @@ def kernels_of(
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)
+    if config.run.exact and device.type == "cpu":
+        found["threads"] = _set_threads(config, kept.get("threads"))
     return found
+
+
+def _set_threads(config: FinetuneConfig, kept: str | None) -> KernelChoice:
+    """Compute with as many threads as the run began with: how a large product is split decides its last digits.
+
+    A launcher gives a rank the machine's cores divided by the ranks on it, so another number at each world.
+    """
+    own = torch.tensor(config.run.threads or torch.get_num_threads())
+    dist.broadcast(own, src=0)
+    found = kept or str(own.item())
+    if not re.fullmatch("[1-9][0-9]{0,3}", found):
+        raise ResumeError(
+            f"the checkpoint says that the run has {shown(found)} threads: it is damaged; remove it, and the run goes "
+            "on from the one before"
+        )
+    if config.run.threads not in (None, int(found)):
+        raise ConfigError(
+            f"run.threads={config.run.threads}: the run began with {found}, and with run.exact=true its bits depend on "
+            "them: leave it out, or choose another run.name"
+        )
+    torch.set_num_threads(int(found))
+    return KernelChoice(name=found, why="as the run began" if kept else "which the run keeps at any number of ranks")

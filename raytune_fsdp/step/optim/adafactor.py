@@ -7,8 +7,9 @@ are the sizes of the updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +37,11 @@ class _Part:
 class Adafactor:
     """Adafactor without relative steps, first moments and scaling by the weight's size: the schedule's rate is used."""
 
-    def __init__(self, weights: Trained, chosen: AdafactorOptimizer) -> None:
+    def __init__(self, weights: Trained, chosen: AdafactorOptimizer, *, exact: bool = False) -> None:
+        """Sum squares over rows with `exact` so that no number of ranks changes a bit."""
         self._trained = weights
         self._chosen = chosen
+        self._exact = exact
         self.groups = weights.groups
 
     def init_state(self) -> None:
@@ -80,7 +83,13 @@ class Adafactor:
     def _factors(self, names: Sequence[str], skip: torch.Tensor) -> None:
         """Update the factors with the gradients of this step."""
         matrices = [name for name in names if self._trained.named[name].ndim == 2]
-        sums = self._summed([self._column_sums(name) for name in matrices])
+        if self._exact:
+            sums = self._exactly(
+                lambda name: (rows.double().square() for rows in self._gradients(name)),
+                {name: self._trained.named[name].shape for name in matrices},
+            )
+        else:
+            sums = self._summed([self._column_sums(name) for name in matrices])
         columns = dict(zip(matrices, sums, strict=True))
         for name in names:
             parameter, state = self._trained.named[name], self._trained.state[name]
@@ -100,21 +109,33 @@ class Adafactor:
 
     def _column_sums(self, name: str) -> torch.Tensor:
         parameter = self._trained.named[name]
-        assert parameter.grad is not None
         total = torch.zeros(parameter.shape[1], dtype=torch.float64, device=parameter.device)
-        for rows in in_parts(parameter, whole_rows=True):
-            total += rows.of(parameter.grad).double().square().sum(0)
+        for rows in self._gradients(name):
+            total += rows.double().square().sum(0)
         return total
+
+    def _gradients(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield this rank's rows of a gradient, some at a time."""
+        parameter = self._trained.named[name]
+        assert parameter.grad is not None
+        for rows in in_parts(parameter, whole_rows=True):
+            yield rows.of(parameter.grad)
 
     def _sizes(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the root mean square of every update, before it is clipped."""
+        many = [self._trained.named[name].numel() for name in names]
+        if self._exact:
+            summed = self._exactly(
+                lambda name: ((part.gradient / part.root).double().square().view(-1, 1) for part in self._parts(name)),
+                {name: torch.Size([count, 1]) for name, count in zip(names, many, strict=True)},
+            )
+            return [(total[0] / count).sqrt() for total, count in zip(summed, many, strict=True)]
         squares = []
         for name in names:
             total = torch.zeros((), dtype=torch.float64, device=self._trained.named[name].device)
             for part in self._parts(name):
                 total += (part.gradient / part.root).double().square().sum()
             squares.append(total)
-        many = [self._trained.named[name].numel() for name in names]
         return [(total / count).sqrt() for total, count in zip(self._summed(squares), many, strict=True)]
 
     def _parts(self, name: str) -> Iterator[_Part]:
@@ -134,7 +155,33 @@ class Adafactor:
                 root = local_piece(state["row"])[place].unsqueeze(-1).sqrt() * rest.unsqueeze(-2).sqrt()
             yield _Part(rows, weight, gradient, root.reshape(gradient.shape))
 
-    def _summed(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _exactly(
+        self, squares: Callable[[str], Iterator[torch.Tensor]], shapes: Mapping[str, torch.Size]
+    ) -> list[torch.Tensor]:
+        """Sum squares over all rows, as whole numbers: no order of adding changes these.
+
+        `squares` yields this rank's rows of a tensor that is as large as `shapes` says.
+        """
+        largest = []
+        for name, shape in shapes.items():
+            most = torch.zeros(shape[1:], dtype=torch.float64, device=self._trained.named[name].device)
+            for rows in squares(name):
+                most = torch.maximum(most, rows.amax(0)) if len(rows) else most
+            largest.append(most)
+        scales = [
+            # The sum of all rows has fewer than 62 bits. Of the smallest squares of fp64, 2**-1074, some are left out.
+            torch.ldexp(torch.ones_like(most), 61 - shape[0].bit_length() - torch.frexp(most).exponent.clamp(min=-900))
+            for most, shape in zip(self._summed(largest, op=dist.ReduceOp.MAX), shapes.values(), strict=True)
+        ]
+        totals = []
+        for name, scale in zip(shapes, scales, strict=True):
+            total = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
+            for rows in squares(name):
+                total += (rows * scale).round().to(torch.int64).sum(0)
+            totals.append(total)
+        return [total.double() / scale for total, scale in zip(self._summed(totals), scales, strict=True)]
+
+    def _summed(self, values: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> list[torch.Tensor]:
         """Sum over the ranks that share the weights' rows, with one collective."""
         if not values:
             return []
@@ -143,7 +190,7 @@ class Adafactor:
         if split.over_shards is not None:
             assert split.mesh is not None
             there = flat.to(split.mesh.device_type)
-            dist.all_reduce(there, group=split.over_shards)
+            dist.all_reduce(there, op=op, group=split.over_shards)
             flat = at(flat.device, there)
         found = torch.split(flat, [value.numel() for value in values])
         return [each.view(value.shape) for each, value in zip(found, values, strict=True)]

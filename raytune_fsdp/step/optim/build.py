@@ -17,9 +17,12 @@ from raytune_fsdp.step.optim.update import Optimizer, Trained
 
 
 def build_optimizer(
-    model: PreTrainedModel, config: OptimConfig, method: Method | None = None, *, seed: int = 0
+    model: PreTrainedModel, config: OptimConfig, method: Method | None = None, *, seed: int = 0, exact: bool = False
 ) -> Optimizer:
-    """Build the optimizer of a run, over a model that is already sharded."""
+    """Build the optimizer of a run, over a model that is already sharded.
+
+    `exact`: the bits of an update must not depend on how the weights are sharded.
+    """
     chosen, groups, named = config.optimizer, groups_of(model, config, method), trained(model)
 
     def weights(mine: tuple[Group, ...]) -> Trained:
@@ -29,7 +32,7 @@ def build_optimizer(
         same = all(named[name].dtype == torch.float32 for group in mine for name in group.names)
         # The kernel keeps moments in the type of the weights, and rounds both to the nearest.
         if not config.stochastic_rounding and (moments == "as_weights" or (moments == "fp32" and same)):
-            return AdamW(named, mine, config)
+            return AdamW(named, mine, config, exact=exact)
         return Elementwise(weights(mine), AdamWRule(config, moments))
 
     if chosen.type == "adamw":
@@ -41,5 +44,5 @@ def build_optimizer(
         mine = tuple(group.only(parts) for group in groups)
         return Muon(weights(mine), parts, adamw(tuple(rest), "as_weights") if rest else None, chosen)
     if chosen.type == "adafactor":
-        return Adafactor(weights(groups), chosen)
+        return Adafactor(weights(groups), chosen, exact=exact)
     return Elementwise(weights(groups), RULES[chosen.type](chosen))

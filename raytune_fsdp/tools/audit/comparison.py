@@ -156,7 +156,7 @@ _DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss
 
 
 def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
-    """Return what is on record of these attempts."""
+
     known: dict[int, dict[str, Any]] = {number: {"attempt": number} for number in sorted(numbers)}
     for line in each_event(place.events):
         keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: (*_KERNELS, _GRADIENTS)}.get(line["event"], ())

@@ -40,9 +40,7 @@ def report(found: Audit, name: str) -> Iterator[str]:
     if found.why_not_exact:
         yield f"- not to the bit, because {found.why_not_exact}"
     if found.here:
-        yield ""
-        yield "| | ranks | device | threads | versions |"
-        yield "|---|---|---|---|---|"
+        yield from ("", "| | ranks | device | threads | versions |", "|---|---|---|---|---|")
         for attempt in found.there:
             yield _machine_row(f"the run, attempt {attempt['attempt']}", attempt)
         yield _machine_row("the audit", found.here)

@@ -35,7 +35,7 @@ from raytune_fsdp.plan.step_counts import digest_of
 from raytune_fsdp.record.jsonl import read_step
 from raytune_fsdp.record.report.data import documents_of
 from raytune_fsdp.run.beginning import orders_of
-from raytune_fsdp.run.length import PlanOnRecord, plan_on_record
+from raytune_fsdp.run.length import plan_on_record
 from raytune_fsdp.run.measure.documents import read_sums
 from raytune_fsdp.run.prepare import load_tokenizer
 from raytune_fsdp.run.resume import data_identity_of, files_of
@@ -78,8 +78,7 @@ def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
 
 def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) -> None:
     """Refuse to run code that a run's config names, unless the user trusts it. `ranks`: ranks will be started, too."""
-    held_out = isinstance(config.data.eval, HeldOutConfig)
-    datasets = [*config.data.train, *([] if held_out else config.data.eval)]
+    datasets = [*config.data.train, *([] if isinstance(config.data.eval, HeldOutConfig) else config.data.eval)]
     named = [each.format.function for each in datasets if isinstance(each.format, PythonFormat)]
     if config.model.trust_remote_code:
         named.append("model.trust_remote_code=true")
@@ -94,12 +93,17 @@ def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) ->
 
 def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progress | None = None) -> PastStep:
     """Return the samples of a step. Raises ResumeError if the data is not what the run was trained on."""
-    plan = plan_on_record(place)
-    division = _division(config, plan)
+    plan, train = plan_on_record(place), config.train
+    # How the run is divided into steps; the number of ranks makes no difference.
+    division = Division(
+        global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=plan.total_samples, data_ranks=1
+    )
     line = read_step(place.metrics, step)
     if step > plan.steps:
         raise ResumeError(f"{place.plan}: the run has {plan.steps} steps, so there is no step {step}")
-    newest, before = _states(place, step)
+    there, nearest = committed(place.checkpoints), checkpoint_before(place, step)
+    newest = read_state(there[-1]) if there else None  # which identifies the run
+    before = RunState() if nearest is None else read_state(nearest)
     tokenizer, windows = _own_data(config, place, newest, progress)
     stream = Stream(windows, seed=config.run.seed)
     first = stream.seek(before.cursor, division.samples_before(step) - before.samples)
@@ -161,13 +165,6 @@ def checkpoint_before(place: RunDir, step: int) -> CommittedCheckpoint | None:
     return max((each for each in committed(place.checkpoints) if each.step < step), default=None)
 
 
-def _states(place: RunDir, step: int) -> tuple[RunState | None, RunState]:
-    """Return the state of the newest checkpoint, which identifies the run, and that of the nearest before the step."""
-    there = committed(place.checkpoints)
-    nearest = checkpoint_before(place, step)
-    return (read_state(there[-1]) if there else None), RunState() if nearest is None else read_state(nearest)
-
-
 def _own_data(
     config: FinetuneConfig, place: RunDir, newest: RunState | None, progress: Progress | None
 ) -> tuple[PreTrainedTokenizerBase, Windows]:
@@ -185,14 +182,6 @@ def _own_data(
         config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
     windows, _ = open_data(config, tokenizer, vocab_size, progress, **orders_of(newest or RunState()))
     return tokenizer, windows
-
-
-def _division(config: FinetuneConfig, plan: PlanOnRecord) -> Division:
-    """Return how the run is divided into steps; the number of ranks makes no difference."""
-    train = config.train
-    return Division(
-        global_batch=train.global_batch, micro_batch=train.micro_batch, total_samples=plan.total_samples, data_ranks=1
-    )
 
 
 def _why(newest: RunState | None, windows: Windows) -> str:

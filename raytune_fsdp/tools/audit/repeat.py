@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ def repeat_of(
 ) -> FinetuneConfig:
     """Return the config of the run that trains the segment again: the same trajectory, without evaluations and such."""
     plan = plan_on_record(place)
+    # The length of the schedule in the segment, which later attempts may have changed.
+    lengths = [read_state(each).schedule_steps for each in (segment.before, segment.after) if each is not None]
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"optim.schedule_steps was {lengths[0]} at step {segment.first} and {lengths[1]} at step {segment.last}: "
+            "audit the steps before and after that change apart"
+        )
+    schedule = lengths[0] if lengths else config.optim.schedule_steps
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},
         "data": {
@@ -38,35 +47,17 @@ def repeat_of(
             "best": None,
         },
         "export": {"at_end": False, "every": None, "push": None},
-        "optim": {"schedule_steps": _schedule_of(config, segment) or plan.schedule_steps},
+        "optim": {"schedule_steps": schedule or plan.schedule_steps},
         # A stranger's config may ask for endless tries.
         "cluster": {"max_failures": config.cluster.max_failures if config.cluster.max_failures >= 0 else 3},
     }
     if segment.last < plan.steps or config.train.epochs is None:
         sections["train"] = {"max_steps": segment.last, "epochs": None}
-    if segment.before is None and (commit := _commit_of(config, place)) is not None:
-        sections["model"] = {"revision": commit}
+    if segment.before is None:
+        with suppress(ModelError):  # random weights, or a run of before there was such a record
+            path, commit, on_hub = began_with(place.model_files)
+            if on_hub and path == config.model.path and commit is not None:
+                sections["model"] = {"revision": commit}  # the branch that the config names may have moved on since
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     tracking = TrackingConfig(console=config.tracking.console, mlflow=MlflowConfig(enabled=False))
     return config.model_copy(update={**changed, "eval": EvalConfig(), "tracking": tracking, "profile": ProfileConfig()})
-
-
-def _commit_of(config: FinetuneConfig, place: RunDir) -> str | None:
-    """Return the hub's commit of the weights that the run began with, where its record has one: the branch that the
-    config names may have moved on since."""
-    try:
-        path, revision, on_hub = began_with(place.model_files)
-    except ModelError:  # random weights, or a run of before there was such a record
-        return None
-    return revision if on_hub and path == config.model.path else None
-
-
-def _schedule_of(config: FinetuneConfig, segment: Segment) -> int | None:
-    """Return the length of the schedule in the segment, which later attempts may have changed; None: see the plan."""
-    lengths = [read_state(each).schedule_steps for each in (segment.before, segment.after) if each is not None]
-    if len(set(lengths)) > 1:
-        raise ConfigError(
-            f"optim.schedule_steps was {lengths[0]} at step {segment.first} and {lengths[1]} at step {segment.last}: "
-            "audit the steps before and after that change apart"
-        )
-    return lengths[0] if lengths else config.optim.schedule_steps

@@ -26,7 +26,6 @@ from raytune_fsdp.tools.doctor import machines, node, own_process, services, sto
 from raytune_fsdp.tools.doctor.cluster import ALONE, check_cluster
 from raytune_fsdp.tools.doctor.deadline import TICK, Asked, Deadline
 from raytune_fsdp.tools.doctor.finding import SLOW, Finding, failed, not_checked, ok, problem, refused, warning
-from raytune_fsdp.tools.doctor.machines import check_limits, check_versions, own_requirements
 from raytune_fsdp.tools.doctor.own_process import Question, Send
 from raytune_fsdp.tools.doctor.storage import CheckpointSizes
 from raytune_fsdp.tools.doctor.with_torch import check_with_torch
@@ -125,9 +124,8 @@ class Checkup:
         stored = list(self._of_storage(self.config, token)) if self.config is not None and token is not None else []
         stored = [*others, *stored]
         checks = [*self._of_machine(), self._with_torch(token), *self._of_cluster(token)]
-        if self.config is not None:
-            checks += self._of_services(self.config)
-        self._begun += checks + stored
+        asked = self._of_services(self.config) if self.config is not None else ()
+        self._begun += [*checks, *asked, *stored]
         self._until(lambda: all(check.is_over() for check in self._begun), *(check.asked for check in self._begun))
         return [finding for check in self._begun for finding in check.found()]
 
@@ -151,11 +149,13 @@ class Checkup:
         def judged() -> list[Finding]:
             found = look()
             limits = machines.check_limits(found, "this machine")
+            shm = f"/dev/shm {found['shm'] / 2**30:.1f} GiB, " if found["shm"] is not None else ""
+            enough = f"this machine: {shm}up to {found['open_files'][1]:,} open files"
             return [
                 *machines.check_versions(found, machines.own_requirements()),
                 *machines.check_gpus(found, "this machine", device=here.cluster.device if here else None),
                 *(machines.check_bf16(found, "this machine", here.parallel.precision) if here else []),
-                *(limits or [ok("limits", _limits(found))]),
+                *(limits or [ok("limits", enough)]),
             ]
 
         yield self._begin("machine", judged, f"run nvidia-smi: if it hangs, the driver does (reboot); {_AGAIN}")
@@ -180,7 +180,7 @@ class Checkup:
 
         def work() -> list[Finding]:
             try:
-                return own_process.run(
+                return own_process.run_apart(
                     check_with_torch, self.config, is_local, self.network, token is not None,
                     checks=dict.fromkeys(names, _WITH_TORCH), deadline=self._deadline.sooner(2 * _JUDGE_SECONDS),
                     take=lambda sizes: self._sizing.set_result(sizes if isinstance(sizes, CheckpointSizes) else None),
@@ -197,7 +197,7 @@ class Checkup:
         deadline = Deadline(self.began, time.monotonic() + _NETWORK_SECONDS) if network else self._deadline
         within = deadline.sooner(_JUDGE_SECONDS)
         name, alone = next(iter(checks.items()))
-        asking = partial(own_process.run, work, *arguments, within, checks=checks, deadline=within)
+        asking = partial(own_process.run_apart, work, *arguments, within, checks=checks, deadline=within)
         return _Check(name, in_thread(asking, name), deadline, alone)
 
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:
@@ -262,11 +262,6 @@ def _first(config: FinetuneConfig) -> list[Finding]:
     return [ok("config", f"nothing in it is refused; the run is {place.path}")]
 
 
-def _limits(facts: machines.Facts) -> str:
-    shm = f"/dev/shm {facts['shm'] / 2**30:.1f} GiB, " if facts["shm"] is not None else ""
-    return f"this machine: {shm}up to {facts['open_files'][1]:,} open files"
-
-
 # The cheap checks, made while every run starts: they only warn of what is wrong with this machine.
 
 
@@ -276,12 +271,9 @@ def look_around() -> None:
 
 
 def _look() -> None:
-    for finding in of_this_machine():
-        if finding.status != "ok":
-            logger.warning("%s; to mend it: %s", finding.found, finding.fix)
-
-
-def of_this_machine() -> list[Finding]:
     """Check versions, `/dev/shm` and open files, which needs no cluster, torch or driver."""
     facts = node.look(try_torch=False)
-    return [*check_versions(facts, own_requirements()), *check_limits(facts, "this machine")]
+    versions = machines.check_versions(facts, machines.own_requirements())
+    for finding in [*versions, *machines.check_limits(facts, "this machine")]:
+        if finding.status != "ok":
+            logger.warning("%s; to mend it: %s", finding.found, finding.fix)

@@ -73,12 +73,12 @@ def check_cluster(
     deadline: Deadline,
 ) -> None:
     """Send findings about the cluster that a run would join, if there is one."""
-    from raytune_fsdp.launch.ray.nodes.checked import connected, find
+    from raytune_fsdp.launch.ray.nodes.checked import connected, find_cluster
 
     cluster, here = config.cluster if config else ClusterConfig(), node.look(try_torch=False)
     send(Question("Ray", "the head of the Ray cluster that a run would join", _HUNG))
     try:
-        address = find()
+        address = find_cluster()
     except RaytuneError as error:
         send(_not_joined(error))
         return
@@ -104,8 +104,7 @@ def _not_joined(error: RaytuneError) -> Finding:
     found, says_what, fix = str(error).partition(": set ")  # an error about a token
     if says_what:
         return problem("Ray", found, f"set {fix}")
-    found = str(error).partition(". It was named by")[0]
-    return problem("Ray", found, _JOIN_FIX)
+    return problem("Ray", str(error).partition(". It was named by")[0], _JOIN_FIX)
 
 
 def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any], network: bool) -> None:
@@ -157,7 +156,10 @@ def _look_at(
     from raytune_fsdp.tools.doctor.writing import as_text
 
     there = nodes()
-    names, live = _names(there), answering(there)
+    called = [each.name for each in there]
+    # Nodes that share a name, as on one machine, also get the beginning of their id.
+    names = {each.id: each.name if called.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
+    live = answering(there)
     asks = _plan(send, config, there, growing=may_grow()) if config is not None else None
     asked = time.time()
     token_text = None if token is None else as_text(token)
@@ -169,7 +171,13 @@ def _look_at(
     for id, error in lost.items():
         send(_lost(names[id], error, seconds))
     if len(lost) < len(there):
-        for finding in _of_nodes({names[id]: each for id, each in answers.items() if id not in lost}, here, asked):
+        facts = {names[id]: each for id, each in answers.items() if id not in lost}
+        found = check_same(facts, here)
+        limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
+        found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
+        now = time.time()
+        found += check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})
+        for finding in found:
             send(finding)
     for each in there:
         if each.id not in lost:
@@ -201,30 +209,16 @@ def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any]
         send(finding)
 
 
-def _of_nodes(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], asked: float) -> list[Finding]:
-    found = check_same(facts, here)
-    limits = [finding for name, each in facts.items() for finding in check_limits(each, f"node {name}")]
-    found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
-    now = time.time()
-    return [*found, *check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})]
-
-
 def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
     """Return by how many seconds a clock is off at least: a right one is between the question and the answer."""
     began, ended = clock
     return began - asked if began < asked else max(0.0, ended - now)
 
 
-def _names(there: Sequence[Node]) -> dict[str, str]:
-    """Return the nodes' names; nodes that share a name, as on one machine, also get the beginning of their id."""
-    names = [each.name for each in there]
-    return {each.id: each.name if names.count(each.name) == 1 else f"{each.name} ({each.id[:6]})" for each in there}
-
-
 def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing: bool) -> Request | None:
     """Check the run's resources against the cluster's, as its start does, and against what is free now."""
     from raytune_fsdp.launch.ray.nodes.checked import check_not_in_a_copy
-    from raytune_fsdp.launch.ray.resources import check, gpus_of, request, room, shortage
+    from raytune_fsdp.launch.ray.resources import check_resources, gpus_of, request, room, shortage
     from raytune_fsdp.plan.plan import sizes_of
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.run.checks import check_device, idle_gpus
@@ -233,7 +227,7 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
         check_not_in_a_copy(config, RunDir.of(config).path)
         asked = request(config.cluster, there, growing=growing)
         fewest = replace(asked, workers=sizes_of(config, asked.workers)[0])
-        check(fewest, there, growing=growing)
+        check_resources(fewest, there, growing=growing)
         check_device(config, asked.device)
         if idle := idle_gpus(config.cluster, asked.device, fewest.workers, gpus_of(config.cluster, there)):
             send(warning("resources", *idle))
@@ -253,11 +247,10 @@ def _plan(send: Send, config: FinetuneConfig, there: Sequence[Node], *, growing:
             )
         )
     else:
-        most = room(asked, there)
         send(
             ok(
                 "resources",
-                f"{many(fewest.workers, 'worker')} on {on}, room for {most}, free now for {free}"
+                f"{many(fewest.workers, 'worker')} on {on}, room for {room(asked, there)}, free now for {free}"
                 + (", and it may grow" if growing else ""),
             )
         )
@@ -287,14 +280,14 @@ def _storage(send: Send, answers: Mapping[str, Any], names: Mapping[str, str], t
 def _measure(send: Send, config: FinetuneConfig, nominal: float | None) -> None:
     from raytune_fsdp.launch.ray.nodes.checked import LateError, on_ranks
     from raytune_fsdp.launch.ray.resources import may_grow, nodes, request
-    from raytune_fsdp.tools.doctor.network import judge, measure, prepare
+    from raytune_fsdp.tools.doctor.network import judge, measure, preload
 
     asked = request(config.cluster, nodes(), growing=may_grow())
     if asked.workers < 2:
         send(ok("network", "one rank: nothing crosses a network"))
         return
     try:
-        ranks = on_ranks(config, asked, measure, first=prepare, wait=20.0, seconds=_NETWORK_SECONDS)
+        ranks = on_ranks(config, asked, measure, first=preload, wait=20.0, seconds=_NETWORK_SECONDS)
         for finding in judge(ranks, nominal):
             send(finding)
     except LateError as error:

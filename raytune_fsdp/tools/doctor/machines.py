@@ -50,17 +50,13 @@ def check_versions(facts: Facts, required: Sequence[str]) -> list[Finding]:
     found, have = [], facts["packages"]
     for text in required:
         each = Requirement(text)
-        optional = each.name in _JUDGED_EXTRAS
-        if each.name not in have:
-            if each.name in DECIDING:
-                found.append(
-                    problem("versions", f"{each.name} is not installed", f"pip install '{each.name}{each.specifier}'")
-                )
-            continue
-        if not each.specifier.contains(have[each.name], prereleases=True):
-            make = warning if optional else problem
+        fix = f"pip install '{each.name}{each.specifier}'"
+        if each.name not in have and each.name in DECIDING:
+            found.append(problem("versions", f"{each.name} is not installed", fix))
+        elif each.name in have and not each.specifier.contains(have[each.name], prereleases=True):
+            make = warning if each.name in _JUDGED_EXTRAS else problem
             said = f"{each.name} {have[each.name]} is installed, and this version works with {each.specifier}"
-            found.append(make("versions", said, f"pip install '{each.name}{each.specifier}'"))
+            found.append(make("versions", said, fix))
     if not required:
         found.append(
             warning(
@@ -132,7 +128,8 @@ def check_limits(facts: Facts, where: str) -> list[Finding]:
     shm, (soft, hard) = facts["shm"], facts["open_files"]
     if shm is not None and shm < _LITTLE_SHM:
         make = problem if shm < _NO_SHM else warning
-        said = f"{where}: /dev/shm has {_size(shm)}; NCCL and Ray's object store keep shared memory there"
+        size = f"{shm / _GIB:.1f} GiB" if shm >= _GIB else f"{shm / (1 << 20):.0f} MiB"
+        said = f"{where}: /dev/shm has {size}; NCCL and Ray's object store keep shared memory there"
         found.append(
             make(
                 "limits",
@@ -162,11 +159,10 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Finding]:
     for name, seconds in offsets.items():
         if abs(seconds) > _CLOCK_WARNS:
             make = problem if abs(seconds) > _CLOCK_FAILS else warning
-            way = "ahead" if seconds > 0 else "behind"
             said = (
-                f"node {name}: its clock is {abs(seconds):,.0f} s {way}: times in logs do not match, and object stores "
+                f"node {name}: its clock is {abs(seconds):,.0f} s {'ahead' if seconds > 0 else 'behind'}: times in "
+                "logs do not match, and object stores refuse requests that are 15 minutes off"
             )
-            said += "refuse requests that are 15 minutes off"
             found.append(
                 make("clocks", said, "on that node: sudo chronyc makestep (or: sudo timedatectl set-ntp true)")
             )
@@ -214,17 +210,16 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
                 "https://download.pytorch.org/whl/cu126), or a newer driver",
             )
         ]  # fmt: skip
-    found = []
     if len({gpu["name"] for gpu in gpus}) > 1:
-        found.append(
+        return [
             warning(
                 "GPUs",
                 f"{where}: GPUs of several kinds: {has}; every step waits for the slowest",
                 "set cluster.accelerator_type, or CUDA_VISIBLE_DEVICES before `ray start`",
             )
-        )
+        ]
     said = f"{where}: {has}, driver {gpus[0]['driver']}, torch for CUDA {seen.get('cuda')}, NCCL {seen.get('nccl')}"
-    return found or [ok("GPUs", said)]
+    return [ok("GPUs", said)]
 
 
 def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
@@ -238,10 +233,6 @@ def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
         return []
     said = f"{where}: {old[0]} has no bf16, and parallel.precision={precision}: torch would emulate it, slowly"
     return [problem("bf16", f"{said}, and no flash kernel runs", "set parallel.precision=fp16 (or fp32)")]
-
-
-def _size(count: float) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / (1 << 20):.0f} MiB"
 
 
 # Which attention the run will try, and whether its package is installed.

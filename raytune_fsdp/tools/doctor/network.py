@@ -34,7 +34,7 @@ def parse_speed(text: str) -> float:
     return float(found[1]) * unit * (8 if found[3].startswith("B") else 1)
 
 
-def prepare() -> None:
+def preload() -> None:
     """Import what `measure` needs, before its clock runs."""
     import torch.distributed  # noqa: F401
 
@@ -54,27 +54,21 @@ def measure(*, rank: int, world: int, device: str, init: str, node: str, seconds
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=init, rank=rank, world_size=world, timeout=_MEETING)
     try:
+        numbers = _BYTES[place.type] // 4 // world * world
+        whole = torch.zeros(numbers, device=place)
+        part = torch.zeros(numbers // world, device=place)
+        once = (world - 1) / world
+        collectives: Mapping[str, tuple[Callable[[], object], float]] = {
+            "all-reduce": (lambda: dist.all_reduce(whole), 2 * once),
+            "all-gather": (lambda: dist.all_gather_into_tensor(whole, part), once),
+            "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, whole), once),
+        }
         speeds = {}
-        for name, (call, times_sent) in _collectives(world, place).items():
+        for name, (call, times_sent) in collectives.items():
             speeds[name] = 8 * _BYTES[device] * times_sent / _seconds(call, place, seconds)
         return {"node": node, "backend": backend, "speeds": speeds}
     finally:
         dist.destroy_process_group()
-
-
-def _collectives(world: int, place: torch.device) -> Mapping[str, tuple[Callable[[], object], float]]:
-    import torch
-    import torch.distributed as dist
-
-    numbers = _BYTES[place.type] // 4 // world * world
-    whole = torch.zeros(numbers, device=place)
-    part = torch.zeros(numbers // world, device=place)
-    once = (world - 1) / world
-    return {
-        "all-reduce": (lambda: dist.all_reduce(whole), 2 * once),
-        "all-gather": (lambda: dist.all_gather_into_tensor(whole, part), once),
-        "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, whole), once),
-    }
 
 
 def _seconds(call: Callable[[], object], place: torch.device, seconds: float) -> float:

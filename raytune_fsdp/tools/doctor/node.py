@@ -145,12 +145,9 @@ def _gpus(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
         return [], f"nvidia-smi: {type(error).__name__}"
     if done.returncode:
         return [], f"nvidia-smi fails: {(done.stdout + done.stderr).strip()[:200]}"
-    found = []
-    for row in csv.reader(io.StringIO(done.stdout), skipinitialspace=True):
-        if len(row) == 4:
-            name, memory, driver, capability = row
-            found.append({"name": name, "mib": memory, "driver": driver, "capability": capability})
-    return found, None
+    keys = ("name", "mib", "driver", "capability")
+    rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
+    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)], None
 
 
 def _seen_by_torch(seconds: float) -> dict[str, Any]:
@@ -167,5 +164,4 @@ def _seen_by_torch(seconds: float) -> dict[str, Any]:
         return {"count": 0, "error": type(error).__name__}
     if done.returncode:
         return {"count": 0, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-    seen: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return seen
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))

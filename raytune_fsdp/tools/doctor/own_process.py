@@ -33,7 +33,7 @@ Send = Callable[[object], None]
 """Takes findings, questions, anything else that the caller of `run` takes, and None at the end."""
 
 
-def run(
+def run_apart(
     work: Callable[..., None],
     *arguments: Any,
     checks: Mapping[str, str],

@@ -115,16 +115,13 @@ def check_model(config: FinetuneConfig) -> list[Finding]:
             lacking = ModelError(f"{directory} has no config.json: download the model again")
         elif directory is not None and needs_weights:
             files = set(find_weights(directory).file_of.values())
-            size = sum((directory / name).stat().st_size for name in files)
-            said = f"{directory}: {many(len(files), 'file')} of weights, {size / 1e9:,.2f} GB, complete"
-            return [ok("model", said)]
+            size = sum((directory / name).stat().st_size for name in files) / 1e9
+            return [ok("model", f"{directory}: {many(len(files), 'file')} of weights, {size:,.2f} GB, complete")]
     except RaytuneError as error:
         lacking = error
-    if is_local(path):
-        return [ok("model", f"{directory} is there")] if lacking is None else [refused("model", lacking)]
-    if directory is not None and lacking is None:
+    if lacking is None and (directory is not None or is_local(path)):
         return [ok("model", f"{directory} is there")]
-    return [_from_hub(config, lacking)]
+    return [refused("model", lacking) if lacking is not None and is_local(path) else _from_hub(config, lacking)]
 
 
 def _from_hub(config: FinetuneConfig, lacking: RaytuneError | None) -> Finding:

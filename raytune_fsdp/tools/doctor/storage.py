@@ -117,7 +117,9 @@ def judge_speed(where: str, speed: float, checkpoint: int | None, timeout_minute
     said = f"{where} writes {speed / 1e6:,.0f} MB/s (with fsync)"
     seconds = checkpoint / speed if checkpoint else 0.0
     if checkpoint:
-        said += f"; a checkpoint of {_size(checkpoint)} takes {_duration(seconds)} from one machine"
+        short = f"{seconds:,.0f} s" if seconds >= 1 else "under a second"
+        takes = f"{seconds / 60:,.0f} min" if seconds >= 120 else short
+        said += f"; a checkpoint of {_size(checkpoint)} takes {takes} from one machine"
     elsewhere = (
         "use faster storage (a parallel file system, local NVMe for one machine, or checkpoint.storage=s3://...)"
     )
@@ -142,11 +144,9 @@ def judge_room(free: int, sizes: CheckpointSizes) -> Finding:
     left, takes = _size(free), _size(checkpoint)
     if left == takes:
         left, takes = f"{free:,} bytes", f"{checkpoint:,} bytes"
-    if more is None:
-        said = "how many there are at a time is known once the data is counted (train.epochs)"
-    else:
-        said = f"{many(more, 'more checkpoint')} {'comes' if more == 1 else 'come'} before one goes"
-    said = f"{left} free; a checkpoint takes {takes}, and {said}"
+    unknown = "how many there are at a time is known once the data is counted (train.epochs)"
+    come = f"{many(more or 0, 'more checkpoint')} {'comes' if more == 1 else 'come'} before one goes"
+    said = f"{left} free; a checkpoint takes {takes}, and {unknown if more is None else come}"
     fix = "make room, lower checkpoint.keep_last or checkpoint.keep_best, or set checkpoint.storage to where room is"
     if free < checkpoint:
         return problem("room", said, fix)
@@ -228,7 +228,3 @@ def check_object_store(url: str, asking: Callable[[str], None] = lambda what: No
 
 def _size(count: float) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:,.0f} min" if seconds >= 120 else f"{seconds:,.0f} s" if seconds >= 1 else "under a second"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
@@ -35,7 +36,10 @@ def check_with_torch(
     if is_local:
         _said(send, "resources", lambda: _processes(config, network))
     if wants_sizes:
-        send(CheckpointSizes(_checkpoint_bytes(config), more_of(config)))
+        size: int | None = None
+        with suppress(Exception):  # of many types; the check of the model reports what is wrong with it
+            size = services.checkpoint_bytes(config)
+        send(CheckpointSizes(size, more_of(config)))
 
 
 def _said(send: Send, check: str, work: Callable[[], list[Finding]]) -> None:
@@ -74,23 +78,13 @@ def _processes(config: FinetuneConfig, network: bool) -> list[Finding]:
         world = sizes_of(config, world_size(config))[0]
     except ConfigError as error:
         return [refused("resources", error)]
-    found = [
+    not_measured = warning(
+        "network",
+        "not measured: without Ray nobody here starts processes on several machines",
+        "measure on a Ray cluster of the same machines, or with nccl-tests",
+    )
+    return [
         ok("Ray", "cluster.launch=local does without it"),
         ok("resources", f"{many(world, 'process')} on this machine"),
+        *([not_measured] if network else []),
     ]
-    if network:
-        found.append(
-            warning(
-                "network",
-                "not measured: without Ray nobody here starts processes on several machines",
-                "measure on a Ray cluster of the same machines, or with nccl-tests",
-            )
-        )
-    return found
-
-
-def _checkpoint_bytes(config: FinetuneConfig) -> int | None:
-    try:
-        return services.checkpoint_bytes(config)
-    except Exception:  # of many types; the check of the model reports what is wrong with it
-        return None

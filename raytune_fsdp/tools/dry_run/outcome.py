@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 
@@ -68,7 +67,10 @@ class DryRun:
 
 def measured(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs, began: float) -> DryRun:
     """Read the record of the trial, which has ended. It began at this time (seconds since 1970)."""
-    first, second = _two_steps(prepared)
+    lines = [line for line in each_line(prepared.place.metrics) if line is not None and line["kind"] == "step"]
+    if len(lines) != STEPS:
+        raise TrainingError(f"{len(lines)} of {STEPS} steps are on record: another command has removed what they wrote")
+    first, second = lines
     one, two = metrics_of(first), metrics_of(second)
     plan = resolve(trial, second["world_size"])
     events = {event["event"]: event["fields"] for event in read_events(prepared.place.events)}
@@ -115,13 +117,6 @@ def device_bytes(device: str) -> int | None:
     return memory_here(torch.device("cpu"))
 
 
-def _two_steps(prepared: RunInputs) -> list[Mapping[str, Any]]:
-    found = [line for line in each_line(prepared.place.metrics) if line is not None and line["kind"] == "step"]
-    if len(found) != STEPS:
-        raise TrainingError(f"{len(found)} of {STEPS} steps are on record: another command has removed what they wrote")
-    return list(found)
-
-
 def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs) -> tuple[int, bool]:
     """Return the steps of the whole run, and whether that is an estimate: epochs are only known after a full count."""
     if config.train.epochs is None:
@@ -131,8 +126,8 @@ def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs
     window, _ = Stream(windows, seed=trial.run.seed).first_window(Cursor())
     inside = sum(dataset.rows for dataset in window.counts.datasets)  # the last window of the data has fewer
     census = Census(seq_len=windows.seq_len, epochs=(math.ceil(len(window.samples) * windows.rows(0) / inside),))
-    samples = census.samples_in(Fraction(str(config.train.epochs)))
-    return math.ceil(samples / config.train.global_batch), not (windows.repeats and windows.count(0) == 1)
+    steps = math.ceil(census.samples_in(Fraction(str(config.train.epochs))) / config.train.global_batch)
+    return steps, not (windows.repeats and windows.count(0) == 1)
 
 
 def to_json(found: DryRun) -> str:

@@ -36,23 +36,18 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     except OSError as error:
         _remove_empty(missing)
         raise ConfigError(f"run.storage: {parent}: {error.strerror}; name a directory that can be written") from None
-    remover = _start_remover(directory, missing)
-    try:
-        yield directory
-    finally:
-        remove(directory, missing)
-        assert remover.stdin is not None
-        remover.stdin.close()  # as the end of this process would; nobody waits for the remover
-
-
-def _start_remover(directory: Path, missing: Sequence[Path]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", __file__, str(directory), *map(str, missing)]
     # In a new session, where neither Ctrl-C nor the end of a process group reaches it.
     remover = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     _removers.append(remover)
-    return remover
+    try:
+        yield directory
+    finally:
+        remove(directory, missing)
+        assert remover.stdin is not None
+        remover.stdin.close()  # as the end of this process would; nobody waits for the remover
 
 
 _removers: list[subprocess.Popen[bytes]] = []

@@ -15,6 +15,9 @@ STEPS = 2
 
 def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
     """Return the config of the run that is trained in `directory`: same data, model, batches and ranks."""
+    # A length of the schedule that its warmup fits into; how large the updates are makes no difference.
+    asked = config.optim.schedule_steps or config.train.max_steps or STEPS
+    schedule = max(asked, config.optim.warmup_steps or 0, STEPS)
     sections: dict[str, Any] = {
         "run": {"storage": str(directory), "resume": "auto"},
         "data": {
@@ -22,7 +25,7 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
             **({} if config.data.eval_decides_training else {"eval": []}),
         },
         "train": {"max_steps": STEPS, "epochs": None, "log_every": 1},
-        "optim": {"schedule_steps": _schedule_of(config)},
+        "optim": {"schedule_steps": schedule},
         # A run that does not fit once does not fit in another attempt.
         "cluster": {"max_failures": 0},
     }
@@ -44,9 +47,3 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
             "profile": ProfileConfig(),
         }
     )
-
-
-def _schedule_of(config: FinetuneConfig) -> int:
-    """Return a length of the schedule that its warmup fits into; how large the updates are makes no difference."""
-    asked = config.optim.schedule_steps or config.train.max_steps or STEPS
-    return max(asked, config.optim.warmup_steps or 0, STEPS)

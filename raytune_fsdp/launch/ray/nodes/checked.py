@@ -22,7 +22,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray.private import KNOCK
 from raytune_fsdp.launch.ray.resources import Node, Request, bundle, local_cpus, nodes, shortage
-from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find
+from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connect, find_cluster
 
 __all__ = [
     "LateError",
@@ -30,7 +30,7 @@ __all__ = [
     "asks_for_a_token",
     "check_not_in_a_copy",
     "connected",
-    "find",
+    "find_cluster",
     "on_ranks",
     "this_machine",
 ]
@@ -163,8 +163,7 @@ def on_ranks(
         init = ray.get(actors[0].address.remote(), timeout=wait)
         about = {"world": request.workers, "device": request.device, "init": init}
         results = [actor.call.remote(work, {**about, "rank": rank}) for rank, actor in enumerate(actors)]
-        found: list[Any] = ray.get(results, timeout=seconds)
-        return found
+        return list(ray.get(results, timeout=seconds))
     except ray.exceptions.GetTimeoutError as error:
         raise TransientError(
             f"the ranks did not meet, or did not finish, within {seconds:g} s; look for a firewall between the nodes, "

@@ -10,7 +10,6 @@ from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError
 from raytune_fsdp.launch.ray.nodes.checked import ask_each
 from raytune_fsdp.launch.ray.resources import Node
 from raytune_fsdp.model.directory.hub_download import why_not
-from raytune_fsdp.model.directory.hub_weights import HubWeights
 from raytune_fsdp.run.fetching import wanted
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
@@ -23,22 +22,18 @@ def check_reach(prepared: RunInputs, standing: ResumePoint, nodes: Sequence[Node
     """Refuse weights of the hub that none of these nodes, on which ranks may be, has or can fetch."""
     if standing.checkpoint is not None and not standing.state.base:
         return  # it holds every tensor
-    for hub in wanted(prepared.origin, prepared.adapter):
-        _check(hub, nodes)
-
-
-def _check(hub: HubWeights, nodes: Sequence[Node]) -> None:
     here = ray.get_runtime_context().get_node_id()
-    reasons = {node.name: why_not(hub) for node in nodes if node.id == here}  # in this process
     others = [node for node in nodes if node.id != here]
-    if None in reasons.values() or not nodes:
-        return
-    answers = ask_each(others, why_not, hub, seconds=_SECONDS) if others else {}
-    # A LateError, or what Ray says of a node that was lost, is no answer.
-    reasons |= {node.name: each if isinstance(each := answers[node.id], _REASONS) else None for node in others}
-    refusing = {name: reason for name, reason in reasons.items() if reason is not None}
-    if len(refusing) == len(reasons):
-        raise refusal(refusing)
+    for hub in wanted(prepared.origin, prepared.adapter):
+        reasons = {node.name: why_not(hub) for node in nodes if node.id == here}  # in this process
+        if None in reasons.values() or not nodes:
+            continue
+        answers = ask_each(others, why_not, hub, seconds=_SECONDS) if others else {}
+        # A LateError, or what Ray says of a node that was lost, is no answer.
+        reasons |= {node.name: each if isinstance(each := answers[node.id], _REASONS) else None for node in others}
+        refusing = {name: reason for name, reason in reasons.items() if reason is not None}
+        if len(refusing) == len(reasons):
+            raise refusal(refusing)
 
 
 def refusal(reasons: Mapping[str, RaytuneError]) -> RaytuneError:

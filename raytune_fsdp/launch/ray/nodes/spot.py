@@ -52,8 +52,8 @@ def _aws() -> float | None:
 
 
 def _gcp() -> float | None:
-    base = _base("http://metadata.google.internal")
-    answer = _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+    url = f"{_base('http://metadata.google.internal')}/computeMetadata/v1/instance/preempted"
+    answer = _ask(url, {"Metadata-Flavor": "Google"})
     return _GOOGLE_SECONDS if answer.strip() == b"TRUE" else None
 
 
@@ -79,8 +79,7 @@ def _base(default: str) -> str:
 def _ask(url: str, headers: Mapping[str, str], method: str = "GET") -> bytes:
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     with _direct.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-        found: bytes = answer.read(_MOST_BYTES)
-        return found
+        return bytes(answer.read(_MOST_BYTES))
 
 
 def _map(text: bytes) -> dict[str, Any]:

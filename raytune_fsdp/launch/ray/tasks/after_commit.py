@@ -21,7 +21,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import TakenOverError
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
-from raytune_fsdp.launch.ray.failures import DIED, in_words, underlying
+from raytune_fsdp.launch.ray.failures import DIED, failure_in_words, underlying
 from raytune_fsdp.launch.ray.tasks.calls import own_errors
 from raytune_fsdp.plan.run_dir import RunDir
 
@@ -153,13 +153,11 @@ class AfterCommit:
             self._running = None
             self._ended(task, checkpoint, late)
         if self._waiting and not self._made_room and self._answers() and self._has_room(self._waiting[0]):
-            self._begin(self._waiting.pop(0))
-
-    def _begin(self, checkpoint: CommittedCheckpoint) -> None:
-        try:
-            self._running = self.work.begin(checkpoint), checkpoint, time.monotonic()
-        except (RayError, OSError) as error:  # no room in Ray's object store
-            self._failed(checkpoint, in_words(error))
+            checkpoint = self._waiting.pop(0)
+            try:
+                self._running = self.work.begin(checkpoint), checkpoint, time.monotonic()
+            except (RayError, OSError) as error:  # no room in Ray's object store
+                self._failed(checkpoint, failure_in_words(error))
 
     def _has_room(self, checkpoint: CommittedCheckpoint) -> bool:
         missing, now = self.work.missing(during_training=self._during_training), time.monotonic()
@@ -200,8 +198,7 @@ class AfterCommit:
 
     def _ended(self, task: ObjectRef, checkpoint: CommittedCheckpoint, late: bool) -> None:
         if late:
-            problem = f"it had not ended after {self.work.minutes:g} minutes"
-            return self._failed(checkpoint, problem, for_good=True)
+            return self._failed(checkpoint, f"it had not ended after {self.work.minutes:g} minutes", for_good=True)
         self._recording.append(checkpoint)
         try:
             with own_errors():
@@ -218,13 +215,13 @@ class AfterCommit:
         try:
             outcome.result()
         except (RaytuneError, OSError) as error:
-            self._failed(checkpoint, f"its result could not be written: {in_words(error)}")
+            self._failed(checkpoint, f"its result could not be written: {failure_in_words(error)}")
         else:
             self.work.done(checkpoint, result)
 
     def _not_done(self, checkpoint: CommittedCheckpoint, error: BaseException, outcome: Future[str]) -> None:
         self._recording.remove(checkpoint)
-        self._failed(checkpoint, in_words(error) if outcome.exception() else outcome.result())
+        self._failed(checkpoint, failure_in_words(error) if outcome.exception() else outcome.result())
 
     def _failed(self, checkpoint: CommittedCheckpoint, problem: str, *, for_good: bool = False) -> None:
         """Count and report a failure. `for_good`: this command tries no more; another one does."""
@@ -237,4 +234,4 @@ class AfterCommit:
         with suppress(RaytuneError, OSError):
             if checkpoint not in committed(self._place.checkpoints):
                 return f"its checkpoint was removed before the {self.work.what}: raise checkpoint.keep_last"
-        return f"its process {DIED}" if isinstance(underlying(error), WorkerCrashedError) else in_words(error)
+        return f"its process {DIED}" if isinstance(underlying(error), WorkerCrashedError) else failure_in_words(error)

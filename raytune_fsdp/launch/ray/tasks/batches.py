@@ -82,24 +82,18 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
 
     def __call__(self, table: pa.Table) -> Block:
         number: int = table["block"][0].as_py()
-        samples = _to_samples(table)
+        arrays = {name: table[name].combine_chunks().flatten().to_numpy() for name in TOKEN_COLUMNS}
+        tokens = {name: values.reshape(len(table), -1) for name, values in arrays.items()}
+        samples = [
+            StreamSample(
+                PackedSample(id=row["id"], **{name: values[i] for name, values in tokens.items()}),
+                Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
+                row["built"],
+            )
+            for i, row in enumerate(table.select(["id", "epoch", "window", "index", "built"]).to_pylist())
+        ]
         batch = stream_batch(samples, index=number % self._blocks_per_step)
         return Block(number, sum(each.built for each in samples), batch)
-
-
-def _to_samples(table: pa.Table) -> list[StreamSample]:
-    """Return the samples of a table that the source made."""
-    rows = len(table)
-    tokens = {name: table[name].combine_chunks().flatten().to_numpy().reshape(rows, -1) for name in TOKEN_COLUMNS}
-    columns = table.select(["id", "epoch", "window", "index", "built"]).to_pylist()
-    return [
-        StreamSample(
-            PackedSample(id=row["id"], **{name: values[i] for name, values in tokens.items()}),
-            Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
-            row["built"],
-        )
-        for i, row in enumerate(columns)
-    ]
 
 
 def _out_of_order(rank: int, number: int, size: int, block: Block | None) -> TransientError:

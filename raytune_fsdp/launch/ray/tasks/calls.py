@@ -62,9 +62,17 @@ def in_order(
             if not pending:
                 return
             task, call = pending[0]
-            done = bool(ray.wait([task], timeout=patience)[0])
-            result = ray.get(task) if done else _instead(task, here, call)
-            patience = _PATIENCE_SECONDS if done else _STARVED_SECONDS
+            if ray.wait([task], timeout=patience)[0]:
+                result, patience = ray.get(task), _PATIENCE_SECONDS
+            else:
+                logger.warning(
+                    "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared "
+                    "without one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
+                    ray.available_resources().get("CPU", 0), cpus(),
+                )  # fmt: skip
+                # Slow. If the task runs after all, the lock of the cache waits for it.
+                result, patience = here(*call), _STARVED_SECONDS
+                _end(task)
             pending.popleft()
             yield result
     finally:
@@ -91,18 +99,6 @@ def own_errors() -> Iterator[None]:
         if cause is None:
             raise
         raise cause from None
-
-
-def _instead(task: ObjectRef, here: Callable[..., Any], call: tuple[Any, ...]) -> Any:
-    """Make the call in this process, which is slow. If the task runs after all, the lock of the cache waits for it."""
-    logger.warning(
-        "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared without "
-        "one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
-        ray.available_resources().get("CPU", 0), cpus(),
-    )  # fmt: skip
-    result = here(*call)
-    _end(task)
-    return result
 
 
 def _end(task: ObjectRef) -> None:

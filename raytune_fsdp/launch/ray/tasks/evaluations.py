@@ -75,8 +75,7 @@ class Evaluations:
         )
 
     def due(self, checkpoint: CommittedCheckpoint, asked: Sequence[CommittedCheckpoint]) -> bool:
-        record = self._prepared.place.evaluations
-        there = [step_of(line) for line in each_line(record) if line is not None]
+        there = [step_of(line) for line in each_line(self._prepared.place.evaluations) if line is not None]
         last, every = max([*there, *(found.step for found in asked)], default=0), self._plan.eval_every
         return checkpoint.step > last and (
             checkpoint.step == self._plan.steps or times_due(checkpoint.step, every) > times_due(last, every)
@@ -112,12 +111,10 @@ class Evaluations:
         return task.remote(self._held, self._config, checkpoint, self._token)
 
     def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
-        found: Found = result
         if self._prepared.lease is not None:
             self._prepared.lease.check()  # another command may have taken over, and measured it, too
         # Also without a value, where only prompts were answered: it is on record that they were.
-        place, step = self._prepared.place.evaluations, checkpoint.step
-        append_evaluation(place, step, found[0], attempt=checkpoint.attempt)
+        append_evaluation(self._prepared.place.evaluations, checkpoint.step, result[0], attempt=checkpoint.attempt)
 
     def done(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
         found: Found = result
@@ -151,6 +148,6 @@ def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedC
         torch.set_num_threads(chosen.task_cpus)
     whole = find_checkpoint(checkpoint.path)  # compared with its manifest
     model = load_checkpoint(whole, device, trust_remote_code=config.model.trust_remote_code)
-    exam = Evaluation.of(config, prepared.evals, prepared.tasks)
-    values, answered = examine(config, model, prepared.tokenizer, exam, device)
+    measured = Evaluation.of(config, prepared.evals, prepared.tasks)
+    values, answered = examine(config, model, prepared.tokenizer, measured, device)
     return values, answered, time.monotonic() - started

@@ -190,7 +190,6 @@ def _sample_bytes(seq_len: int) -> int:
 
 
 def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
-    """Return a table with a row for each sample."""
     columns: dict[str, pa.Array] = {}
     for name in TOKEN_COLUMNS:
         values = [getattr(each.sample, name) for each in samples] or [np.empty(0, dtype=np.int32)]

@@ -54,9 +54,8 @@ class Hang:
         """Return the seconds without progress, if they are too many."""
         if self._last is None or not self.in_force:
             return None
-        limit = max(_LEAST_SECONDS, _STEPS * median(self._seconds))
-        if self._minutes is not None:
-            limit = 60 * self._minutes
+        usual = max(_LEAST_SECONDS, _STEPS * median(self._seconds))
+        limit = usual if self._minutes is None else 60 * self._minutes
         silent = self._clock.now - self.got_on
         return silent if silent > limit + self._last.patience_seconds else None
 

@@ -30,11 +30,16 @@ class Head:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._cluster = _Cluster(address)
+        self._cluster = private.own_cluster()
+        """The id of the cluster that this process has joined."""
+        self._asking: Future[str] | None = None
+        """A question whose head answers there, which is not answered yet."""
+        self.is_another = False
+        """Whether another cluster's head has taken the place of ours. It never comes back."""
         self._limit = max(1.0, private.seconds_without_head() - _CLOSING_SECONDS)
         self._places: list[tuple[str, int]] = []
         with suppress(OSError):
-            self._places = self._resolve()
+            self._resolve()
         self._lock = Lock()
         self._looked = time.monotonic()
         self._sure = True
@@ -52,7 +57,7 @@ class Head:
             there = self._knock()
             now = time.monotonic()
             passed, self._looked = now - self._looked, now
-            self._sure = there and ((was_sure and passed < _STRIDE_SECONDS) or self._cluster.is_ours())
+            self._sure = there and ((was_sure and passed < _STRIDE_SECONDS) or self._is_ours())
             self._away = 0.0 if self._sure or was_sure else self._away + min(passed, _STRIDE_SECONDS)
             return self._sure
 
@@ -66,21 +71,13 @@ class Head:
             return None
         return f"the head of the Ray cluster at {self.address} has not answered for {self._away:.0f} s"
 
-    @property
-    def is_another(self) -> bool:
-        """Whether the head of another cluster answers in its place."""
-        return self._cluster.is_another
-
     def close(self) -> None:
         self._closed.set()
 
-    def _rename(self) -> None:
-        self._places = self._resolve()
-
-    def _resolve(self) -> list[tuple[str, int]]:
+    def _resolve(self) -> None:
         host, port = private.host_and_port(self.address)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return [(str(place[0]), int(place[1])) for *_, place in found]
+        self._places = [(str(place[0]), int(place[1])) for *_, place in found]
 
     def _knock(self) -> bool:
         for place in self._places:
@@ -91,9 +88,18 @@ class Head:
             return True
         # Its name may mean another machine by now, as that of a service does; or names are what does not answer.
         if self._naming is None or self._naming.done():
-            self._naming = in_thread(self._rename, "name of the head")
-        self._cluster.forget()
+            self._naming = in_thread(self._resolve, "name of the head")
+        self._asking = None  # nothing answers there now, so what was asked may be gone
         return False
+
+    def _is_ours(self) -> bool:
+        """Ask whose head answers; False as long as that does not say so."""
+        asking = self._asking or in_thread(lambda: private.cluster_at(self.address), "cluster of the head")
+        self._asking = None if wait([asking], timeout=_KNOCK_SECONDS / 2).done else asking
+        if self._asking is not None or asking.exception() is not None:
+            return False
+        self.is_another = self.is_another or asking.result() != self._cluster
+        return not self.is_another
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
@@ -101,28 +107,3 @@ class Head:
                 # This process waits in a call of Ray's, which ends it now.
                 print(f"error: {self.lost()}; the same command continues", file=sys.stderr, flush=True)
                 return
-
-
-class _Cluster:
-    """The cluster whose head answers at an address: the one that this process has joined, or another."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._ours = private.own_cluster()
-        self._asking: Future[str] | None = None
-        """A question that is not answered yet."""
-        self.is_another = False
-        """Whether another cluster's head has taken the place of ours. It never comes back."""
-
-    def forget(self) -> None:
-        """Forget a question that is not answered: nothing answers there now, so what was asked may be gone."""
-        self._asking = None
-
-    def is_ours(self) -> bool:
-        """Ask whose head answers; False as long as that does not say so."""
-        asking = self._asking or in_thread(lambda: private.cluster_at(self._address), "cluster of the head")
-        self._asking = None if wait([asking], timeout=_KNOCK_SECONDS / 2).done else asking
-        if self._asking is not None or asking.exception() is not None:
-            return False
-        self.is_another = self.is_another or asking.result() != self._ours
-        return not self.is_another

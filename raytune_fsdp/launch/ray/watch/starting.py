@@ -53,7 +53,7 @@ class Starting:
         known = self._known[beat.rank]
         last, known.last = known.last, beat
         known.heard = self._clock.now
-        if last is None or _gets_on(last, beat):
+        if last is None or (beat.beats, beat.left) != (last.beats, last.left) or beat.read - last.read >= _READ_BYTES:
             self.got_on = known.heard
 
     def overdue(self) -> float | None:
@@ -84,7 +84,9 @@ class Starting:
             named = [known for rank, known in self._known.items() if rank in silent]
             quiet = self._clock.now - max(known.heard for known in named)
             return f"{self._who(silent)} ({_phases(named)}; not heard of for {quiet:.0f} s)"
-        behind = self._behind()
+        left = {rank: known.last.left if known.last else 1 << 30 for rank, known in sorted(self._known.items())}
+        most = max(left.values())  # one that has said nothing is furthest behind
+        behind = [rank for rank, phases in left.items() if phases == most]
         return f"{self._who(behind)} ({_phases([self._known[rank] for rank in behind])})"
 
     def suspect(self, workers: int) -> int | None:
@@ -103,22 +105,10 @@ class Starting:
             if now - known.heard > _SILENT_BEATS * beat_seconds(rank, world)
         ]
 
-    def _behind(self) -> list[int]:
-        most = max(_left(known) for known in self._known.values())
-        return [rank for rank, known in sorted(self._known.items()) if _left(known) == most]
-
     def _who(self, ranks: Sequence[int]) -> str:
         if len(ranks) == len(self._known) > 1:
             return "all ranks"
         return _ranks(ranks) + (f" on {self._known[ranks[0]].joined.node}" if len(ranks) == 1 else "")
-
-
-def _gets_on(last: Beat, beat: Beat) -> bool:
-    return (beat.beats, beat.left) != (last.beats, last.left) or beat.read - last.read >= _READ_BYTES
-
-
-def _left(known: _Known) -> int:
-    return known.last.left if known.last is not None else 1 << 30
 
 
 def _phases(ranks: Sequence[_Known]) -> str:

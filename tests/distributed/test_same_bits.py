@@ -1,0 +1,239 @@
+"""With `run.exact` a run has the same bits at any number of ranks: weights, the optimizer's state, losses, norms."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytune_fsdp.cli.digest import main as digest
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
+from tests.checkpoints import checkpoints, tensors_in
+from tests.models import save_checkpoint
+from tests.ranks import resident_ranks, run_ranks
+from tests.runs import GPT2, LLAMA, make_config, train_rank
+
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WIDER = {**LLAMA, "intermediate_size": 128}
+OPTIM = {"lr": 3e-3, "max_grad_norm": 0.5}
+CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
+    "gpt2": (GPT2, "fp64", {}),
+    "fp32": (LLAMA, "fp32", {}),
+    "bf16": (LLAMA, "bf16", {}),
+    "fp16": (LLAMA, "fp16", {}),
+    "tied": ({**LLAMA, "tie_word_embeddings": True}, "bf16", {}),
+    "odd": ({**LLAMA, "hidden_size": 40, "intermediate_size": 67}, "fp32", {}),
+    "experts": (MIXTRAL, "bf16", {"train": {"router_aux_loss_coef": 0.01}}),
+    "lora": (LLAMA, "fp32", {"method": {"type": "lora", "rank": 4, "dropout": 0.1}}),
+    "8-bit": (WIDER, "bf16", {"optim": {**OPTIM, "optimizer": {"type": "adamw", "moments": "8bit"}}}),
+    "muon": (LLAMA, "fp32", {"optim": {**OPTIM, "optimizer": {"type": "muon"}}}),
+    "adafactor": (GPT2, "fp64", {"optim": {**OPTIM, "optimizer": {"type": "adafactor"}}}),
+    "plain loss": (LLAMA, "bf16", {"model": {"loss": "plain"}}),
+    "kept": (
+        LLAMA, "bf16",
+        {
+            "parallel": {"strategy": "shard_grad_op", "activation_checkpointing": "full"},
+            "train": {"max_steps": None, "epochs": 3.3}, "tracking": {"documents": True},
+        },
+    ),
+}  # fmt: skip
+SLOW = pytest.mark.slow
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 20}
+
+
+def config_of(directory: Path, case: str, name: str, **sections: Any) -> FinetuneConfig:
+    architecture, precision, more = CASES[case]
+    parallel = {"precision": precision, **more.get("parallel", {})}
+    chosen = {**more, "parallel": parallel, "train": {**TRAIN, **more.get("train", {})}, **sections}
+    run = {"name": name.replace(" ", "-"), "exact": True, **chosen.pop("run", {})}
+    rows = {"path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}
+    chosen["data"] = {"train": [rows], "eval": [rows]}
+    if "method" in chosen:
+        base = directory / "base"
+        if not base.exists():
+            save_checkpoint(base, "llama")
+        chosen["model"] = {"path": str(base), "init": "pretrained", "architecture": None}
+    return make_config(directory, architecture, run=run, **chosen)
+
+
+def train_each(values: Sequence[Mapping[str, Any]], stop: int | None, fault: str | None) -> None:
+    if fault is not None:
+        plant(fault)
+    for each in values:
+        train_rank(each, stop)
+
+
+def plant(fault: str) -> None:
+    """Have this process compute as if one of the parts of `run.exact` were missing."""
+    from raytune_fsdp.model.objective import loss
+    from raytune_fsdp.step import in_order, train_step
+    from raytune_fsdp.step.optim import adamw
+
+    right, computed = in_order.SumsInOrder.next_round, train_step.micro_batch_loss
+
+    def all_ranks(self: in_order.SumsInOrder, number: int) -> None:
+        right(self, number)
+        owners = self._owners
+        owners[:] = [*owners, *(rank for rank in range(self._division.data_ranks) if rank not in owners)]
+
+    def by_number(self: in_order.SumsInOrder, number: int) -> None:
+        right(self, number)
+        self._owners.sort()
+
+    def whole(rows: torch.Tensor, parts: int) -> torch.Tensor:
+        return torch.nn.functional.pad(rows.float().square().sum()[None].double(), (0, len(rows) * parts - 1))
+
+    def overflowing(model: Any, batch: Any, *rest: Any) -> Any:
+        found = computed(model, batch, *rest)
+        return replace(found, total=found.total * float("nan")) if batch.is_filler else found
+
+    assert loss.micro_batch_loss is computed
+    if "filler" in fault:
+        train_step.micro_batch_loss = overflowing  # type: ignore[attr-defined]
+    if fault == "fillers are added":
+        in_order.SumsInOrder.next_round = all_ranks  # type: ignore[method-assign]
+    elif fault == "in the order of ranks":
+        in_order.SumsInOrder.next_round = by_number  # type: ignore[method-assign]
+    elif fault == "squares by piece":
+        in_order._row_sums = whole
+    elif fault == "the ends of pieces":
+        adamw._LANES = 1
+
+
+def train(configs: Sequence[FinetuneConfig], world: int, stop: int | None = None, fault: str | None = None) -> None:
+    """Train several runs, one after the other, in one group of processes."""
+    ranks = resident_ranks if fault is None else run_ranks
+    ranks(train_each, world, [each.model_dump() for each in configs], stop, fault, seconds=600)
+
+
+def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], dict[str, float]]:
+    """The hash of every tensor of the last checkpoint, and what is on record of every step and of evaluations."""
+    place = Path(config.run.storage) / config.run.name
+    last = checkpoints(place)[-1]
+    hashes = {
+        name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors_in(last).items()
+    }
+    records = place / "metrics.jsonl"
+    return hashes, read_trajectory(records), read_evaluations(records, last.step)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The bits of each case on one rank."""
+    directory = tmp_path_factory.mktemp("alone")
+    configs = {case: config_of(directory, case, f"{case}-1") for case in CASES}
+    train([*configs.values()], 1)
+    return directory, {case: bits(config) for case, config in configs.items()}
+
+
+@pytest.mark.timeout(900)
+def test_one_rank_and_three(alone: tuple[Path, dict[str, Any]]) -> None:
+    """Five micro-batches a step: with three ranks, each step has a filler."""
+    directory, expected = alone
+    configs = {case: config_of(directory, case, f"{case}-3") for case in CASES}
+    train([*configs.values()], 3)
+    for case in CASES:
+        assert bits(configs[case]) == expected[case], case
+    runs = directory / "runs"
+    assert digest([str(runs / "odd-1"), str(runs / "odd-3"), "--trust-places"]) == 0
+    assert digest([str(runs / "odd-1"), str(runs / "fp32-1"), "--trust-places"]) == 1
+
+
+def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
+    """From one rank to three, and then to two; its last step is short."""
+    directory, expected = alone
+    cases = ("odd", "kept")
+    configs = [config_of(directory, case, f"{case}-1-3-2") for case in cases]
+    for world, stop in ((1, 4), (3, 9), (2, None)):
+        train(configs, world, stop)
+    for case, config in zip(cases, configs, strict=True):
+        assert bits(config) == expected[case], case
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nothing, but fillers overflow: filler",
+        "in the order of ranks",
+        *(pytest.param(each, marks=SLOW) for each in ("fillers are added", "squares by piece", "the ends of pieces")),
+    ],
+)
+def test_each_part_of_it_is_needed(alone: tuple[Path, dict[str, Any]], fault: str) -> None:
+    directory, expected = alone
+    name = "".join(each if each.isalnum() else "-" for each in fault)
+    config = config_of(directory, "odd", name, optim={"max_skipped": 100})
+    train([config], 3, fault=fault)
+    assert (bits(config) == expected["odd"]) == fault.startswith("nothing")
+
+
+def test_without_it_runs_are_equal_up_to_rounding(alone: tuple[Path, dict[str, Any]]) -> None:
+    directory, expected = alone
+    config = config_of(directory, "odd", "rounded", run={"exact": False})
+    train([config], 3)
+    (hashes, rows, _), (others, exactly, _) = bits(config), expected["odd"]
+    assert hashes != others
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, exactly, strict=True)) < 1e-4
+
+
+def test_it_goes_with_what_it_was_begun_with(alone: tuple[Path, dict[str, Any]]) -> None:
+    directory, _ = alone
+    config = config_of(directory, "odd", "odd-1", run={"exact": False})
+    with pytest.raises(AssertionError, match="run.exact: was True, is 'not set'"):
+        train([config], 1)
+
+
+@SLOW
+def test_a_run_keeps_its_threads_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """Three threads add products of 1,024 tokens in another order than one; a launcher gives more to fewer ranks."""
+    wide = {**LLAMA, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+
+    def config_with(name: str, threads: int | None) -> FinetuneConfig:
+        return make_config(
+            tmp_path, wide, run={"name": name, "exact": True, "threads": threads}, data={"seq_len": 512},
+            parallel={"precision": "fp32"}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2},
+        )  # fmt: skip
+
+    train([config_with("one", 1)], 1)
+    train([config_with("three", 3)], 1)
+    resized = config_with("resized", None)
+    for world, threads, stop in ((1, 3, 1), (2, 1, None)):
+        run_ranks(train_with_threads, world, resized.model_dump(), threads, stop)
+    one, three = (bits(config_with(name, None))[0] for name in ("one", "three"))
+    assert one != three == bits(resized)[0]
+    train([config_with("again", 3)], 1, stop=1)
+    with pytest.raises(AssertionError, match="run.threads=1: the run began with 3"):
+        train([config_with("again", 1)], 1)
+
+
+def train_with_threads(values: Mapping[str, Any], threads: int, stop: int | None) -> None:
+    torch.set_num_threads(threads)
+    train_rank(values, stop)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"parallel": {"strategy": "hybrid_shard", "shard_size": 2}},
+            "parallel.strategy=hybrid_shard with run.exact=true",
+        ),
+        ({"parallel": {"precision": "bf16_pure"}}, "set it to fp64 or fp32 or bf16 or fp16, or set run.exact=false"),
+        ({"parallel": {"mesh": {"sequence": 2}}}, "parallel.mesh.sequence=2 with run.exact=true"),
+        ({"parallel": {"precision": "bf16", "reduce_dtype": "bf16"}}, "parallel.reduce_dtype=bf16 with run.exact=true"),
+        ({"parallel": {"defer_gradient_sync": True}}, "parallel.defer_gradient_sync=true with run.exact=true"),
+    ],
+)
+def test_what_it_does_not_cover_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_config(tmp_path, LLAMA, run={"name": "x", "exact": True}, **sections)
