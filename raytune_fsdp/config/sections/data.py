@@ -220,7 +220,8 @@ class DataConfig(Section):
 
     chat_template_kwargs: Variables = Field(default_factory=dict)
     """Variables for chat templates, such as `{enable_thinking: false}`: which ones a template reads, its maker says. They
-    hold for training, evaluation and tasks; whoever serves the exported model sets them again."""
+    hold for the rows of training and of evaluations; answers to prompts, `generate`, `chat` and whoever serves the exported
+    model do without them."""
 
     chat_template_date: Annotated[str, AfterValidator(_a_date)] = DATE
     """The date (year-month-day) that chat templates get where they ask for today's, as those of gpt-oss and Llama 3 do. It
