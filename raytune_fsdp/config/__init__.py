@@ -107,6 +107,11 @@ class FinetuneConfig(Section):
     @model_validator(mode="after")
     def _exact(self) -> Self:
         if not self.run.exact:
+            if self.run.threads is not None:
+                raise ValueError(
+                    f"run.threads={self.run.threads} without run.exact: only exact runs keep their threads; set "
+                    "run.exact=true, or set OMP_NUM_THREADS instead"
+                )
             return self
         parallel, mesh = self.parallel, self.parallel.mesh
         for field, value, right in (
@@ -115,7 +120,7 @@ class FinetuneConfig(Section):
             ("parallel.mesh.sequence", mesh.sequence, (1,)),
             ("parallel.mesh.tensor", mesh.tensor, (1,)),
             ("parallel.precision", parallel.precision, ("fp64", "fp32", "bf16", "fp16")),
-            ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto",)),
+            ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto", "fp32")),
             ("parallel.reduce", parallel.reduce, ("flat",)),
             ("parallel.defer_gradient_sync", parallel.defer_gradient_sync, (False,)),
         ):

@@ -37,5 +37,5 @@ def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[s
     """Return the variables that a rank needs in its environment before it joins the others."""
     # Switches that add up (NVLS) do so in another order each time. torch itself excludes them in its deterministic
     # mode, but only if that is on when the group is made.
-    alike = config.run.deterministic and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
+    alike = config.run.repeats_bits and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
     return {"NCCL_ALGO": "^NVLS"} if alike else {}

@@ -89,7 +89,7 @@ def work(
     `own_log`: this rank prints into a file of its own.
     """
     log_warnings(for_all=own_log or dist.get_rank() == 0)
-    with numerics(config.parallel, device, deterministic=config.run.deterministic), settings_restored():
+    with numerics(config.parallel, device, deterministic=config.run.repeats_bits), settings_restored():
         try:
             parts = assemble(config, prepared, standing, device, hooks)
         except torch.OutOfMemoryError as error:

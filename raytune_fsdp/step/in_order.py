@@ -103,20 +103,22 @@ def _squares_by_row(trained: Sequence[nn.Parameter], gradients: list[torch.Tenso
         columns = parameter.numel() // max(1, rows)
         parts = -(-columns // _WIDTH)
         sums = gradient.new_zeros(rows * parts, dtype=torch.float64)
-        sums[start * parts : stop * parts] = _row_sums(gradient.reshape(stop - start, columns), parts)
+        sums[start * parts : stop * parts] = _row_sums(gradient.reshape(stop - start, columns), parts, rows * parts)
         found.append(sums)
         sizes.append(len(sums))
     return torch.cat(found), sizes
 
 
-def _row_sums(rows: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return the sum of squares of each part of each row, in calls of one shape.
+def _row_sums(rows: torch.Tensor, parts: int, every: int) -> torch.Tensor:
+    """Return the sum of squares of each part of each row, in calls of one shape. `every`: the parts of all ranks' rows.
 
     How a GPU adds depends on the number of rows that it is given, and how many a rank has depends on the world.
     """
+    if rows.shape[1] == 1:
+        return rows.flatten().double().square_()
     if parts > 1:
         rows = nn.functional.pad(rows, (0, parts * _WIDTH - rows.shape[1])).reshape(-1, _WIDTH)
-    many = max(1, _AT_ONCE.get(rows.device.type, _ON_GPU) // max(1, rows.shape[1]))
+    many = max(1, min(every, _AT_ONCE.get(rows.device.type, _ON_GPU) // max(1, rows.shape[1])))
     found = [rows.new_zeros(0, dtype=torch.float64)]
     for some in torch.split(rows, many):
         wide = some.double()
@@ -137,7 +139,8 @@ class _InOrder:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make FSDP's buffers: what is sent in the gradients' type, then what is kept in that of the weights."""
         kept, self._input = bool(self._input), 0 if self._input else 1
-        return torch.empty(*size, dtype=self._group.fsdp_params[0].orig_dtype if kept else dtype, device=device)
+        # The type of trained weights. A unit's first weight may be frozen, in 16 bits, or be bytes (QLoRA).
+        return torch.empty(*size, dtype=self._group._orig_dtype if kept else dtype, device=device)
 
     def __call__(
         self,

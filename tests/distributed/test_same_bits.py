@@ -34,7 +34,9 @@ CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
     "tied": ({**LLAMA, "tie_word_embeddings": True}, "bf16", {}),
     "odd": ({**LLAMA, "hidden_size": 40, "intermediate_size": 67}, "fp32", {}),
     "experts": (MIXTRAL, "bf16", {"train": {"router_aux_loss_coef": 0.01}}),
-    "lora": (LLAMA, "fp32", {"method": {"type": "lora", "rank": 4, "dropout": 0.1}}),
+    "lora": (LLAMA, "bf16", {"method": {"type": "lora", "rank": 4, "dropout": 0.1}}),
+    "qlora": (LLAMA, "bf16", {"method": {"type": "qlora", "rank": 4, "dropout": 0.0}}),
+    "freeze": (LLAMA, "bf16", {"method": {"type": "freeze", "trained": ["mlp.down_proj", "norm"]}}),
     "8-bit": (WIDER, "bf16", {"optim": {**OPTIM, "optimizer": {"type": "adamw", "moments": "8bit"}}}),
     "muon": (LLAMA, "fp32", {"optim": {**OPTIM, "optimizer": {"type": "muon"}}}),
     "adafactor": (GPT2, "fp64", {"optim": {**OPTIM, "optimizer": {"type": "adafactor"}}}),
@@ -90,7 +92,7 @@ def plant(fault: str) -> None:
         right(self, number)
         self._owners.sort()
 
-    def whole(rows: torch.Tensor, parts: int) -> torch.Tensor:
+    def whole(rows: torch.Tensor, parts: int, every: int) -> torch.Tensor:
         return torch.nn.functional.pad(rows.float().square().sum()[None].double(), (0, len(rows) * parts - 1))
 
     def overflowing(model: Any, batch: Any, *rest: Any) -> Any:
@@ -228,6 +230,7 @@ def train_with_threads(values: Mapping[str, Any], threads: int, stop: int | None
             {"parallel": {"strategy": "hybrid_shard", "shard_size": 2}},
             "parallel.strategy=hybrid_shard with run.exact=true",
         ),
+        ({"run": {"threads": 2, "exact": False}}, "run.threads=2 without run.exact"),
         ({"parallel": {"precision": "bf16_pure"}}, "set it to fp64 or fp32 or bf16 or fp16, or set run.exact=false"),
         ({"parallel": {"mesh": {"sequence": 2}}}, "parallel.mesh.sequence=2 with run.exact=true"),
         ({"parallel": {"precision": "bf16", "reduce_dtype": "bf16"}}, "parallel.reduce_dtype=bf16 with run.exact=true"),
@@ -236,4 +239,4 @@ def train_with_threads(values: Mapping[str, Any], threads: int, stop: int | None
 )
 def test_what_it_does_not_cover_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        make_config(tmp_path, LLAMA, run={"name": "x", "exact": True}, **sections)
+        make_config(tmp_path, LLAMA, **{**sections, "run": {"name": "x", "exact": True, **sections.get("run", {})}})

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, Field
 
 from raytune_fsdp.config.rules import Section, local_path, run_name
 
+MOST_THREADS = 1024
+
 
 class RunConfig(Section):
     name: Annotated[str, AfterValidator(run_name)]
@@ -27,15 +29,20 @@ class RunConfig(Section):
 
     exact: bool = False
     """Sum losses and gradients in the order of micro-batches, so that a run learns the same at any number of ranks, to the
-    bit. Without this, runs on other numbers of ranks are equal up to rounding."""
+    bit. On GPUs it includes `deterministic`, and layers are not compiled. Without this, runs on other numbers of ranks are equal up to rounding."""
 
-    threads: int | None = Field(default=None, ge=1, le=1024)
+    threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """With `exact` on CPUs: threads of each rank, which decide how products are added up. Null: those that the first attempt
     has (its machine's cores, divided by its ranks there); later attempts keep them."""
 
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint, or starts from scratch if there is none; `never` refuses a
     directory that has a checkpoint; `always` refuses one that has none."""
+
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether only kernels are used that give the same bits every time."""
+        return self.deterministic or self.exact
 
 
 # `profile`: steps to look at closely.

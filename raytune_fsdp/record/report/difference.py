@@ -39,7 +39,16 @@ exact")."""
 _ROUNDED = {"loss", "grad_norm"}
 """These are rounded. All else in a trajectory is the same, bit by bit, at any number of ranks."""
 _SAMPLES = {"samples", "tokens", "target_tokens"}
-_DECIDING: tuple[str, ...] = ("model.", "data.", "method.", "optim.", "train.", "parallel.precision", "run.seed")
+_DECIDING: tuple[str, ...] = (
+    "model.",
+    "data.",
+    "method.",
+    "optim.",
+    "train.",
+    "parallel.precision",
+    "run.seed",
+    "run.exact",
+)
 _BESIDE = (
     "data.cache.", "data.eval", "data.bad_rows", "data.max_row_bytes", "train.log_every", "train.max_steps",
     "train.epochs", "optim.max_skipped", "model.attention", "model.loss", "model.tokenizer",

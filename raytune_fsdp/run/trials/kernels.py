@@ -13,6 +13,7 @@ from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.base.errors import ConfigError, ResumeError
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.run import MOST_THREADS
 from raytune_fsdp.model.adapters.attach import why_not_compiled
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
@@ -44,6 +45,16 @@ def _why_mixers_forbid(config: FinetuneConfig, needs: KernelNeeds) -> str | None
     return (
         f"state mixers are called for documents, outside of graphs, and with parallel.activation_checkpointing="
         f"{recompute} a layer has to be one graph"
+    )
+
+
+def _why_exact_forbids(config: FinetuneConfig) -> str | None:
+    """Return why the layers of a run with the same bits everywhere are not compiled, or None.
+
+    The first graph of a process is for the lengths of its first documents, and later ones are for any.
+    """
+    return (
+        "run.exact: which micro-batches have which graph depends on the number of ranks" if config.run.exact else None
     )
 
 
@@ -80,6 +91,7 @@ def kernels_of(
         or _why_parts_forbid(config)
         or _why_mixers_forbid(config, prepared.needs)
         or why_routers_forbid(config.train)
+        or _why_exact_forbids(config)
         or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
     attention = set_attention(model, attention)
@@ -108,7 +120,7 @@ def _set_threads(config: FinetuneConfig, kept: str | None) -> KernelChoice:
     own = torch.tensor(config.run.threads or torch.get_num_threads())
     dist.broadcast(own, src=0)
     found = kept or str(own.item())
-    if not re.fullmatch("[1-9][0-9]{0,3}", found):
+    if not re.fullmatch("[1-9][0-9]{0,3}", found) or int(found) > MOST_THREADS:
         raise ResumeError(
             f"the checkpoint says that the run has {shown(found)} threads: it is damaged; remove it, and the run goes "
             "on from the one before"

@@ -188,7 +188,7 @@ def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
         decisive = sorted(key for key in changed if key.startswith(_DECIDE_BITS))
         if decisive:
             return f"{decisive[0]} was changed in attempt {line['attempt']}"
-    if not str(here["device"]).startswith("cpu") and not config.run.deterministic:
+    if not str(here["device"]).startswith("cpu") and not config.run.repeats_bits:
         return "on a GPU the order of additions is only fixed with run.deterministic=true"
     return ""
 
