@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-_THOUGHT = r"[<\[][^<>\[\]\s]*(?:think|thought|reason)[^<>\[\]\s]*[>\]]"
+# Bounded on both sides: without, a row of 8 MB that repeats "think" would keep a worker for a day.
+_THOUGHT = r"[<\[][^<>\[\]\s]{0,40}(?:think|thought|reason)[^<>\[\]\s]{0,40}[>\]]"
 _EMPTY = re.compile(rf"\s*{_THOUGHT}\s*{_THOUGHT}\s*", re.IGNORECASE)
 _REST = re.compile(rf"\s*{_THOUGHT}\s*", re.IGNORECASE)
 _END = re.compile(rf"\s*(?=..?/|<\|END){_THOUGHT}\s*", re.IGNORECASE)
