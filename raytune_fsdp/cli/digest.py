@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
-from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
 from raytune_fsdp.cli.diff import PART
 
@@ -49,7 +48,7 @@ def _digest(parser: Parser, arguments: Sequence[str]) -> int:
         say("the same numbers")
         return 0
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
-    say(printable(f"{len(differ)} of {len({*one, *other})} differ: {', '.join(differ[:_MOST])}{more}"))
+    say(f"{len(differ)} of {len({*one, *other})} differ: {', '.join(differ[:_MOST])}{more}")
     return PART
 
 
@@ -69,9 +68,9 @@ def _print(place: str, digests: dict[str, str], *, tensors: bool) -> None:
 
     weights = weights_among(digests)
     if weights:
-        say(printable(f"weights     {root(weights)}  {place}"))
-        say(printable(f"everything  {root(digests)}  {place}, with the optimizer and the state"))
+        say(f"weights     {root(weights)}  {place}")
+        say(f"everything  {root(digests)}  {place}, with the optimizer and the state")
     else:
-        say(printable(f"model       {root(digests)}  {place}"))
+        say(f"model       {root(digests)}  {place}")
     for name, digest in sorted(digests.items()) if tensors else ():
-        say(printable(f"  {digest}  {name}"))
+        say(f"  {digest}  {name}")

@@ -134,11 +134,13 @@ class _InOrder:
     def __init__(self, group: Any, owners: Sequence[int]) -> None:
         self._group = group
         self._owners = owners
-        self._input = 0
+        self._sends = False
+        """Whether the buffer that FSDP asked for last is the one that is sent."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make FSDP's buffers: what is sent in the gradients' type, then what is kept in that of the weights."""
-        kept, self._input = bool(self._input), 0 if self._input else 1
+        kept = self._sends
+        self._sends = not kept
         # The type of trained weights. A unit's first weight may be frozen, in 16 bits, or be bytes (QLoRA).
         return torch.empty(*size, dtype=self._group._orig_dtype if kept else dtype, device=device)
 

@@ -13,7 +13,7 @@ from raytune_fsdp.config.rules import Section, local_path, safe_name, without_cr
 from raytune_fsdp.config.sections.formats import ChatFormat, Format
 
 DATE = "2024-07-26"
-"""The date that templates are told unless the config has another one: the one that Llama 3's have by default."""
+"""The date that templates get unless the config has another one: the one that Llama 3's have by default."""
 
 OURS = ("messages", "tools", "add_generation_prompt")
 """What templates get from here, and no config may set."""

@@ -56,7 +56,7 @@ class Sandbox:
     def ask(self, source: str, variables: Mapping[str, Any] | None = None, *, date: str = "") -> tuple[str, Any]:
         """Return how a rendering has ended, and with what; without variables, what there is to know of the template.
 
-        `date`: what the template is told of today. Raises LimitError.
+        `date`: what the template gets as today's date. Raises LimitError.
         """
         return self.ask_all(source, None if variables is None else [variables], date=date)[0]
 

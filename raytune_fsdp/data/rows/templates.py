@@ -41,7 +41,7 @@ class TemplateChoice:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What it gets besides the conversation."""
     date: str = DATE
-    """What it is told of today. The data must not depend on the day it is read."""
+    """What it gets as today's date. The data must not depend on the day it is read."""
 
     @classmethod
     def of(cls, data: DataConfig, dataset: DatasetConfig | None = None) -> TemplateChoice:

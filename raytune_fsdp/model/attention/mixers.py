@@ -1,4 +1,4 @@
-"""Have state mixers begin anew with each document, on every device and without any package.
+"""Have state mixers start from nothing with each document, on every device and without any package.
 
 A state mixer is what looks back at earlier tokens without attention: a state space (Mamba), a delta rule, a short
 convolution. It runs through the whole row that it gets, and a micro-batch is one row of documents. So each mixer is
