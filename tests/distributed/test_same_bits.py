@@ -13,7 +13,9 @@ import torch
 
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
+from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER
+from raytune_fsdp.run.described import why_bits_differ
 from tests.checkpoints import checkpoints, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks, run_ranks
@@ -161,6 +163,31 @@ def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
         train(configs, world, stop)
     for case, config in zip(cases, configs, strict=True):
         assert bits(config) == expected[case], case
+        events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
+        said = {each["fields"]["bits"] for each in events if each["event"] == ATTEMPT_STARTED}
+        assert len(said) == 1 and BITS_MAY_DIFFER not in {each["event"] for each in events}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "said"),
+    [
+        ([{"threads": 2}, {"threads": 2}], {"threads": 2, "world_size": 9, "bits": "a"}, None),
+        ([{"threads": 2}], None, None),
+        ([{"threads": 2}], {"threads": 3}, None),
+        ([{"threads": 2}, {"threads": 1}], None, "rank 0 has threads 2, and rank 1 has 1"),
+        (
+            [{"versions": {"torch": "2.14"}}], {"versions": {"torch": "2.13"}, "bits": "b"},
+            "this attempt has torch '2.14', and the one before had '2.13'",
+        ),
+        ([{"threads": 2}], {"threads": 2, "bits": "b"}, "this attempt has another micro-batch or other kernels"),
+    ],
+)  # fmt: skip
+def test_what_else_bits_depend_on_is_said_when_it_changes(
+    ranks: list[dict[str, Any]], before: dict[str, Any] | None, said: str | None
+) -> None:
+    """A run from before there was a digest says nothing of it."""
+    found = why_bits_differ(ranks, "a", before)
+    assert found is said is None or (said is not None and (found or "").startswith(said))
 
 
 @pytest.mark.parametrize(
