@@ -71,7 +71,8 @@ PROFILED = "profiled"
 """A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percentages of the step
 in which it was idle, and in which it only communicated."""
 SAVED = "saved"
-"""Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step."""
+"""Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
+the weights."""
 NO_ROOM_TO_SAVE = "no_room_to_save"
 """A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import read_digest
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
-from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER
+from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, SAVED
 from raytune_fsdp.run.described import why_bits_differ
 from tests.checkpoints import checkpoints, tensors_in
 from tests.models import save_checkpoint
@@ -132,6 +137,19 @@ def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], 
     return hashes, read_trajectory(records), read_evaluations(records, last.step)
 
 
+def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
+    """The digest that the ranks have put into the last checkpoint, and what the events say of all."""
+    place = Path(config.run.storage) / config.run.name
+    last = checkpoints(place)[-1]
+    found = read_digest(storage_at(last.root), last.name)
+    saved = {
+        each["fields"]["step"]: each["fields"]["digest"]
+        for each in read_events(place / "events.jsonl") if each["event"] == SAVED
+    }  # fmt: skip
+    assert saved[last.step] == found["weights"] != found["everything"]
+    return {**found, "saved": saved}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The bits of each case on one rank."""
@@ -149,9 +167,36 @@ def test_one_rank_and_three(alone: tuple[Path, dict[str, Any]]) -> None:
     train([*configs.values()], 3)
     for case in CASES:
         assert bits(configs[case]) == expected[case], case
+        assert digests_on_record(configs[case]) == digests_on_record(config_of(directory, case, f"{case}-1")), case
     runs = directory / "runs"
+    for case in CASES:  # and that of the files
+        assert digest([str(runs / f"{case}-3".replace(" ", "-")), "--trust-places"]) == 0, case
     assert digest([str(runs / "odd-1"), str(runs / "odd-3"), "--trust-places"]) == 0
     assert digest([str(runs / "odd-1"), str(runs / "fp32-1"), "--trust-places"]) == 1
+
+
+def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
+    alone: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lowest bit of one number, with hashes of files that fit."""
+    directory, _ = alone
+    last = Path(checkpoints(directory / "runs" / "fp32-1")[-1].path)
+    forged = tmp_path / "checkpoints" / last.name
+    shutil.copytree(last, forged)
+    manifest = json.loads((forged / "manifest.json").read_text())
+    tensors = json.loads((forged / "tensors.json").read_text())["tensors"]
+    piece = tensors["model.model.norm.weight"]["pieces"][0]
+    content = bytearray((forged / piece["file"]).read_bytes())
+    content[piece["start"]] ^= 1
+    (forged / piece["file"]).write_bytes(content)
+    manifest["files"][piece["file"]]["xxh3"] = xxhash.xxh3_128_hexdigest(bytes(content))
+    (forged / "manifest.json").write_text(json.dumps(manifest))
+    assert digest([str(forged), "--trust-places"]) == 2
+    assert "has other numbers than the ranks had: the digest of its weights is " in capsys.readouterr().err
+    manifest["digest"] = {"weights": "0" * 63 + "\n", "everything": 1}
+    (forged / "manifest.json").write_text(json.dumps(manifest))
+    assert digest([str(forged), "--trust-places"]) == 2
+    assert "its manifest is not what was written: it has the digest '000" in capsys.readouterr().err
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
