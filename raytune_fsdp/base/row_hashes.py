@@ -37,7 +37,7 @@ class HashedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class TensorRows:
     """The rows of a tensor, as they are cut into leaves."""
 
     name: str

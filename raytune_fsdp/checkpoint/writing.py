@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from raytune_fsdp.base.row_hashes import HashedRows, Rows
+from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
 from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
@@ -54,7 +54,7 @@ Span = tuple[int, int, int, int]
 class PieceLayout:
     mine: tuple[str, ...]
     """The tensors whose piece this rank writes, in the order of its file. Replicated ones are shared out."""
-    rows: Mapping[str, tuple[Rows, int]]
+    rows: Mapping[str, tuple[TensorRows, int]]
     """The rows of each tensor, and the first of this rank's piece."""
     everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
     """On rank 0: the pieces of every rank, in the same order."""
@@ -140,7 +140,8 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, names if dist.get_rank() == 0 else None)
     rows = {
-        name: (Rows.of(name, tensor.dtype, tensor.shape), piece_of(tensor).rows[0]) for name, tensor in tensors.items()
+        name: (TensorRows.of(name, tensor.dtype, tensor.shape), piece_of(tensor).rows[0])
+        for name, tensor in tensors.items()
     }
     return PieceLayout(mine=mine[0], rows=rows, everyone=everyone, metadata=metadata)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.base.row_hashes import HashedRows, Rows
+from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
 from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.contents import roots_of
@@ -59,12 +59,12 @@ def digests_of(weights: Weights) -> dict[str, str]:
     found = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         for name, shape in sorted(weights.shapes().items()):
-            rows = Rows.of(name, weights.read(name, 0, 0 if shape else 1).dtype, shape)
+            rows = TensorRows.of(name, weights.read(name, 0, 0 if shape else 1).dtype, shape)
             found[name] = rows.digest(_hashed(weights, rows, threads))
     return found
 
 
-def _hashed(weights: Weights, rows: Rows, threads: Executor) -> Iterator[HashedRows]:
+def _hashed(weights: Weights, rows: TensorRows, threads: Executor) -> Iterator[HashedRows]:
     at_once = max(1, _AT_ONCE // max(1, rows.row_bytes) // rows.leaf) * rows.leaf
     for first in range(0, rows.count, at_once):
         beat()

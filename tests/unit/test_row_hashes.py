@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from raytune_fsdp.base import row_hashes
-from raytune_fsdp.base.row_hashes import HashedRows, Rows
+from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
 
 
 def digest_of(tensor: torch.Tensor, cuts: Sequence[int] = (), name: str = "weight") -> str:
     """The digest of a tensor of which someone has the rows between each two cuts, in no order."""
-    rows = Rows.of(name, tensor.dtype, tensor.shape)
+    rows = TensorRows.of(name, tensor.dtype, tensor.shape)
     parts: list[HashedRows] = []
     with ThreadPoolExecutor(2) as threads:
         for first, last in zip([0, *cuts], [*cuts, rows.count], strict=True):
@@ -50,7 +50,7 @@ def test_any_other_number_has_another_digest() -> None:
 
 
 def test_rows_that_are_missing_or_there_twice_are_a_fault() -> None:
-    rows, tensor = Rows.of("weight", torch.float32, (9000,)), torch.zeros(9000)
+    rows, tensor = TensorRows.of("weight", torch.float32, (9000,)), torch.zeros(9000)
     with ThreadPoolExecutor(1) as threads:
         parts = [*rows.hashed(0, tensor[:5000], threads), *rows.hashed(5000, tensor[5000:], threads)]
     for wrong in (parts[:1], parts[1:], [*parts, *parts]):
