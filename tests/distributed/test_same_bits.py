@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import xxhash
 
 from raytune_fsdp.checkpoint.location import storage_at
@@ -85,7 +86,7 @@ def train_each(values: Sequence[Mapping[str, Any]], stop: int | None, fault: str
 def plant(fault: str) -> None:
     """Have this process compute as if one of the parts of `run.exact` were missing."""
     from raytune_fsdp.model.objective import loss
-    from raytune_fsdp.step import in_order, train_step
+    from raytune_fsdp.step import in_order, reduce_by_node, train_step
     from raytune_fsdp.step.optim import adamw
 
     right, computed = in_order.SumsInOrder.next_round, train_step.micro_batch_loss
@@ -107,6 +108,9 @@ def plant(fault: str) -> None:
         return replace(found, total=found.total * float("nan")) if batch.is_filler else found
 
     assert loss.micro_batch_loss is computed
+    if "nodes of" in fault:
+        per_node = int(fault.split()[-1])
+        reduce_by_node.this_node = lambda: str(dist.get_rank() // per_node)  # type: ignore[assignment, return-value]
     if "filler" in fault:
         train_step.micro_batch_loss = overflowing  # type: ignore[attr-defined]
     if fault == "fillers are added":
@@ -249,6 +253,22 @@ def test_each_part_of_it_is_needed(alone: tuple[Path, dict[str, Any]], fault: st
     config = config_of(directory, "odd", name, optim={"max_skipped": 100})
     train([config], 3, fault=fault)
     assert (bits(config) == expected["odd"]) == fault.startswith("nothing")
+
+
+def test_sums_that_are_passed_from_node_to_node_are_the_same(alone: tuple[Path, dict[str, Any]]) -> None:
+    """Steps of five micro-batches begin on another rank each time, so that the turn of a node may come twice."""
+    directory, expected = alone
+    world, per_node = 4, 2
+    cases = ("odd", "bf16", "kept", "lora")
+    configs = {}
+    for case in cases:
+        parallel = {**CASES[case][2].get("parallel", {}), "precision": CASES[case][1], "reduce": "hierarchical"}
+        configs[case] = config_of(directory, case, f"{case}-{world}-by-{per_node}", parallel=parallel)
+    train([*configs.values()], world, fault=f"nothing, but nodes of {per_node}")
+    for case, config in configs.items():
+        assert bits(config) == expected[case], case
+        events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
+        assert any("inside of each" in str(each["fields"].get("reduced")) for each in events)
 
 
 def test_without_it_runs_are_equal_up_to_rounding(alone: tuple[Path, dict[str, Any]]) -> None:

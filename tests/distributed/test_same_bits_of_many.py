@@ -108,6 +108,22 @@ def test_one_rank_and_more(make: Any, cases: Mapping[str, tuple[Any, ...]], tmp_
     assert not different
 
 
+def test_sums_that_are_passed_between_two_nodes_or_three(tmp_path: Path) -> None:
+    """In thirteen micro-batches a step, for six ranks or eight: there are fillers, and nodes whose turn comes twice."""
+
+    def config_of(name: str, reduce: str) -> FinetuneConfig:
+        return make_config(
+            tmp_path, LLAMA, run={"name": name, "exact": True}, parallel={"precision": "bf16", "reduce": reduce},
+            train={"global_batch": 26, "micro_batch": 2, "max_steps": 20},
+        )  # fmt: skip
+
+    train([config_of("alone", "flat")], 1)
+    for world, per_node in ((6, 2), (6, 3), (8, 4)):
+        config = config_of(f"{world}-by-{per_node}", "hierarchical")
+        train([config], world, fault=f"nothing, but nodes of {per_node}")
+        assert bits(config) == bits(config_of("alone", "flat"))
+
+
 def test_a_run_that_is_killed_at_ten_moments_and_resized_each_time(tmp_path: Path) -> None:
     """One, three, two and five ranks take turns; its bits and the digests of its checkpoints are those of one rank."""
     choose, steps = random.Random(18), 200
