@@ -66,7 +66,7 @@ ADAPTED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pissa": (2, "llama", {"type": "lora", "rank": 4, "init": "pissa"}),
     "olora": (5, "qwen3", {"type": "lora", "rank": 4, "init": "olora"}),
     "ratio": (3, "gemma3_text", {"type": "lora", "rank": 4, "rank_stabilized": True, "lr_ratio": 4.0}),
-    "saved": (2, "qwen3", {"type": "lora", "rank": 4, "modules_to_save": ["embed_tokens"]}),
+    "saved": (2, "llama", {"type": "lora", "rank": 4, "modules_to_save": ["embed_tokens"]}),
     "int8": (3, "llama", {"type": "qlora", "rank": 4, "quantization": "int8"}),
     "nf4": (5, "qwen3", {"type": "qlora", "rank": 4, "dropout": 0.1}),
     "ia3": (3, "llama", {"type": "ia3"}),
@@ -99,12 +99,13 @@ def _config(
 
 @pytest.mark.parametrize(("make", "cases"), [(full, FULL), (adapted, ADAPTED)])
 def test_one_rank_and_more(make: Any, cases: Mapping[str, tuple[Any, ...]], tmp_path: Path) -> None:
-    train([make(tmp_path, name, 1) for name in cases], 1)
     different = []
-    for world in sorted({case[0] for case in cases.values()}):
-        names = [name for name, case in cases.items() if case[0] == world]
-        train([make(tmp_path, name, world) for name in names], world)
-        different += [name for name in names if bits(make(tmp_path, name, world)) != bits(make(tmp_path, name, 1))]
+    for name, (world, *_) in sorted(cases.items(), key=lambda case: case[1][0]):  # few changes of the number of ranks
+        alone, several = make(tmp_path, name, 1), make(tmp_path, name, world)
+        train([alone], 1)
+        train([several], world)
+        if bits(alone) != bits(several):
+            different.append(name)
     assert not different
 
 
@@ -162,7 +163,8 @@ def test_a_run_that_is_killed_at_ten_moments_and_resized_each_time(tmp_path: Pat
         {each["fields"]["step"]: each["fields"]["digest"] for each in those if each["event"] == SAVED}
         for those in events
     ]
-    assert saved[0].keys() <= saved[1].keys() and saved[0].items() <= saved[1].items()
+    both = saved[0].keys() & saved[1].keys()  # a save is postponed while the one before is being written
+    assert len(both) > 10 and all(saved[0][step] == saved[1][step] for step in both)
 
 
 def lines_of(record: Path) -> int:
