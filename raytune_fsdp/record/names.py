@@ -128,8 +128,8 @@ RECORD_REPAIRED = "record_repaired"
 SETTINGS_CHANGED = "settings_changed"
 """A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
 KERNELS_CHANGED = "kernels_changed"
-"""A run continues with another attention or loss than it was trained with, or with its layers newly compiled or no
-longer compiled: the same up to rounding. Fields: what, was, now, why."""
+"""A run continues with another attention, loss or way to call its state mixers than it was trained with, or with its
+layers newly compiled or no longer compiled: the same up to rounding. Fields: what, was, now, why."""
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"
