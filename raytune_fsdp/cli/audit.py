@@ -83,3 +83,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.out is not None:
         found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0 if outcome.difference is None else DIFFERS
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -41,3 +41,7 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     steps = ", ".join(str(each.step) for each in checkpoints)
     say(f"exported the mean of steps {steps} to {found.destination}")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

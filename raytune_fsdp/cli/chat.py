@@ -96,3 +96,7 @@ def _piped() -> str:
     if not line:
         raise EOFError
     return line
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -132,3 +132,7 @@ def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     if not there:
         say(f"{run} has no checkpoint in {check_run(run).checkpoints}")
     return there
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,15 +6,17 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import select
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, UserError
 from raytune_fsdp.base.hushed import hush
@@ -153,6 +155,11 @@ class ModelParser(Parser):
             help=f"maximum length of an answer (default: {max_new_tokens})",
         )  # fmt: skip
         self.add_argument("--temperature", type=float, default=0.0, help="0: the most likely tokens (default)")
+        self.add_argument(
+            "--chat-template-kwargs", metavar="JSON",
+            help="variables for the chat template, such as '{\"enable_thinking\": false}'; default: those that the run "
+            "was trained with, which its exports keep",
+        )  # fmt: skip
         add_trust(self, base=BASE, code=TRUST)
 
     def parse_and_load(
@@ -162,12 +169,14 @@ class ModelParser(Parser):
         found = self.parse(arguments)
         if found.max_new_tokens < 1:
             self.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
+        variables = self._variables(found.chat_template_kwargs)
         from raytune_fsdp.launch.quiet import quiet
 
         quiet()
         import torch
 
         from raytune_fsdp.checkpoint.model_files import load_for_inference
+        from raytune_fsdp.data.rows.templates import TemplateChoice
         from raytune_fsdp.run.places import check_places
 
         check_places(found.model, trusted=found.trust_places, base=found.base)
@@ -175,7 +184,25 @@ class ModelParser(Parser):
         model, tokenizer = load_for_inference(
             found.model, device, trust_remote_code=found.trust_remote_code, base=found.base
         )
+        if variables is not None:
+            replace(TemplateChoice.kept_in(tokenizer), variables=variables).keep_in(tokenizer)
         return found, model, tokenizer, device
+
+    def _variables(self, text: str | None) -> dict[str, Any] | None:
+        """Return the variables of --chat-template-kwargs; None: it is not given."""
+        if text is None:
+            return None
+        from pydantic import ValidationError
+
+        from raytune_fsdp.config.sections.data import PromptSettings
+
+        try:
+            return PromptSettings.model_validate({"chat_template_kwargs": json.loads(text)}).chat_template_kwargs
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+        except ValueError as error:
+            why = str(error)
+        self.error(f"--chat-template-kwargs {text!r} must be a map in JSON, such as '{{\"name\": false}}': {why}")
 
 
 class ConfigParser(Parser):

@@ -60,3 +60,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     if not converted.project.fragment:
         say(f"then: raytune-fsdp data preview --config {found.out}")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

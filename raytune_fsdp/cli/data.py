@@ -151,3 +151,7 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

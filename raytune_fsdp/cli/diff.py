@@ -40,3 +40,7 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
     for sentence in there.unknown:
         print(printable(sentence))
     return 0 if there.step is None else PART
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -76,3 +76,7 @@ def _print(place: str, digests: dict[str, str], *, tensors: bool) -> None:
         say(f"model       {root(digests)}  {place}")
     for name, digest in sorted(digests.items()) if tensors else ():
         say(f"  {digest}  {name}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -78,3 +78,7 @@ def _end(code: int) -> None:
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -140,3 +140,7 @@ def _measure(
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
     return examine(config, network, tokenizer, Evaluation.of(config, evals, tasks), device)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -68,3 +68,7 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
     if pushed is not None:
         say(f"pushed to {pushed}")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -31,3 +31,7 @@ def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
         )  # fmt: skip
         print(without_controls(text), flush=True)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

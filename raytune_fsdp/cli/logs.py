@@ -128,3 +128,7 @@ class _Logs:
                     yield line
         except (OSError, UnsoundError) as error:
             raise ResumeError(f"{path} cannot be read: {reason(error)}") from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -128,3 +128,7 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
         else "never",
     }
     return "\n".join(f"{name:10} {value}" for name, value in rows.items())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -71,3 +71,7 @@ def _yours(config: FinetuneConfig) -> Iterator[str]:
                 yield f"data.{kind}.{index}.path: {dataset.path} is not here"
     if config.model.path is not None and not Path(config.model.path).exists():
         yield f"model.path: {config.model.path} comes from the hub, or give a directory"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -46,3 +46,7 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
         plot_runs(found.run, png)
         say(png)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -150,3 +150,7 @@ def seconds_since(moment: str | None) -> float | None:
     except (ValueError, TypeError, OverflowError):
         return None
     return max(0.0, passed) if math.isfinite(passed) else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

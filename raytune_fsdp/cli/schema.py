@@ -19,3 +19,7 @@ def _schema(parser: Parser, arguments: Sequence[str]) -> int:
 
     print(json.dumps(FinetuneConfig.model_json_schema(), indent=2, ensure_ascii=False))
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

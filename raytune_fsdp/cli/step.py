@@ -156,3 +156,7 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
         yield printable(f"  -- {about['dataset']}, {about['row']}{cut}: {counts}")
         if text:
             yield from text_of(each.sample, documents_of(each.sample)[index], past.tokenizer, colours=colours)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

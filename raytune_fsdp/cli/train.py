@@ -146,3 +146,7 @@ def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places
     if found is not None:
         print(to_json(found) if as_json else "\n".join(("", *in_words(found))))
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -140,3 +140,7 @@ class _Watched:
     def end(self) -> None:
         if self._tracker is not None:
             self._tracker.finish("handed_over")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

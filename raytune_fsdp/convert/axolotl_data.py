@@ -268,7 +268,7 @@ def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
 
 
 def _templates(c: Translation, chats: list[dict[str, Any]]) -> None:
-    """Carry the chat template: here all datasets have the same."""
+    """Carry the chat template, if all datasets have the same, and its variables."""
     keys = [key for key in c.given if key == "chat_template" or re.fullmatch(r"datasets\.\d+\.chat_template", key)]
     names = {c.get(key, text, "") for key in keys}
     for key in keys:
@@ -276,7 +276,7 @@ def _templates(c: Translation, chats: list[dict[str, Any]]) -> None:
         if not chats:
             c.say(key, "left", "no dataset is a chat")
         elif len(names) > 1:
-            c.say(key, "refused", "all datasets have the same template here")
+            c.say(key, "refused", "datasets differ: drop these, and set chat_template of each dataset in the result")
         elif name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_"):
             c.say(key, "same", "the tokenizer's own")
         elif name in _TEMPLATES:
@@ -289,6 +289,9 @@ def _templates(c: Translation, chats: list[dict[str, Any]]) -> None:
     if source.endswith((".jinja", ".j2")):
         c.carry("chat_template_jinja", "data.chat_template", source)
     c.say("chat_template_jinja", "refused", "save the template to a file, and name that")
+    if not chats:
+        c.say("chat_template_kwargs", "left", "no dataset is a chat")
+    c.carry("chat_template_kwargs", "data.chat_template_kwargs", c.get("chat_template_kwargs", a_map, {}))
 
 
 def _tokens(c: Translation, only_chats: bool) -> None:
@@ -349,6 +352,7 @@ DATA_OPTIONS = (
     ),
     settled(_each("chat_template"), "`data.chat_template` (chatml, llama3)"),
     settled("chat_template chat_template_jinja", "`data.chat_template` (chatml, llama3, a file)"),
+    settled("chat_template_kwargs", "`data.chat_template_kwargs`"),
     settled("train_on_inputs", "`format.loss: all`; refused with chats"),
     settled("val_set_size", "`data.eval.fraction` or `rows`"),
     settled("excess_length_strategy", "`data.long_documents`; refused for texts together with other rows"),
@@ -375,8 +379,9 @@ DATA_OPTIONS = (
         "rows are read as `format` says; see type python there for rows that have to be changed first",
         off=(False,),
     ),
+    refuse(_each("chat_template_jinja"), "save the template to a file, and name that as the dataset's chat_template"),
     refuse(
-        _each("chat_template_jinja split_thinking"),
+        _each("split_thinking"),
         "put it into a template, which serves all datasets",
         off=(False,),
     ),
@@ -384,5 +389,5 @@ DATA_OPTIONS = (
         _each("message_field_training_detail"), "a whole message is trained on or not, by its `train`", off=(False,)
     ),
     refuse(_each("logprobs_field temperature"), "there is no teacher to learn from", off=(False,)),
-    refuse("default_system_message chat_template_kwargs", "put it into the rows, or into a template of your own"),
+    refuse("default_system_message", "put it into the rows, or into a template of your own"),
 )

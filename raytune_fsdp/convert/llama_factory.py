@@ -7,7 +7,7 @@ from typing import Any
 from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, Quantized, carry_lora, details_of_nf4
-from raytune_fsdp.convert.llama_factory_data import prepare_data
+from raytune_fsdp.convert.llama_factory_data import TEMPLATES, prepare_data, without_thoughts
 from raytune_fsdp.convert.rules import (
     Project,
     TheirOption,
@@ -36,7 +36,6 @@ from raytune_fsdp.convert.training import (
     say_precision,
 )
 
-_TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 _LENGTH = 2048
 
@@ -143,18 +142,36 @@ def finish(c: Translation) -> None:
 
 def _template(c: Translation, key: str) -> None:
     name = c.get(key, text, "")
-    formats = [each["format"].get("then", each["format"]) for each in _train(c)]
-    chats = any(each["type"] == "chat" or each.get("style") == "chat" for each in formats)
-    if _train(c) and not chats:
+    if _has_no_chat(c):
         c.say(key, "left", "texts have no template")
-    elif name in _TEMPLATES:
-        c.carry(key, "data.chat_template", _TEMPLATES[name])
+    elif name in TEMPLATES:
+        c.carry(key, "data.chat_template", TEMPLATES[name])
     else:
         c.say(
             key,
             "refused",
             "not a template of this package; without it, the tokenizer's own is used, often the same text",
         )
+
+
+def _thinking(c: Translation, key: str) -> None:
+    if _has_no_chat(c):
+        c.say(key, "left", "texts have no template")
+    elif c.get(key, flag, True):
+        c.say(key, "same", "reasoning stays in the text")
+    elif without_thoughts(c):
+        note = (
+            "with format.reasoning=drop for conversations. There, each answer of a conversation gets an empty thought, "
+            "here those to which the template gives one; and what an Alpaca row thinks stays in its text"
+        )
+        c.carry(key, "data.chat_template_kwargs", {"enable_thinking": False}, note)
+    else:
+        c.say(key, "left", "this template knows no thoughts, there too")
+
+
+def _has_no_chat(c: Translation) -> bool:
+    formats = [each["format"].get("then", each["format"]) for each in _train(c)]
+    return bool(formats) and not any(each["type"] == "chat" or each.get("style") == "chat" for each in formats)
 
 
 def _train(c: Translation) -> list[dict[str, Any]]:
@@ -309,8 +326,15 @@ _DATA_OPTIONS = (
     refuse("interleave_probs", "set data.train.*.share", off=()),
     refuse("tokenized_path", "name it under data.train with format.type=tokens", off=()),
     refuse("default_system tool_format", "put it into the rows, or into a template of your own", off=()),
-    refuse("enable_thinking", "put it into a template of your own", off=(True,), alike="reasoning stays in the text"),
-    refuse("preserve_thinking", "put it into a template of your own"),
+    ask(
+        "enable_thinking",
+        "off: `data.chat_template_kwargs: {enable_thinking: false}` and `format.reasoning: drop`; on: same",
+        _thinking,
+    ),
+    refuse(
+        "preserve_thinking",
+        "set data.chat_template_kwargs to what the model's template calls it, or put it into a template of your own",
+    ),
     same("ignore_pad_token_for_loss", "padding is not trained on"),
     leave("streaming buffer_size", "see `data.shuffle: blocks` for datasets too large to copy"),
     leave(

@@ -10,6 +10,8 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import Translation, flag, in_words, number, text, whole, words
 from raytune_fsdp.convert.runs import is_directory, rows_of
 
+TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
+"""Templates of theirs that come with this package, by their names there."""
 _INFO = "dataset_info.json"
 _MAX_BYTES = 4_000_000
 # Columns and settings that our rows do not have.
@@ -174,7 +176,8 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
         if columns.get("system"):
             made["system"] = columns["system"]
         return _joined(columns, {**made, **({"loss": loss} if loss else {})})
-    return _chat(columns, tags, loss or ("last_turn" if c.get("mask_history", flag, False) else ""))
+    made = _chat(columns, tags, loss or ("last_turn" if c.get("mask_history", flag, False) else ""))
+    return {**made, "reasoning": "drop"} if without_thoughts(c) else made
 
 
 def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +190,11 @@ def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
             f"{columns.get('prompt', 'instruction')} and {columns['query']} by a function, with format.type=python"
         )
     return {"type": "python", "function": _FUNCTION, "then": made}
+
+
+def without_thoughts(c: Translation) -> bool:
+    """Return whether reasoning is taken out of answers. Their templates of plain chats know none."""
+    return not c.get("enable_thinking", flag, True) and c.get("template", text, "") not in TEMPLATES
 
 
 def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def open_tasks(
             max_row_bytes=config.data.max_row_bytes, columns=columns, order=order_of(order),
         )  # fmt: skip
         rows = _read(source, task, field)
-        prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of(config.data))
+        prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of_prompts(config.data))
         rows = rows[task.shots :]
         if not rows:
             raise DataError(f"{field}.shots={task.shots}: {source.label} has no more rows than that; lower it")

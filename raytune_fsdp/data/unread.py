@@ -24,12 +24,15 @@ _CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
 _MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask")
 _BY_FUNCTION = dict.fromkeys((*_CALLS, "history"), _FUNCTION)
 _KNOWN: dict[str, dict[str, str]] = {
-    "chat": {**_SYSTEM, **_CALLS, "history": _FUNCTION},
+    "chat": {
+        **_SYSTEM, **_CALLS, "history": _FUNCTION,
+        "chat_template_kwargs": "chat_template_kwargs of the dataset (one map for all rows)",
+    },
     "instruction": {**_SYSTEM, **_CONTEXT, **_BY_FUNCTION},
     "template": {**dict.fromkeys((*_SYSTEM, *_CONTEXT), "format.prompt"), "history": _FUNCTION},
     "completion": {},
     "tokens": {"labels": "format.labels", **_MASKS},
-}
+}  # fmt: skip
 """For types of formats: well-known columns, and what would read them. A type that is not here reads none of them."""
 _ROWS, _CHARACTERS = 1000, 4_000_000
 """How much of a dataset is looked at, from its start."""

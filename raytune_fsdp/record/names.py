@@ -130,8 +130,8 @@ RECORD_REPAIRED = "record_repaired"
 SETTINGS_CHANGED = "settings_changed"
 """A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
 KERNELS_CHANGED = "kernels_changed"
-"""A run continues with another attention or loss than it was trained with, or with its layers newly compiled or no
-longer compiled: the same up to rounding. Fields: what, was, now, why."""
+"""A run continues with another attention, loss or way to call its state mixers than it was trained with, or with its
+layers newly compiled or no longer compiled: the same up to rounding. Fields: what, was, now, why."""
 BITS_MAY_DIFFER = "bits_may_differ"
 """A run with run.exact continues on something else than it was trained on, or its ranks compute on different things, so
 that its bits from here on need not be those that it would have had. Fields: step, because."""

@@ -25,7 +25,7 @@ from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.questions import check_names, open_tasks
-from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.adapters.attach import is_adapted
@@ -246,9 +246,8 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
 
 
 def set_template(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer the config's chat template, so that prompts and the exported model have it, too."""
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = load_template(config.data.chat_template)
+    """Give the tokenizer the config's chat template and variables, so that prompts and the exported model have them."""
+    TemplateChoice.of_prompts(config.data).keep_in(tokenizer)
 
 
 def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:

@@ -11,17 +11,23 @@ import pytest
 from pydantic import ValidationError
 
 from raytune_fsdp.base.batch import IGNORE, PADDING
-from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.errors import ConfigError, DataError, RowError
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import ChatFormat, DataConfig, DatasetConfig
 from raytune_fsdp.data.mixture import FIFTH_ORDER, FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.questions import Written, open_tasks
 from raytune_fsdp.data.rows.formats import Document, Formatter
-from raytune_fsdp.data.rows.templates import TemplateChoice
+from raytune_fsdp.data.rows.templates import KEPT, TemplateChoice
 from raytune_fsdp.data.rows.thoughts import begins_with_thought
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.plan.identity import ABSENT
-from raytune_fsdp.run.evaluation.answers import ends
+from raytune_fsdp.run.evaluation.answers import encode_prompt, ends
 from raytune_fsdp.run.places import places_in
+from raytune_fsdp.run.prepare import set_template
+from tests.models import save_checkpoint
 from tests.rows import all_samples, demo_tokenizer, make_windows
+from tests.runs import make_config
 from tests.unit.chat_structures import STRUCTURES
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, refusal
 from tests.unit.test_chat_structures import tokenizer_for
@@ -77,6 +83,61 @@ def test_variables_and_templates_of_one_mixture(tmp_path: Path) -> None:
     assert sorted(text.startswith("Loud. ") for text in texts(both)) == [False, True]
     assert both.identity["chat_template_kwargs"] == {"loud": True}
     assert both.fingerprint != windows.fingerprint
+
+
+def trained_with(directory: Path, data: dict[str, Any]) -> Any:
+    """The tokenizer of a run's export, which somebody has loaded again."""
+    tokenizer = demo_tokenizer()
+    set_template(make_config(directory, data=data), tokenizer)
+    tokenizer.save_pretrained(directory / "export")
+    return tokenizer_in(directory / "export", trust_remote_code=False)
+
+
+def prompt_of(tokenizer: Any) -> str:
+    return str(tokenizer.decode(encode_prompt(tokenizer, "What?", positions=200)[0]))
+
+
+def test_a_model_is_asked_as_it_was_trained(tmp_path: Path) -> None:
+    """Also where its export is loaded; and a run that begins with that export has its own settings."""
+    rows = {"path": "x"}
+    template = template_in(tmp_path, "both.jinja", DATED.replace("%d') }}", "%d') ~ ' ' ~ place }}"))
+    data: Any = {
+        "train": [rows], "chat_template": template,
+        "chat_template_date": "2025-03-01", "chat_template_kwargs": {"place": "a/b"},
+    }  # fmt: skip
+    export = trained_with(tmp_path, data)
+    assert prompt_of(export).startswith("2025-03-01 a/b")
+    set_template(make_config(tmp_path, data={"train": [rows]}), export)
+    assert prompt_of(export).startswith("2024-07-26 <")
+    plain = trained_with(tmp_path, {"train": [rows], "chat_template": template})
+    assert KEPT not in plain.init_kwargs and prompt_of(plain) == prompt_of(export)
+
+
+def test_prompts_are_rendered_as_all_datasets_or_else_as_the_run_says(tmp_path: Path) -> None:
+    loud = {"path": "x", "chat_template": template_in(tmp_path, "l.jinja", LOUD), "chat_template_kwargs": {"loud": 1}}
+    assert prompt_of(trained_with(tmp_path, {"train": [loud, {**loud, "path": "y"}]})).startswith("Loud. ")
+    assert not prompt_of(trained_with(tmp_path, {"train": [loud, {"path": "y"}]})).startswith("Loud. ")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "What?", "answer": "4"}))
+    task = {"type": "exact", "path": str(tmp_path / "rows.jsonl"), "max_new_tokens": 1}
+    config = make_config(tmp_path, data={"train": [loud]}, eval={"tasks": [task]})
+    (asked,) = open_tasks(config, demo_tokenizer(), 5000, positions=100)
+    assert isinstance(asked, Written) and demo().decode(asked.prompts[0]).startswith("Loud. ")
+
+
+def test_chat_and_generate_take_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    place = save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=len(demo()))
+    own = (place / "chat_template.jinja").read_text()
+    (place / "chat_template.jinja").write_text("{{ raise_exception('not loud') if not loud }}" + own)
+    asked = ["generate", str(place), "What?", "--max-new-tokens", "2"]
+    assert main(asked) == DataError.exit_code and "refuses the prompt 'What?': not loud" in capsys.readouterr().err
+    assert main([*asked, "--chat-template-kwargs", '{"loud": true}']) == 0
+    for wrong, why in (("loud", "Expecting value"), ("[1]", "valid dictionary"), ('{"tools": 1}', "leave them out")):
+        assert main([*asked, "--chat-template-kwargs", wrong]) == ConfigError.exit_code
+        assert why in capsys.readouterr().err
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    (place / "tokenizer_config.json").write_text(json.dumps({**settings, KEPT: {"chat_template_date": "today"}}))
+    assert main(asked) == DataError.exit_code
+    assert "raytune_fsdp.chat_template_date in tokenizer_config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import types
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -198,6 +199,17 @@ def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixtur
 
 def test_every_command_has_its_file() -> None:
     assert [name for name in main.COMMANDS if find_spec(f"raytune_fsdp.cli.{name}") is None] == []
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_a_command_s_file_is_a_program_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m raytune_fsdp.cli.NAME` has always worked, and must not end without a word."""
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as done:
+        run_path(str(Path(main.__file__).with_name(f"{name}.py")), run_name="__main__")
+    assert done.value.code == 0 and capsys.readouterr().out.startswith(f"usage: raytune-fsdp {name} ")
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

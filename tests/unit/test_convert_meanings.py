@@ -363,6 +363,21 @@ def llama_factory(tmp_path: Path, entry: dict[str, Any], **options: Any) -> Conv
     return converted(tmp_path, "llama-factory", options)
 
 
+def test_reasoning_that_is_switched_off(tmp_path: Path) -> None:
+    chats = {"file_name": "chats.jsonl", "formatting": "sharegpt"}
+    off = llama_factory(tmp_path, chats, dataset="rows", enable_thinking=False)
+    assert field(off, "data.train.0.format.reasoning") == "drop" and not off.problems
+    assert field(llama_factory(tmp_path, chats, dataset="rows"), "data.train.0.format.reasoning") is None
+    plain = llama_factory(tmp_path, chats, dataset="rows", enable_thinking=False, template="llama3")
+    assert field(plain, "data.train.0.format.reasoning") is None and "left" in said(plain, "enable_thinking")
+    texts = {"file_name": "texts.jsonl", "columns": {"prompt": "text"}}
+    assert "left" in said(llama_factory(tmp_path, texts, stage="pt", enable_thinking=False), "enable_thinking")
+    axolotl = converted(tmp_path, "axolotl", {"datasets": [TEXTS], "chat_template_kwargs": {"think": False}})
+    assert "left" in said(axolotl, "chat_template_kwargs")
+    wrong = converted(tmp_path, "axolotl", {"chat_template_kwargs": {"add_generation_prompt": True}})
+    assert len(wrong.problems) == 1 and "chat_template_kwargs" in wrong.problems[0], wrong.problems
+
+
 QUESTIONS = {"columns": {"prompt": "q", "response": "a"}}
 
 

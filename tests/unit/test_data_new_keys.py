@@ -309,6 +309,10 @@ UNREAD: list[tuple[Any, dict[str, Any], str, str]] = [
         TemplateFormat(type="template", prompt="{q}", completion="{a}"),
         {"q": "x", "a": "y", "input": "z"}, "input", "format.prompt",
     ),
+    (
+        ChatFormat(), {**ROW, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs",
+        "chat_template_kwargs of the dataset (one map for all rows)",
+    ),
     (TokensFormat(type="tokens", labels=None), {"input_ids": [5, 6], "labels": [5, -100]}, "labels", "format.labels"),
 ]  # fmt: skip
 

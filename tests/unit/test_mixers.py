@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -23,6 +25,8 @@ from raytune_fsdp.model.objective.loss import plain_losses
 from raytune_fsdp.model.proof import LENGTHS, documents, leak_between_documents
 from raytune_fsdp.model.split.cuts import check_cut
 from raytune_fsdp.model.split.sequence import check_sequence
+from raytune_fsdp.record.console import ConsoleTracker
+from raytune_fsdp.run.open_record import _report_kernels
 from raytune_fsdp.run.trials import mixers as trials
 from raytune_fsdp.run.trials.mixers import KNOWN, choose_mixers, find_mixers, why_borders_fail
 from raytune_fsdp.run.trials.needs import network_needs
@@ -349,3 +353,48 @@ def test_a_run_goes_on_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     last = [*WITH_BORDERS][-1]
     chosen = choose_mixers(network, names, kept=last, device=gpu, fails=lambda way: asked.append(way))
     assert chosen == KernelChoice(name=last, why="as the run began") and asked == [last]
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("cuda", "borders_cu_seqlens, as the run began: off by 0.3"),
+        ("cpu", "borders_cu_seqlens, as the run began: needs"),
+    ],
+)
+def test_a_way_that_the_run_began_with_and_that_fails_now_is_said_once(device: str, reason: str) -> None:
+    chosen = choose_mixers(
+        on_meta("lfm2")[0], ("Lfm2ShortConv",), kept="borders_cu_seqlens", device=torch.device(device),
+        fails=lambda way: "off by 0.3",
+    )  # fmt: skip
+    assert chosen.name == BY_DOCUMENT and reason in chosen.why
+    said = io.StringIO()
+    _report_kernels(ConsoleTracker(said), {"mixers": chosen}, {"mixers": "borders_cu_seqlens"})
+    (kernels, changed) = said.getvalue().splitlines()
+    assert kernels.endswith(f", mixers by_document ({chosen.why})")
+    assert changed.strip() == f"mixers is by_document ({chosen.why}), and was borders_cu_seqlens until here"
+
+
+def test_another_way_says_why_it_is_not_that_of_before() -> None:
+    chosen = choose_mixers(
+        on_meta("lfm2")[0], ("Lfm2ShortConv",), kept="borders_cu_seqlens", device=torch.device("cuda"),
+        fails=lambda way: "off by 0.3" if way == "borders_cu_seqlens" else None,
+    )  # fmt: skip
+    assert chosen.name == "borders_cu_seq_lens_q"
+    assert chosen.why == "its kernels take borders (borders_cu_seqlens, as the run began: off by 0.3)"
+
+
+def test_a_mixer_of_each_shape_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, needs = on_meta("mamba2")
+    of_class = [each for each in network.modules() if type(each).__name__ in needs.mixers]
+    found: list[nn.Module] = []
+
+    def errors(way: str, model: PreTrainedModel, mixer: nn.Module, *_: Any) -> list[tuple[str, float]]:
+        found.append(mixer)
+        return [("the result", 1.0 if mixer is of_class[-1] else 0.0)]
+
+    monkeypatch.setattr(trials, "_errors", errors)
+    assert len(of_class) > 1 and why_borders_fail("any", network, needs.mixers, CPU, torch.float32) is None
+    assert found == of_class[:1]
+    of_class[-1].adapter = nn.Parameter(torch.empty(3, device="meta"))
+    assert why_borders_fail("any", network, needs.mixers, CPU, torch.float32) is not None

@@ -42,6 +42,13 @@ def _not_ours(value: dict[str, Any]) -> dict[str, Any]:
 Variables = Annotated[dict[str, Any], AfterValidator(_not_ours)]
 
 
+class PromptSettings(Section):
+    """What a tokenizer keeps, so that a model is asked as it was trained. The fields are those of `data`."""
+
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    chat_template_date: Annotated[str, AfterValidator(_a_date)] = DATE
+
+
 class RowsConfig(Section):
     first: int | None = Field(default=None, ge=1)
     """Only the first N rows, in the order of the files; all if there are fewer."""
@@ -128,11 +135,12 @@ class DatasetConfig(SourceConfig):
     """How a row becomes a document."""
 
     chat_template: str | None = None
-    """A chat template for this dataset, as in `data.chat_template`, which it replaces. The exported model has that of
-    `data`, or the tokenizer's own."""
+    """A chat template for this dataset, as in `data.chat_template`, which it replaces. Prompts and the exported model have
+    what all datasets of `data.train` have alike; where these differ, that of `data`, or the tokenizer's own."""
 
     chat_template_kwargs: Variables | None = None
-    """Variables for the template of this dataset, instead of those of `data.chat_template_kwargs`."""
+    """Variables for the template of this dataset, instead of those of `data.chat_template_kwargs`. Prompts get those that
+    all datasets of `data.train` have alike; where these differ, those of `data`."""
 
     weight: float | None = Field(default=None, ge=0)
     """How often each row is seen in an epoch: 3 for three times, 0.25 for a quarter of the rows, a different quarter in
@@ -220,8 +228,8 @@ class DataConfig(Section):
 
     chat_template_kwargs: Variables = Field(default_factory=dict)
     """Variables for chat templates, such as `{enable_thinking: false}`: which ones a template reads, its maker says. They
-    hold for the rows of training and of evaluations; answers to prompts, `generate`, `chat` and whoever serves the exported
-    model do without them."""
+    hold for the rows of training and of evaluations, for prompts and tasks, and, as the exported model keeps them, for
+    `generate` and `chat`. Whoever serves that model sets them again."""
 
     chat_template_date: Annotated[str, AfterValidator(_a_date)] = DATE
     """The date (year-month-day) that chat templates get where they ask for today's, as those of gpt-oss and Llama 3 do. It

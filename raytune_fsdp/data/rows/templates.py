@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.config.sections.data import DATE, DataConfig, DatasetConfig
+from raytune_fsdp.config.sections.data import DATE, DataConfig, DatasetConfig, PromptSettings
 from raytune_fsdp.data.rows.sandbox import SANDBOX, LimitError
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.sources.source import shorten
@@ -30,6 +31,9 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 # The largest templates of models have 30,000 characters. Compiling one takes about 10 us for each of them.
 _MOST_CHARACTERS = 200_000
 _WAY_OUT = "correct it, or name another one in data.chat_template"
+
+KEPT = "raytune_fsdp"
+"""The argument of a tokenizer, and so the key in its `tokenizer_config.json`, that holds a run's `PromptSettings`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,34 @@ class TemplateChoice:
             variables = dataset.chat_template_kwargs
         text = None if name is None else load_template(name)
         return cls(text=text, variables=variables, date=data.chat_template_date)
+
+    @classmethod
+    def of_prompts(cls, data: DataConfig) -> TemplateChoice:
+        """Return what prompts are rendered with: as all datasets of training; where these differ, as the run says."""
+        choices = [cls.of(data, dataset) for dataset in data.train]
+        return choices[0] if all(each == choices[0] for each in choices) else cls.of(data)
+
+    @classmethod
+    def kept_in(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateChoice:
+        """Return what `keep_in` left in a tokenizer, which may have been saved and loaded since."""
+        try:
+            kept = PromptSettings.model_validate(tokenizer.init_kwargs.get(KEPT, {}))
+        except ValidationError as error:
+            where, why = ".".join([KEPT, *map(str, error.errors()[0]["loc"])]), error.errors()[0]["msg"]
+            raise DataError(
+                f"{where} in tokenizer_config.json of {tokenizer.name_or_path} says how prompts are rendered, and is "
+                f"not what an export writes ({why}): correct it, or remove it"
+            ) from None
+        return cls(variables=kept.chat_template_kwargs, date=kept.chat_template_date)
+
+    def keep_in(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Have a tokenizer keep all this, also when it is saved, so that a model is asked as it was trained."""
+        if self.text is not None:
+            tokenizer.chat_template = self.text
+        kept = PromptSettings(chat_template_kwargs=dict(self.variables), chat_template_date=self.date)
+        tokenizer.init_kwargs.pop(KEPT, None)  # of the run whose export this one begins with
+        if said := kept.model_dump(exclude_defaults=True):
+            tokenizer.init_kwargs[KEPT] = said
 
 
 def is_shipped(name_or_path: str) -> bool:

@@ -14,7 +14,7 @@ A mixer's forward is replaced on the instance, and all mixers of a network read 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,7 +90,7 @@ def split_mixers(network: PreTrainedModel, names: Iterable[str], way: str = BY_D
 
 
 def split_mixer(mixer: nn.Module, documents: Documents) -> None:
-    mixer.forward = partial(_by_document if documents.way == BY_DOCUMENT else _with_borders, documents, mixer)
+    mixer.forward = partial(_forward, documents, mixer)
 
 
 def is_split(network: nn.Module) -> bool:
@@ -144,29 +144,34 @@ def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 # Not compiled: each mixture of lengths would be a graph of its own.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_document(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(mixer).forward
-    if not documents.batches:
-        return forward(mixer, *args, **kwargs)
+def _forward(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compute a mixer for the documents of the micro-batch; as upstream does, if there are none."""
+    forward = partial(type(mixer).forward, mixer)
+    if not documents.batches and not documents.borders:
+        return forward(*args, **kwargs)
     values, shape, row = _arguments(args, kwargs)
+    call = _by_document if documents.way == BY_DOCUMENT else _with_borders
+    return call(documents, forward, values, shape, row)
+
+
+def _by_document(
+    documents: Documents, forward: Callable[..., Any], values: list[Any], shape: pytree.TreeSpec, row: torch.Size
+) -> Any:
     assert documents.back is not None and row.numel() == documents.back.numel(), (row, documents.back)
     found = []
     for batch in documents.batches:
         own = [each.flatten(0, 1)[batch] if _is_of(row, each) else each for each in values]
         args, kwargs = pytree.tree_unflatten(own, shape)
-        found.append(forward(mixer, *args, **kwargs))
+        found.append(forward(*args, **kwargs))
     return _together(found, documents, row)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_borders(documents: Documents, mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(mixer).forward
-    if not documents.borders:
-        return forward(mixer, *args, **kwargs)
-    values, shape, row = _arguments(args, kwargs)
+def _with_borders(
+    documents: Documents, forward: Callable[..., Any], values: list[Any], shape: pytree.TreeSpec, row: torch.Size
+) -> Any:
     flat = [each.flatten(0, 1)[None] if _is_of(row, each) else each for each in values]
     args, kwargs = pytree.tree_unflatten(flat, shape)
-    result = forward(mixer, *args, **kwargs, **documents.borders)
+    result = forward(*args, **kwargs, **documents.borders)
     return pytree.tree_map_only(torch.Tensor, lambda each: each.reshape(*row, *each.shape[2:]), result)
 
 

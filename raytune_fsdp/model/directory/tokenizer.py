@@ -48,10 +48,10 @@ _FILES_OF_TRANSFORMERS = re.compile(
 _NO_FILES = frozenset((
     "auto_map", "backend", "chat_template", "errors", "files_loaded", "id2lang", "lang2id", "langs", "language",
     "language_codes", "model_input_names", "model_type", "never_split", "padding_side", "phonemizer_backend",
-    "phonemizer_lang", "processor_class", "replace_word_delimiter_char", "response_schema", "response_template",
-    "slow_tokenizer_class", "src_lang", "subword_tokenizer_type", "tags_dict", "target_lang", "task", "tgt_lang",
-    "token_type_ids_pattern", "tokenizer_class", "tokenizer_type", "transformers_version", "truncation_side",
-    "truncation_strategy", "word_tokenizer_type", "wordpieces_prefix",
+    "phonemizer_lang", "processor_class", "raytune_fsdp", "replace_word_delimiter_char", "response_schema",
+    "response_template", "slow_tokenizer_class", "src_lang", "subword_tokenizer_type", "tags_dict", "target_lang",
+    "task", "tgt_lang", "token_type_ids_pattern", "tokenizer_class", "tokenizer_type", "transformers_version",
+    "truncation_side", "truncation_strategy", "word_tokenizer_type", "wordpieces_prefix",
 ))  # fmt: skip
 """Names of arguments whose text transformers never opens."""
 _FAST_FILES = "fast_tokenizer_files"

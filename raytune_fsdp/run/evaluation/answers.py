@@ -15,7 +15,7 @@ from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import DataError, ModelError, first_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ConversationConfig
-from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TemplateChoice, as_templates_see
 from raytune_fsdp.model.attention.choose import positions_of, without_borders
 from raytune_fsdp.step.parallel import evaluating
 
@@ -188,7 +188,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, prompt:
             "the tokenizer has several chat templates, and none of them is the default: set data.chat_template, or "
             "name one of them default"
         ) from error
-    template = ChatTemplate(source, tokenizer.special_tokens_map)
+    choice = TemplateChoice.kept_in(tokenizer)
+    template = ChatTemplate(source, {**tokenizer.special_tokens_map, **choice.variables}, date=choice.date)
     return template.render(as_templates_see(messages), None, prompt=prompt)[0]
 
 

@@ -11,7 +11,7 @@ each alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -60,30 +60,38 @@ def choose_mixers(
     for one way after the other, until one does not fail.
     """
     failed: list[str] = []
-    if kept != BY_DOCUMENT and device.type == "cuda":
+    if kept in WITH_BORDERS and device.type != "cuda":
+        failed.append(f"{kept}, as the run began: needs a GPU")
+    elif kept != BY_DOCUMENT and device.type == "cuda":
         for way in sorted(WITH_BORDERS, key=lambda way: way != kept):
             reason = fails(way)
             if reason is None:
                 split_mixers(model, names, way)
-                return KernelChoice(name=way, why="as the run began" if way == kept else "its kernels take borders")
-            failed.append(f"{way}: {reason}")
+                why = "as the run began" if way == kept else "its kernels take borders"
+                return KernelChoice(name=way, why=f"{why} ({'; '.join(failed)})" if failed else why)
+            failed.append(f"{way}{', as the run began' if way == kept else ''}: {reason}")
     split_mixers(model, names)
     why = "as the run began" if kept == BY_DOCUMENT else f"{', '.join(names)} would run on into the next document"
     return KernelChoice(name=BY_DOCUMENT, why=f"{why} ({'; '.join(failed)})" if failed else why)
 
 
 def why_borders_fail(
-    way: str, model: PreTrainedModel, names: Iterable[str], device: torch.device, dtype: torch.dtype
+    way: str, model: PreTrainedModel, names: Collection[str], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Return why mixers that are given borders compute something else than for each document, or None.
 
-    One mixer of each class is tried, forward and backward, in the sizes of the run. `model` is on the meta device.
+    One mixer of each class and shape is tried, forward and backward, in the sizes of the run: kernels may depend on
+    them, and layers may differ, or have adapters in some only. `model` is on the meta device.
     """
-    kinds = {type(module).__name__: module for module in model.modules()}
+    kinds: dict[tuple[str, Any], nn.Module] = {}
+    for module in model.modules():
+        if type(module).__name__ in names:
+            shapes = tuple((name, each.shape) for name, each in module.named_parameters())
+            kinds.setdefault((type(module).__name__, shapes), module)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for name in names:
-                for what, error in _errors(way, model, kinds[name], device, dtype):
+            for (name, _), mixer in kinds.items():
+                for what, error in _errors(way, model, mixer, device, dtype):
                     if not error <= _ERROR[dtype]:  # written so that NaN fails, too
                         return f"{what} of {name} is off by {error:.1e} from that of each document"
     except Exception as error:  # whatever a package raises; a rank that ends here would leave the others waiting
