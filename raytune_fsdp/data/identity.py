@@ -11,11 +11,12 @@ import xxhash
 
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import FORMAT
+from raytune_fsdp.data.mixture import FIFTH_ORDER
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import Source
-from raytune_fsdp.plan.identity import ABSENT, named
+from raytune_fsdp.plan.identity import ABSENT, ONE_BY_ONE, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,6 +83,17 @@ def identity_of_windows(
         # a window that skipped rows is refused where bad rows are errors.
         **named("data", data, exclude=set(DataConfig.model_fields) - _DECIDING),
     }
+
+
+def turns_of(by_turn: Sequence[bool], order_version: int) -> dict[str, Any]:
+    """Return the entries for datasets each of whose turns is rendered to find it, as a trial of their template decides.
+
+    The trial would find the same as long as nothing else changes. But it depends on code, Jinja's too, of which no
+    identity says anything, and another outcome may give other masks. Under versions before 5, all turns were rendered
+    before there was a trial.
+    """
+    wanted = order_version >= FIFTH_ORDER
+    return {f"datasets.{i}.turns": ONE_BY_ONE for i, each in enumerate(by_turn) if each and wanted}
 
 
 def _templates_of(datasets: Sequence[DatasetConfig]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.mixture import FOURTH_ORDER
@@ -52,7 +51,10 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
 
 
 def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:
-    """Render the first rows both ways; where the ways differ, render each turn of all rows of that template."""
+    """Render the first rows both ways; where the ways differ, render each turn of all rows of that template.
+
+    By the rules that the formatters have now: once these change, the templates have to be tried again.
+    """
     by_template: dict[tuple[ChatTemplate, ...], list[tuple[Formatter, Source]]] = {}
     for formatter, source in zip(formatters, sources, strict=True):
         if formatter.finds_turns:
@@ -60,17 +62,23 @@ def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) ->
     for pairs in by_template.values():
         # As many rows for a template, however many datasets have it: there may be thousands.
         each = -(-_TRIED_ROWS // len(pairs))
-        if not all(_renders_alike(formatter, source, each) for formatter, source in pairs[:_TRIED_ROWS]):
-            for formatter, _ in pairs:
-                formatter.render_by_turn()
+        for formatter, _ in pairs:
+            formatter.render_by_turn(False)
+        alike = pairs[0][0].has_learned
+        alike = alike and all(_renders_alike(formatter, source, each) for formatter, source in pairs[:_TRIED_ROWS])
+        for formatter, _ in pairs:
+            formatter.render_by_turn(not alike)
 
 
 def _renders_alike(formatter: Formatter, source: Source, many: int) -> bool:
-    # What is wrong with a row is said where the row is used.
-    with suppress(DataError):
+    try:
         for index, row in enumerate(source.rows(range(min(many, len(source))))):
             where = source.where(index)
             if not isinstance(row, RowError) and not formatter.renders_alike(row, where, _TRIED_MESSAGES):
                 logger.info("%s: each turn is rendered by itself", where)
                 return False
+    except DataError:
+        # What is wrong is said where the row is used. Rendering each turn is right for every template, so what cannot
+        # be tried may not decide otherwise.
+        return False
     return True

@@ -26,7 +26,7 @@ from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
-from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows
+from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
@@ -109,7 +109,7 @@ class Windows:
             datasets, data, self.sources, weights, tokenizer,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
-        )  # fmt: skip
+        ) | turns_of([each.by_turn for each in formatters], self.order_version)  # fmt: skip
         """Everything that decides the windows, by name."""
         about = {"datasets": self.names, "sources": [each.label for each in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
@@ -126,8 +126,10 @@ class Windows:
         self.order_version = version
         for formatter in self._formatters:
             formatter.read_by(version)
+        try_templates(self._formatters, self.sources)  # what was tried were other rules
         self.unread = unread_columns(self._datasets, self.sources, version)
-        self.identity = {**self.identity, "order_version": version}
+        turns = turns_of([each.by_turn for each in self._formatters], version)
+        self.identity = {**self.identity, "order_version": version, **turns}
         self.cache = replace(self.cache, fingerprint=fingerprint_of(self.identity))
 
     @property

@@ -68,6 +68,10 @@ Fields that identities have named for as long as their section has existed are n
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
 
+ONE_BY_ONE = "one by one"
+"""The value of `data.train.<number>.turns`: how the assistant's turns are found where a chat template is not the same
+around all of them. Absent: by what is known of the template."""
+
 
 def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict[str, Any]:
     """Return the entries of an identity for a section of the config; `exclude` also holds for sections inside it."""
@@ -99,6 +103,14 @@ def check_identity(
                 f"{where}: this run was begun with version {before.get(key, 1)} of {what}, and this raytune_fsdp makes "
                 f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
                 "raytune_fsdp that began it, or start from scratch under another run.name"
+            )
+    for key in sorted({*before, *now}):
+        if key.endswith(".turns") and before.get(key) != now.get(key):
+            raise ResumeError(
+                f"{where}: {key.removesuffix('.turns')}: the turns of its chats were rendered "
+                f"{before.get(key, 'together')} when this run was begun, and would be {now.get(key, 'together')} now, "
+                "as a trial of their template decides: its masks could be others. Continue it with the versions of "
+                "raytune_fsdp and jinja2 that began it, or start from scratch under another run.name"
             )
     differences = [
         f"{key}: {changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"

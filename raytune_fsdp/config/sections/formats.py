@@ -45,7 +45,8 @@ class ChatFormat(Section):
     reasoning: Literal["template", "keep", "drop"] = "template"
     """What happens to the reasoning of the assistant's messages. `template`: what the chat template does, many of which
     leave it out of earlier turns; `keep`: a row is a bad row if the template leaves out any of it; `drop`: it is taken out
-    of all messages, also between `<think>` and `</think>` at the start of their content."""
+    of all messages, also between `<think>` and `</think>` (or `[THINK]` and `[/THINK]`) at the start of their content,
+    where the opening tag may be missing."""
 
     ignore: list[str] = Field(default_factory=list)
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""

@@ -11,10 +11,10 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import FUNCTIONS, ChatFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
+from raytune_fsdp.data.rows.thoughts import without_thought
 from raytune_fsdp.data.sources.source import shorten
 
 _SYSTEM = ("system", "developer")
-_THOUGHT = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _USUAL_ROLES = {
@@ -192,7 +192,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     elif "function_call" in message:
         message["tool_calls"] = [message.pop("function_call")]
     if format.reasoning == "drop" and role == "assistant":
-        content = _THOUGHT.sub("", content) if isinstance(content, str) else content
+        content = without_thought(content) if isinstance(content, str) else content
         message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     calls = message.pop("tool_calls", None)
     if calls:

@@ -171,9 +171,14 @@ class Formatter:
         newer = any(needs_newer(each, self._special, tools=tools, everything=everything) for tools, each in kinds)
         return FIFTH_ORDER if newer else OLDEST_ORDER
 
-    def render_by_turn(self) -> None:
-        """Render each turn of the assistant to find it, however well the template is known."""
-        self._given["by_turn"] = True
+    @property
+    def by_turn(self) -> bool:
+        """Whether each turn of the assistant is rendered to find it, however well the template is known."""
+        return bool(self._given["by_turn"])
+
+    def render_by_turn(self, by_turn: bool = True) -> None:
+        """Say whether each turn of the assistant is rendered to find it."""
+        self._given["by_turn"] = by_turn
         self._habits.clear()
 
     @property
@@ -185,6 +190,13 @@ class Formatter:
     def finds_turns(self) -> bool:
         """Whether turns are found by where the template puts messages."""
         return isinstance(self.format, ChatFormat) and not all(each.tags for each in self._templates)
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the templates could be learned from our own conversations."""
+        newer = self._order >= FIFTH_ORDER
+        kinds = enumerate(self._templates)
+        return not any(learn(each, self._special, newer=newer, tools=bool(tools)).is_by_turn for tools, each in kinds)
 
     def renders_alike(self, row: dict[str, Any], where: str, messages: int) -> bool:
         """Return whether what is known of the template finds the first turns of a row as rendering each does."""
@@ -315,7 +327,7 @@ class Formatter:
         conversation = begun.conversation
         text = self._text(*begun.rendering.trained(begun.loss), plain=False)
         if begun.guarded != conversation:
-            given = Rendering(begun.rendering.template, conversation, self._special).text
+            given = Rendering(begun.rendering.template, conversation, **self._turns(conversation)).text
             # An end may have been added to the text.
             if not text.text.startswith(given) or text.text.removeprefix(given).strip() not in ("", *self._special):
                 raise RowError(

@@ -25,16 +25,18 @@ class Habits:
 
     def __init__(self, known: Mapping[Key, Any] | None = None, *, by_turn: bool = False) -> None:
         self._known = known or {}
-        self._by_turn = by_turn
+        self.is_by_turn = by_turn
         self._seen: dict[Key, list[Any]] = {}
         self.names_calls_by_id = False
         """Whether the template writes the ids of calls instead of their names, as Kimi's does."""
         self.open_ended = False
         """Whether nothing ends a turn but what follows it."""
+        self.wants_text = False
+        """Whether the template prints the arguments of calls as they are, so that they must be JSON text."""
 
     def of_row(self, *, alike: bool) -> Habits:
         """Return what is known when a row begins. `alike`: it has no text that the template looks for."""
-        return self._like(Habits(self._known if alike else None, by_turn=self._by_turn))
+        return self._like(Habits(self._known if alike else None, by_turn=self.is_by_turn))
 
     def by_turn(self) -> Habits:
         """Return the same template's, of which no turn is known."""
@@ -47,6 +49,7 @@ class Habits:
 
     def _like(self, made: Habits) -> Habits:
         made.names_calls_by_id, made.open_ended = self.names_calls_by_id, self.open_ended
+        made.wants_text = self.wants_text
         return made
 
     def known(self, key: Key) -> Any:
@@ -58,7 +61,7 @@ class Habits:
         if key in self._known:
             return self._known[key]
         seen = self._seen.setdefault(key, [])
-        if len(seen) == 2 and seen[0] == seen[1] and not self._by_turn:
+        if len(seen) == 2 and seen[0] == seen[1] and not self.is_by_turn:
             return seen[0]
         value = find()
         if len(seen) < 2:

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.habits import Habits
-from raytune_fsdp.data.rows.templates import ChatTemplate
+from raytune_fsdp.data.rows.marks import with_arguments_as_text
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 
 
 @lru_cache(maxsize=16)  # thousands of datasets may have one template
 def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tools: bool) -> Habits:
-    """Return what a template does around turns, from conversations of our own. `tools`: whether they have tools."""
+    """Return what a template does around turns, from conversations of our own. `tools`: whether they have tools.
+
+    A template that fails with one may be right for all rows: then nothing is learned, and each turn is rendered.
+    """
     habits = Habits(by_turn=True)
-    for conversation in _samples(tools=tools) if not template.tags else []:
-        with suppress(RowError):
-            rendering = Rendering(template, conversation, special, newer=newer, habits=habits, row=False)
-            rendering.check_nothing_is_ignored()
-            rendering.note_gaps()
-            for index, message in enumerate(conversation.messages):
-                if message["role"] == "assistant":
-                    with suppress(RowError):
-                        rendering.turn(index)
+    try:
+        habits.wants_text = newer and _wants_text(template, tools=tools)
+        for conversation in _samples(tools=tools) if not template.tags else []:
+            with suppress(RowError):
+                rendering = Rendering(template, conversation, special, newer=newer, habits=habits, row=False)
+                rendering.check_nothing_is_ignored()
+                rendering.note_gaps()
+                for index, message in enumerate(conversation.messages):
+                    if message["role"] == "assistant":
+                        with suppress(RowError):
+                            rendering.turn(index)
+    except DataError:
+        return habits.by_turn()
     return habits.learned()
 
 
 @lru_cache(maxsize=16)
 def needs_newer(template: ChatTemplate, special: tuple[str, ...], *, tools: bool, everything: bool = False) -> bool:
-    """Return whether the rules of version 5 of the order change what is trained on. `everything`: all tokens are."""
+    """Return whether the rules of version 5 of the order change what is trained on. `everything`: all tokens are.
+
+    They may where a template fails with our conversations: nothing shows that older rules give the same.
+    """
+    if learn(template, special, newer=True, tools=tools).wants_text:
+        return True
 
     def outcomes(newer: bool) -> list[Any]:
         habits = learn(template, special, newer=newer, tools=tools).by_turn()
@@ -45,7 +59,39 @@ def needs_newer(template: ChatTemplate, special: tuple[str, ...], *, tools: bool
                 found.append(None)
         return found
 
-    return outcomes(newer=True) != outcomes(newer=False)
+    try:
+        return outcomes(newer=True) != outcomes(newer=False)
+    except DataError:
+        return True
+
+
+# Both kinds of quotes: where a template prints a whole call, its text would have neither form unchanged.
+_ARGUMENTS = {"at": 'it\'s "here"', "now": True, "of": None}
+
+
+def _wants_text(template: ChatTemplate, *, tools: bool) -> bool:
+    """Return whether a template prints a call's arguments as they are, or joins them to a text.
+
+    Rows have arguments as objects, which most templates write as JSON or look into. Printed as they are, they would be
+    Python's text, with True for true.
+    """
+    for conversation in _samples(tools=tools):
+        messages = as_templates_see(conversation.messages)
+        for call in [call for message in messages for call in message.get("tool_calls", [])]:
+            call["function"]["arguments"] = _ARGUMENTS
+        as_text = [with_arguments_as_text(message) for message in messages]
+        if as_text == messages:
+            continue
+        by_form: list[str | None] = []
+        for form in (messages, as_text):
+            try:
+                by_form.append(template.render(form, conversation.tools)[0])
+            except Refused:
+                by_form.append(None)
+        objects, text = by_form
+        if text is not None:
+            return objects is None or (str(_ARGUMENTS) in objects and json.dumps(_ARGUMENTS) in text)
+    return False
 
 
 def _samples(*, tools: bool) -> list[Conversation]:
@@ -93,10 +139,10 @@ def _user(text: str) -> dict[str, Any]:
 
 def _answer(text: str, *calls: int) -> dict[str, Any]:
     made = [
-        {"type": "function", "id": f"look00000{each}", "function": {"name": "look", "arguments": {}}} for each in calls
+        {"type": "function", "id": f"look0000{each}", "function": {"name": "look", "arguments": {}}} for each in calls
     ]
     return {"role": "assistant", "content": text, **({"tool_calls": made} if made else {})}
 
 
 def _result(call: int) -> dict[str, Any]:
-    return {"role": "tool", "content": f"result {call}", "name": "look", "tool_call_id": f"look00000{call}"}
+    return {"role": "tool", "content": f"result {call}", "name": "look", "tool_call_id": f"look0000{call}"}

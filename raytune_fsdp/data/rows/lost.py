@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.data.rows.conversation import Conversation
-from raytune_fsdp.data.rows.marks import take_marks
+from raytune_fsdp.data.rows.marks import Mark, take_marks
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.sources.source import shorten
 
@@ -52,14 +52,21 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
             may_drop = knows_reasoning and index != last and not conversation.keep
             if key in message and not may_drop and seen[index, "reasoning_content"] < 2:
                 return f"the {key} of {name}"
-        if index == last:
-            # Look after the last mark of an earlier message that stands in front of this one.
-            end = max((mark.at for mark in marks if mark.message == index), default=0)
-            begin = max((mark.at for mark in marks if mark.message < index and mark.at <= end), default=0)
-            part = _missing_part(message["content"], text[begin:])
+        # Many templates cut a thought out of the content of earlier turns; it may be there once more in a later one.
+        if index == last or (conversation.keep and message["role"] == "assistant"):
+            begin, end = _around(index, marks)
+            part = _missing_part(message["content"], text[begin : end if index != last else None])
             if part is not None:
                 return f"{shorten(repr(part))} in the content of {name}"
     return None
+
+
+def _around(index: int, marks: Sequence[Mark]) -> tuple[int, int | None]:
+    """Return where a message may be in the text: between the marks of others in front of it and behind it."""
+    own = [mark.at for mark in marks if mark.message == index]
+    first, last = min(own, default=0), max(own, default=0)
+    begin = max((mark.at for mark in marks if mark.message < index and mark.at <= last), default=0)
+    return begin, min((mark.at for mark in marks if mark.message > index and mark.at >= first), default=None)
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:

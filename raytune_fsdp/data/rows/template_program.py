@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import IO, Any
@@ -35,13 +35,16 @@ NO_MEMORY = 12
 # What a template's code can raise when it was not written for a row like this one.
 _REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
-_SEARCHES = {
-    "count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
-    "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip",
-}  # fmt: skip
+# Literals in these places decide nothing about a message's text: keys, roles and types, and what is only written.
 _KEYS = {
-    "arguments", "content", "description", "function", "id", "name", "parameters", "reasoning", "reasoning_content",
-    "role", "text", "thinking", "tool_call_id", "tool_calls", "type",
+    "arguments", "assistant", "content", "description", "developer", "function", "id", "name", "parameters",
+    "reasoning", "reasoning_content", "role", "system", "text", "thinking", "tool", "tool_call_id", "tool_calls",
+    "type", "user",
+}  # fmt: skip
+_NAMING = {"name", "role", "type"}
+_WRITERS = {
+    "d", "default", "dictsort", "format", "get", "groupby", "indent", "join", "map", "raise_exception", "reject",
+    "rejectattr", "select", "selectattr", "sort", "strftime_now", "sum", "tojson", "unique",
 }  # fmt: skip
 
 
@@ -81,15 +84,62 @@ def _is_generation(node: nodes.CallBlock) -> bool:
 
 
 def _looked_for(tree: nodes.Template) -> set[str]:
-    found: set[Any] = set()
-    for compared in tree.find_all(nodes.Compare):
-        if isinstance(compared.expr, nodes.Const) and any(each.op in ("in", "notin") for each in compared.ops):
-            found.add(compared.expr.value)
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
-            found |= {each.value for each in call.args if isinstance(each, nodes.Const)}
+    """Return the literals that may decide what is written: all but those that are only written themselves.
+
+    A template looks for a text in many ways: `in`, `==`, `split`, a filter, all of them also by a variable.
+    """
+    found = {each for each in _deciding(tree, written=False) if isinstance(each, str)}
     # White space at the ends of a text is in sight wherever the text is.
-    return {each for each in found if isinstance(each, str) and each.strip()} - _KEYS
+    return {each for each in found if each.strip()} - _KEYS
+
+
+def _deciding(node: nodes.Node, *, written: bool) -> Iterator[Any]:
+    """Yield the literals in a node. `written`: the node itself is written, so a literal decides nothing there."""
+    if isinstance(node, nodes.Const):
+        if not written:
+            yield node.value
+        return
+    if isinstance(node, nodes.Compare) and any(_names(each) for each in (node.expr, *(op.expr for op in node.ops))):
+        return
+    if isinstance(node, nodes.Assign):
+        # What is put together is to be written.
+        if not _names(node.target):
+            yield from _deciding(node.node, written=isinstance(node.node, nodes.Add | nodes.Concat))
+        return
+    if isinstance(node, nodes.AssignBlock):  # {% set end %}</think>{% endset %}
+        yield from (data.data.strip() for data in node.find_all(nodes.TemplateData))
+    for field, value in node.iter_fields():
+        inside = _is_written(node, field, written)
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, nodes.Node):
+                yield from _deciding(child, written=inside)
+
+
+_PASSING = (
+    nodes.Add, nodes.Concat, nodes.CondExpr, nodes.Dict, nodes.Filter, nodes.Getattr, nodes.Keyword, nodes.Pair,
+    nodes.Tuple,
+)  # fmt: skip
+
+
+def _is_written(node: nodes.Node, field: str, written: bool) -> bool:
+    """Return whether what is in this field of a node is only written, or a key. `written`: whether the node is."""
+    if isinstance(node, nodes.Output) or (isinstance(node, nodes.Getitem | nodes.Pair) and field in ("arg", "key")):
+        return True
+    called = node.node if isinstance(node, nodes.Call) else node
+    # The node of `text | join` is a text; that of `text.join` is most often a literal.
+    is_called = isinstance(node, nodes.Call) or (isinstance(node, nodes.Filter) and field != "node")
+    if is_called and getattr(called, "attr", getattr(called, "name", None)) in _WRITERS:
+        return True
+    return written and isinstance(node, _PASSING) and field not in ("test", "args", "kwargs")
+
+
+def _names(node: nodes.Node) -> bool:
+    """Return whether a node is a role, a type or a name, which is not a text of a message."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr in _NAMING
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value in _NAMING
+    return isinstance(node, nodes.Name) and "role" in node.name
 
 
 class _GenerationTag(Extension):

@@ -198,7 +198,7 @@ class ChatTemplate:
             text, spans = self.render(
                 [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}], None
             )
-        except Refused:
+        except (Refused, DataError):  # with rows it may do well
             return True
         return not (text[: spans[-1][1]] if spans else text).endswith("Yes.")
 

@@ -1,6 +1,7 @@
-"""Find an empty thought that a template writes by itself, such as <think></think> before an answer without reasoning.
+"""Find thoughts in texts: those of rows, and empty ones that a template writes before an answer without reasoning.
 
-A model that is trained on it learns not to think. White space behind it belongs to it.
+A model that is trained on an empty thought, such as <think></think>, learns not to think. White space behind it belongs
+to it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,21 @@ _REST = re.compile(rf"\s*{_THOUGHT}\s*", re.IGNORECASE)
 _END = re.compile(rf"\s*(?=..?/|<\|END){_THOUGHT}\s*", re.IGNORECASE)
 _BEGINS = re.compile(rf"\s*{_THOUGHT}", re.IGNORECASE)
 _LAST = re.compile(rf"(?:\s*{_THOUGHT})+\s*\Z", re.IGNORECASE)
+
+
+_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def without_thought(content: str) -> str:
+    """Return a message's content without the thought that it begins with.
+
+    The opening tag may be missing: DeepSeek-R1's prompt ends with it, so the model writes only the closing one.
+    """
+    for opening, closing in _TAGS:
+        before, found, rest = content.partition(closing)
+        if found and (opening not in before or before.lstrip().startswith(opening)):
+            return rest.lstrip()
+    return content
 
 
 def begins_with_thought(content: str) -> bool:
@@ -31,8 +47,8 @@ def behind_thought(text: str, anchor: int, start: int, first: int) -> int:
     return start if found is None else found.end()
 
 
-def behind_other_thought(text: str, anchor: int, asked: str, first: int) -> int | None:
-    """Return the place behind an empty thought after `anchor`, where the generation prompt ends with another one.
+def other_thought(text: str, anchor: int, asked: str, first: int) -> tuple[int, int] | None:
+    """Return where an empty thought after `anchor` is, where the generation prompt ends with another one.
 
     Nemotron's prompt ends with <think> and a line break, and its turns begin with <think></think>.
     """
@@ -41,4 +57,4 @@ def behind_other_thought(text: str, anchor: int, asked: str, first: int) -> int 
         return None
     begin = anchor + tail.start()
     found = _EMPTY.match(text, begin, first) or _END.match(text, begin, first)
-    return None if found is None else found.end()
+    return None if found is None else found.span()

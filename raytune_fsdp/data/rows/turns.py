@@ -48,7 +48,7 @@ from raytune_fsdp.data.rows.marks import (
 )
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
-from raytune_fsdp.data.rows.thoughts import begins_with_thought, behind_other_thought, behind_thought
+from raytune_fsdp.data.rows.thoughts import begins_with_thought, behind_thought, other_thought
 
 Loss = Literal["assistant", "last_turn", "all"]
 
@@ -126,6 +126,9 @@ class Rendering:
         self._found = [each for each in template.looked_for if any(each in content for content in contents)]
         habits = habits or Habits(by_turn=True)
         self._habits = habits.of_row(alike=not self._found) if row else habits
+        self._has_calls = any(map(calls_of, self.messages))
+        if self._has_calls and habits.wants_text:
+            self.messages = [with_arguments_as_text(message) for message in self.messages]
         self._by_id = self._habits.names_calls_by_id
 
     @property
@@ -162,14 +165,14 @@ class Rendering:
         if self.ahead is not None:
             return self.ahead
         # DeepSeek's templates join arguments to other text, so they must be text already. Others write them as JSON.
-        if self._newer and any(map(calls_of, self.messages)):
-            with suppress(Refused):
-                return self._rendered(self.messages, self.tools)
-            as_text = [with_arguments_as_text(message) for message in self.messages]
-            with suppress(Refused):
-                rendered = self._rendered(as_text, self.tools)
-                self.messages = as_text
-                return rendered
+        # What was learned of a template says which comes first.
+        if self._newer and self._has_calls:
+            as_objects = as_templates_see(self._conversation.messages)
+            for form in (self.messages, as_objects, [with_arguments_as_text(each) for each in as_objects]):
+                with suppress(Refused):
+                    rendered = self._rendered(form, self.tools)
+                    self.messages = form
+                    return rendered
         return self._render(self.messages)
 
     def without(self, messages: Sequence[int]) -> list[Span]:
@@ -177,7 +180,7 @@ class Rendering:
         spans, start = [], 0
         for index in messages:
             if self._conversation.messages[index]["role"] == "assistant":
-                cut = self.turn(index)
+                cut = self.turn(index, thought=True)
             else:
                 place = self._places.of(index)
                 cut = [] if place is None else [place[:2]]
@@ -186,8 +189,8 @@ class Rendering:
                 start = end
         return _joined([*spans, (start, len(self.text) + len(self.added))])
 
-    def turn(self, index: int) -> list[Span]:
-        """Return the spans that the assistant produces in message `index`."""
+    def turn(self, index: int, *, thought: bool = False) -> list[Span]:
+        """Return the spans that the assistant produces in message `index`; `thought`: with an empty one before it."""
         if self.template.tags:
             return self._tagged_by_message.get(index, [])
         place = self._places.of(index)
@@ -198,7 +201,7 @@ class Rendering:
         # turn.
         if not self._places.is_apart(index):
             raise self._unclear(index, "between parts of other messages")
-        start, end = self._start(index, first), self._end(index, last, kind)
+        start, end = self._start(index, first, thought), self._end(index, last, kind)
         if not start <= last <= end:
             raise self._unclear(index, "not in one piece")
         return [(start, end)]
@@ -260,7 +263,7 @@ class Rendering:
     @cached_property
     def _marked_text(self) -> str:
         text = self._render(self._marked)[0]
-        if not self._newer or self._by_id or not any(map(calls_of, self.messages)) or "tool_calls" in kinds_in(text):
+        if not self._newer or self._by_id or not self._has_calls or "tool_calls" in kinds_in(text):
             return text
         with suppress(Refused):
             marked = [with_marks(message, index, by_id=True) for index, message in enumerate(self.messages)]
@@ -370,7 +373,7 @@ class Rendering:
         parts = tuple(key for key in ("tool_calls", "reasoning_content") if key in message)
         return message["role"], bool(content.strip()), parts, tuple(each for each in self._found if each in content)
 
-    def _start(self, index: int, first: int) -> int:
+    def _start(self, index: int, first: int, thought: bool) -> int:
         before = self._places.before(index)
         anchor = 0 if before is None else before.at
         gap = self.text[anchor:first]
@@ -385,22 +388,22 @@ class Rendering:
         if mark != seen or anchor > first:
             raise self._unclear(index, "differently with and without the messages after it")
         if self.text.startswith(asked, anchor):
-            return self._begins(index, anchor, anchor + len(asked), first)
+            return self._begins(index, anchor, anchor + len(asked), first, thought)
         # The generation prompt may go on after the header of this turn: DeepSeek's and Qwen3.5's also open the
         # reasoning, which earlier turns no longer have.
         if gap.strip() and asked.startswith(gap):
             return first
         header = self._habits.ask(("header", *looks), lambda: self._header_of_words(index))
         if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
-            return self._begins(index, anchor, anchor + len(header), first)
+            return self._begins(index, anchor, anchor + len(header), first, thought)
         if self._newer and not begins_with_thought(self.messages[index]["content"]):
-            start = behind_other_thought(self.text, anchor, asked, first)
-            if start is not None:
-                return start
+            found = other_thought(self.text, anchor, asked, first)
+            if found is not None:
+                return found[0] if thought else found[1]
         raise self._unclear(index, "after something other than the generation prompt")
 
-    def _begins(self, index: int, anchor: int, start: int, first: int) -> int:
-        if not self._newer or start >= first or begins_with_thought(self.messages[index]["content"]):
+    def _begins(self, index: int, anchor: int, start: int, first: int, thought: bool) -> int:
+        if thought or not self._newer or start >= first or begins_with_thought(self.messages[index]["content"]):
             return start
         return behind_thought(self.text, anchor, start, first)
 
