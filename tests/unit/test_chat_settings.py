@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_variables_and_templates_of_one_mixture(tmp_path: Path) -> None:
 
 def trained_with(directory: Path, data: dict[str, Any]) -> Any:
     """The tokenizer of a run's export, which somebody has loaded again."""
-    tokenizer = demo_tokenizer()
+    tokenizer = copy.deepcopy(demo_tokenizer())  # others have the same one
     set_template(make_config(directory, data=data), tokenizer)
     tokenizer.save_pretrained(directory / "export")
     return tokenizer_in(directory / "export", trust_remote_code=False)

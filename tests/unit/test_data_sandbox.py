@@ -150,7 +150,7 @@ def test_row_that_needs_too_much_work_is_named_and_never_left_out() -> None:
 
 
 def test_prompts_are_rendered_under_the_same_limit() -> None:
-    tokenizer = type("Busy", (), {"chat_template": "x", "special_tokens_map": {}})()
+    tokenizer = type("Busy", (), {"chat_template": "x", "special_tokens_map": {}, "init_kwargs": {}})()
     tokenizer.get_chat_template = lambda tools=None: "{{ 'x' * 10**9 }}"
     with pytest.raises(TooMuchWork):
         encode_prompt(tokenizer, "Is it?", positions=100)

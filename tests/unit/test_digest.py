@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from raytune_fsdp.base import row_hashes
+from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.cli.digest import main
 from raytune_fsdp.tools import digest
-from raytune_fsdp.tools.digest import digests_of_model, root
+from raytune_fsdp.tools.digest import digests_of_model
 
 TENSORS = {
     "matrix": torch.arange(12.0).view(4, 3),
@@ -38,16 +40,23 @@ def model(directory: Path, tensors: dict[str, torch.Tensor], files: int = 1) -> 
 
 
 def by_hand(name: str, tensor: torch.Tensor) -> str:
-    rows = [bytes(row.reshape(-1).view(torch.uint8).tolist()) for row in (tensor if tensor.ndim else tensor[None])]
-    leaves = [hashlib.sha256(row).digest() for row in rows]
-    nodes = [hashlib.sha256(b"".join(leaves[i : i + 1024])).digest() for i in range(0, len(leaves), 1024)]
+    content = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+    row = max(1, len(content) // max(1, len(tensor) if tensor.ndim else 1))
+    leaf = max(1, 4096 // row) * row
+    level = [hashlib.sha256(content[start : start + leaf]).digest() for start in range(0, len(content), leaf)]
+    left: list[bytes] = []
+    while level:
+        if len(level) % 2:
+            left.insert(0, level.pop())
+        level = [hashlib.sha256(level[i] + level[i + 1]).digest() for i in range(0, len(level), 2)]
     head = json.dumps([name, str(tensor.dtype)[6:], list(tensor.shape)]).encode()
-    return hashlib.sha256(head + b"".join(nodes)).hexdigest()
+    return hashlib.sha256(head + b"".join(left)).hexdigest()
 
 
-@pytest.mark.parametrize("at_once", [1, 40, 64 << 20])
+@pytest.mark.parametrize("at_once", [1, 10_000, 64 << 20])
 def test_it_is_the_tree_that_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(digest, "_AT_ONCE", at_once)
+    monkeypatch.setattr(row_hashes, "_AT_ONCE", at_once)
     found = digests_of_model(model(tmp_path / "model", TENSORS))
     assert found == {name: by_hand(name, tensor) for name, tensor in TENSORS.items()}
     assert root(found) == hashlib.sha256(b"".join(bytes.fromhex(found[name]) for name in sorted(found))).hexdigest()
