@@ -77,7 +77,9 @@ def test_the_layers_that_are_read_past_are_those_of_transformers() -> None:
             running = [method for method in methods if not re.match(r"_*(?:init|tie)", method)]
             if names := linear & {name for method in running for name in READ.findall(method)}:
                 found[re.split(r"\W", part)[0]] = names
-    assert found == {**{owner: {*layers} for owner, layers in _READ_PAST.items()}, **CALLED}
+    known = {**{owner: {*layers} for owner, layers in _READ_PAST.items()}, **CALLED}
+    assert "MambaMixer" in found
+    assert not {owner: names for owner, names in found.items() if not names <= known.get(owner, set())}
 
 
 @pytest.mark.parametrize(
