@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ _OPERATIONS = {
     "c10d::_reduce_scatter_base_": "scattered",
     "c10d::alltoall_base_": "scattered",
 }
+_PASSED_ON: dict[str, Callable[[int], int]] = {
+    "c10d::recv_": lambda others: 1,
+    "c10d::send": lambda others: 0,
+    "c10d::gather_": lambda others: max(0, others - 1),
+    "c10d::scatter_": lambda others: 0 if others else 1,
+}
+"""How many tensors a rank receives, by how many there are besides its own: the other ranks' or none."""
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,6 +52,11 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Counts and sums of a step are integers and doubles; gradients are neither here.
             kind = "all_reduced" if largest.dtype not in (torch.int64, torch.float64) else "beside"
             times = 2
+        if operation in _PASSED_ON:
+            received = _PASSED_ON[operation](len(tensors) - 1) if tensors else 0
+            self.numbers["scattered"] += received * largest.numel()
+            self.bytes["scattered"] += received * largest.nbytes
+            return
         if operation == "c10d::broadcast_":  # gradients of weights that are not cut
             kind = "beside"
         assert kind is not None, f"{operation} is not known here"

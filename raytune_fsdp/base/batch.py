@@ -242,3 +242,5 @@ class Saved:
     bytes: int
     lasting: bool = True
     """False: a recovery point, which only a run that continues uses."""
+    digest: str | None = None
+    """The digest of its weights, if they were hashed."""

@@ -44,12 +44,13 @@ _SOON_READ = 1 << 30
 """Less than this is hashed at once, whatever it is."""
 _SMALL_BYTES = 64 * MIB
 """What any file without tensors may have: .metadata, written for other tools, is about as large as the index."""
-_DIGEST = re.compile("[0-9a-f]{32}")
+_DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
 
-def make_manifest(sums: Mapping[str, Sum]) -> str:
+def make_manifest(sums: Mapping[str, Sum], digest: Mapping[str, str] | None = None) -> str:
+    """Return the manifest of these files, with the `digest` of their numbers if there is one."""
     files = {name: {"bytes": each.bytes, "xxh3": each.xxh3} for name, each in sorted(sums.items())}
-    return json.dumps({"format": 1, "files": files}, indent=1)
+    return json.dumps({"format": 1, **({"digest": digest} if digest else {}), "files": files}, indent=1)
 
 
 Listed = Mapping[str, tuple[int, str]]
@@ -77,6 +78,20 @@ def read_manifest(storage: Storage, name: str) -> Listed:
     missing = {STATE_FILE, INDEX_FILE} - found.keys()
     if missing:
         raise UnsoundError(f"does not list {sorted(missing)[0]}")
+    return found
+
+
+def read_digest(storage: Storage, name: str) -> dict[str, str]:
+    """Return the digests that the ranks have put into a manifest: `weights` and `everything`; or nothing."""
+    read = parse_json(storage.read(name, MANIFEST_FILE, MANIFEST_BYTES))
+    found = read.get("digest") if isinstance(read, dict) else None
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or found.keys() != {"weights", "everything"}:
+        raise UnsoundError("has a digest without exactly weights and everything")
+    for each in found.values():
+        if not (isinstance(each, str) and _SHA256.fullmatch(each)):
+            raise UnsoundError(f"has the digest {shown(each)}")
     return found
 
 

@@ -21,8 +21,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from raytune_fsdp.base.batch import Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
+from raytune_fsdp.base.row_hashes import HashedRows
+from raytune_fsdp.checkpoint.contents import roots_of
 from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
+from raytune_fsdp.checkpoint.state import STATE
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import METADATA_FILE, NotFiniteError, PieceLayout, Sum, write_pieces, write_small
 
@@ -107,6 +110,8 @@ class SaveJob:
     ready: Callable[[], None]
     """Waits until the pieces may be read."""
     state: str
+    digest: str | None
+    """The digest of the state. None: numbers are not hashed."""
     seconds: float
     """Time limit of the save."""
     messages: Messages
@@ -249,16 +254,17 @@ class SaveInFlight:
         """Write this rank's file; return the message about it for rank 0."""
         job = self.job
         if not job.layout.mine:
-            return {"file": None, "spans": []}
+            return {"file": None, "spans": [], "hashes": {}}
         file = f"__{job.rank}_{job.serial}{PIECES}"
         try:
             job.ready()
-            total, spans = write_pieces(job.draft, file, job.pieces, job.layout.mine)
+            total, spans, hashes = write_pieces(job.draft, file, job.pieces, job.layout, hashes=job.digest is not None)
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
             return {"problem": in_one_line(error), "no_room": lacks_room(error)}
-        return {"file": file, "sum": asdict(total), "spans": spans}
+        rows = {name: [(each.nodes, each.ends) for each in found] for name, found in hashes.items()}
+        return {"file": file, "sum": asdict(total), "spans": spans, "hashes": rows}
 
     def _send(self, message: dict[str, Any]) -> None:
         self.sent_at = time.monotonic()
@@ -282,16 +288,17 @@ class SaveInFlight:
                 kinds: tuple[Ending, ...] = ("not_finite", "no_room")
                 ending: Ending = next((kind for kind in kinds if any(each.get(kind) for each in messages)), "failed")
                 return self._failed(problems[0] + more, ending)
-            size = self._commit(messages)
+            size, digest = self._commit(messages)
         except Exception as error:
             job.draft.discard()
             return self._failed(f"rank 0: {in_one_line(error)}", "no_room" if lacks_room(error) else "failed")
         seconds = time.monotonic() - self._started
-        saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting)
+        saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting, digest=digest)
         return Outcome(step=job.step, ending="committed", saved=saved)
 
-    def _commit(self, messages: list[dict[str, Any]]) -> int:
-        """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size."""
+    def _commit(self, messages: list[dict[str, Any]]) -> tuple[int, str | None]:
+        """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size and the
+        digest of its weights."""
         job = self.job
         sums = {each["file"]: Sum(**each["sum"]) for each in messages if each["file"]}
         files, spans = [each["file"] for each in messages], [each["spans"] for each in messages]
@@ -301,6 +308,7 @@ class SaveInFlight:
             STATE_FILE: job.state.encode(),
         }
         sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
+        digest = {} if job.digest is None else roots_of({STATE: job.digest, **_digests(job.layout, messages)})
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.
@@ -308,8 +316,9 @@ class SaveInFlight:
                 raise TransientError("given up")
             self._committing = True
         # Asked again at the last moment, when little is left to write to disk: somebody may have taken over the run.
-        job.draft.publish({name: each.bytes for name, each in sums.items()}, make_manifest(sums), job.before)
-        return sum(each.bytes for each in sums.values())
+        manifest = make_manifest(sums, digest)
+        job.draft.publish({name: each.bytes for name, each in sums.items()}, manifest, job.before)
+        return sum(each.bytes for each in sums.values()), digest.get("weights")
 
     def _clean_up(self, work: Callable[[], None]) -> None:
         try:
@@ -326,3 +335,11 @@ class SaveInFlight:
 
     def _left(self) -> float:
         return self._started + self.job.seconds - time.monotonic()
+
+
+def _digests(layout: PieceLayout, messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the digest of every tensor from what the ranks have hashed of it."""
+    return {
+        name: rows.digest(HashedRows(*part) for each in messages for part in each["hashes"].get(name, ()))
+        for name, (rows, _) in layout.rows.items()
+    }

@@ -18,7 +18,7 @@ from raytune_fsdp.checkpoint.contents import tensors_of
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Messages, Outcome, SaveInFlight, SaveJob, open_messages
-from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.state import RunState, digest_of_state
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
 from raytune_fsdp.checkpoint.writing import PieceLayout, Staging, UpdatesAfterCopies, make_layout
 from raytune_fsdp.model.pieces.pieces import local_piece
@@ -43,6 +43,8 @@ class Saver:
     staging: Staging | None
     """None: pieces are written from where they are, and must not change meanwhile."""
     messages: Messages
+    hashes: bool = False
+    """Whether manifests get a digest of the numbers."""
     scores: dict[int, float] = field(default_factory=dict)
     """Scores by step, to keep the best checkpoints. On rank 0."""
     own_seconds: float = 0.0
@@ -124,6 +126,7 @@ class Saver:
             pieces=pieces,
             ready=at_once if self.staging is None else self.staging.here,
             state=state.to_json(),
+            digest=digest_of_state(state) if self.hashes else None,
             seconds=self.seconds,
             messages=self.messages,
             leftovers=tuple(self._failed),
@@ -209,6 +212,7 @@ def open_saver(
     seconds: float,
     asynchronous: bool,
     scores: Mapping[int, float],
+    hashes: bool = False,
 ) -> Saver:
     """Return the saver of an attempt with this model and optimizer. Collective."""
     optimizer.init_state()
@@ -223,4 +227,5 @@ def open_saver(
         staging=Staging() if asynchronous else None,
         messages=open_messages(),
         scores=dict(scores),
+        hashes=hashes,
     )

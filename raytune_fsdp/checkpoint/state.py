@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,17 @@ class RunState:
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+
+
+STATE = "state"
+"""The name under which the state counts among the digests of a checkpoint's tensors."""
+
+
+def digest_of_state(state: RunState) -> str:
+    """Return a hash of what decides, besides tensors and the run's identity, how the run goes on."""
+    keys = ("step", "samples", "skipped_in_row", "loss_scale", "good_steps")
+    decides = {**{key: getattr(state, key) for key in keys}, "cursor": asdict(state.cursor)}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
 def check_size(state: RunState) -> None:

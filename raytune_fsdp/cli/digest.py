@@ -64,12 +64,14 @@ def _of(place: str, *, trusted: bool) -> dict[str, str]:
 
 
 def _print(place: str, digests: dict[str, str], *, tensors: bool) -> None:
-    from raytune_fsdp.tools.digest import root, weights_among
+    from raytune_fsdp.base.row_hashes import root
+    from raytune_fsdp.checkpoint.contents import roots_of
+    from raytune_fsdp.checkpoint.state import STATE
 
-    weights = weights_among(digests)
-    if weights:
-        say(f"weights     {root(weights)}  {place}")
-        say(f"everything  {root(digests)}  {place}, with the optimizer and the state")
+    if STATE in digests:
+        roots = roots_of(digests)
+        say(f"weights     {roots['weights']}  {place}")
+        say(f"everything  {roots['everything']}  {place}, with the optimizer and the state")
     else:
         say(f"model       {root(digests)}  {place}")
     for name, digest in sorted(digests.items()) if tensors else ():

@@ -121,7 +121,6 @@ class FinetuneConfig(Section):
             ("parallel.mesh.tensor", mesh.tensor, (1,)),
             ("parallel.precision", parallel.precision, ("fp64", "fp32", "bf16", "fp16")),
             ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto", "fp32")),
-            ("parallel.reduce", parallel.reduce, ("flat",)),
             ("parallel.defer_gradient_sync", parallel.defer_gradient_sync, (False,)),
         ):
             if value not in right:

@@ -80,9 +80,11 @@ def move(layout: Layout, network: Network, traffic: Traffic | None, collectives:
     if copy > network.per_node:
         between += inside * min(layout.tensor, network.per_node)
         seconds = max(seconds, between / outside)
-        if traffic.crossing:
+        if traffic.crossing or traffic.direct:
             # Summed in two levels, one after the other: only sums leave a machine, a part of them by each device.
             crossing = traffic.crossing * traffic.bytes_crossing
+            if traffic.direct:  # everything leaves it, for each rank that is elsewhere
+                crossing = scattered * (copy - network.per_node) / (copy - 1)
             inside = gathered + scattered - crossing
             between = gathered + crossing * network.per_node
             seconds = max(gathered / network.inside, gathered / outside)

@@ -41,6 +41,7 @@ _WORDS = {
     names.COLUMN_NOT_READ: "dataset {dataset}: column {column} is not read; {share:.1%} of {rows} rows have it",
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
     names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
+    names.BITS_MAY_DIFFER: "run.exact: {because}, so the bits after step {step} may be others",
     names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
     names.RESIZED: "resized from {before} to {after} workers",
 }

@@ -41,7 +41,8 @@ percent (the mean of its GPUs), bytes in use on its fullest GPU."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
-results depend on: device, threads and versions of rank 0; evaluates (whether values are measured, and how many prompts
+results depend on: device, threads, versions and, on a CPU, instructions of rank 0, with run.exact also bits, a digest
+of these, the kernels and the micro-batch; evaluates (whether values are measured, and how many prompts
 are answered), if the ranks measure anything. If attempts after that checkpoint have failed: lost_seconds, the time
 for which they have trained."""
 ATTEMPT_ENDED = "attempt_ended"
@@ -70,7 +71,8 @@ PROFILED = "profiled"
 """A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percentages of the step
 in which it was idle, and in which it only communicated."""
 SAVED = "saved"
-"""Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step."""
+"""Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
+the weights."""
 NO_ROOM_TO_SAVE = "no_room_to_save"
 """A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""
@@ -130,6 +132,9 @@ SETTINGS_CHANGED = "settings_changed"
 KERNELS_CHANGED = "kernels_changed"
 """A run continues with another attention or loss than it was trained with, or with its layers newly compiled or no
 longer compiled: the same up to rounding. Fields: what, was, now, why."""
+BITS_MAY_DIFFER = "bits_may_differ"
+"""A run with run.exact continues on something else than it was trained on, or its ranks compute on different things, so
+that its bits from here on need not be those that it would have had. Fields: step, because."""
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"

@@ -22,6 +22,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "newest_order": lambda value: value is None or is_known(value),
     "gradients": lambda value: value in (AS_WEIGHTS, FP32),
     "adapters": lambda value: value is None or isinstance(value, list) and all(isinstance(each, str) for each in value),
+    "threads": lambda value: value is None or isinstance(value, str),  # looked at where they are set
 }
 
 
@@ -32,7 +33,8 @@ def gradients_of(state: RunState) -> str:
 
 def put_beginning(place: RunDir, state: RunState, adapters: Sequence[str] | None = None) -> None:
     """Make a run that does not exist yet begin like the run that saved this state, with these `adapted_modules`."""
-    values = {"format": 1, **orders_of(state), "gradients": gradients_of(state), "adapters": adapters}
+    kernels = {"gradients": gradients_of(state), "threads": state.kernels.get("threads")}
+    values = {"format": 1, **orders_of(state), **kernels, "adapters": adapters}
     place.path.mkdir(parents=True, exist_ok=True)
     replace_durably(place.beginning, json.dumps(values))
 
@@ -59,7 +61,7 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
     state = RunState(
         identity={"data.order_version": values["order_version"]},
         newest_order=values["newest_order"],
-        kernels={"gradients": values["gradients"]},
+        kernels={key: values[key] for key in ("gradients", "threads") if values[key] is not None},
     )
     return state, values["adapters"]
 

@@ -69,6 +69,7 @@ from raytune_fsdp.step.parallel import (
 )
 from raytune_fsdp.step.precision import store_frozen
 from raytune_fsdp.step.reduce_by_node import ranks_together
+from raytune_fsdp.step.relay import Levels
 from raytune_fsdp.step.sums import Sums, SumsByRank
 from raytune_fsdp.step.traffic import Traffic
 
@@ -135,6 +136,8 @@ class Build:
     compiler: Compiler | None
     traffic: Traffic | None
     """What travels in a step; None: nothing is spread."""
+    levels: Levels | None
+    """The groups in which an exact run passes sums from node to node; None: it does not."""
     sharding: Mapping[str, Any] | None
     """What is gathered when, and what travels, for people to read; None: nothing is spread."""
 
@@ -187,6 +190,7 @@ def build(
         routers=routers,
         compiler=compiler,
         traffic=traffic,
+        levels=None if per_node is None or not config.run.exact else Levels.of(mesh, per_node),
         sharding=sharding,
     )
 
@@ -263,4 +267,6 @@ def optimizer_of(built: Build, config: FinetuneConfig, micro_batches: int | None
 
 def sums_of(built: Build, config: FinetuneConfig, plan: Plan) -> Sums:
     """Return how a network that has its memory is summed over micro-batches and ranks."""
-    return SumsInOrder(built.model, plan.division) if config.run.exact else SumsByRank(plan.layout)
+    if not config.run.exact:
+        return SumsByRank(plan.layout)
+    return SumsInOrder(built.model, plan.division, built.levels)

@@ -1,24 +1,33 @@
-"""What trackers receive about a run besides its numbers: its data, and the commit of the code around it."""
+"""What trackers receive about a run besides its numbers: its data, the code around it, and what its bits depend on."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import xxhash
 
+from raytune_fsdp.base.machine import processor
 from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.record.tracker import UsedData
+from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.record.tracker import UsedData, flatten
 
+BITS = "bits"
+"""The field of an attempt's start that has the digest of what its bits depend on."""
 _GIT_SECONDS = 5
 
 
@@ -73,4 +82,54 @@ def commit_here() -> str | None:
             capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         return asked.stdout.strip() or None
+    return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of what decides the bits of a result."""
+    found: dict[str, str | None] = {}
+    for package in ("raytune-fsdp", "torch", "transformers"):
+        found[package] = None
+        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
+            found[package] = version(package)
+    return found
+
+
+def computed_on(device: torch.device) -> dict[str, Any]:
+    """Return what decides the bits of an attempt's results besides its config: equal entries mean equal bits."""
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "versions": versions()}
+    if device.type == "cuda":
+        return {"device": f"{device.type}: {torch.cuda.get_device_name(device)}", **found}
+    name = processor() or platform.machine()
+    return {"device": f"{device.type}: {name}", **found, "instructions": torch.backends.cpu.get_cpu_capability()}
+
+
+def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Mapping[str, KernelChoice]) -> str:
+    """Return a digest of what the bits of a run with `run.exact` depend on, but does not belong to the run for good."""
+    chosen = {what: choice.name for what, choice in kernels.items()}
+    decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def why_bits_differ(computed: Sequence[Mapping[str, Any]], digest: str, before: Mapping[str, Any] | None) -> str | None:
+    """Say why steps of a run with `run.exact` may get other bits from here on; None if they must be the same.
+
+    `computed`: where each rank computes. `before`: the fields of the last attempt's start.
+    """
+    for rank, other in enumerate(computed):
+        if different := _difference(computed[0], other):
+            return "rank 0 has {} {}, and rank {} has {}".format(*different[:2], rank, different[2])
+    if before is None or before.get(BITS, digest) == digest:
+        return None
+    if different := _difference(computed[0], before):
+        return "this attempt has {} {}, and the one before had {}".format(*different)
+    return "this attempt has another micro-batch or other kernels than the one before"
+
+
+def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return the first thing that differs, with both values."""
+    others = flatten(there)
+    for key, value in flatten(here).items():
+        if others.get(key) != value:
+            return key.removeprefix("versions."), shown(value), shown(others.get(key))
     return None

@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.durable import replace_durably, take_from_others
 from raytune_fsdp.base.errors import RaytuneError, in_one_line, pip_install
-from raytune_fsdp.base.machine import processor
 from raytune_fsdp.base.mark import MOST_BYTES, with_mark
 from raytune_fsdp.base.redaction import redact, redact_text
 from raytune_fsdp.base.untrusted import read_file
@@ -52,7 +50,7 @@ from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
 from raytune_fsdp.record.tracker import Composite, RunStart, Tracker, flatten
-from raytune_fsdp.run.described import used_data
+from raytune_fsdp.run.described import BITS, bits_digest, computed_on, used_data, versions, why_bits_differ
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -108,7 +106,7 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
     shown, commit = redact(config.model_dump(mode="json")), _commit_of_model(config, prepared, standing)
-    recipe = recipe_of(shown, _versions(), place.path, prepared.parameters, commit)
+    recipe = recipe_of(shown, versions(), place.path, prepared.parameters, commit)
     replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
     put_mark(prepared)
     put_model_files(place.model_files, place.checkpoints)
@@ -151,22 +149,6 @@ def clean_config(place: RunDir) -> None:
             replace_durably(place.config, dump(clean), private=True)
 
 
-def _versions() -> dict[str, str | None]:
-    """Return the versions of what decides the bits of a result."""
-    found: dict[str, str | None] = {}
-    for package in ("raytune-fsdp", "torch", "transformers"):
-        found[package] = None
-        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
-            found[package] = version(package)
-    return found
-
-
-def computed_on(device: torch.device) -> dict[str, object]:
-    """Return what decides the bits of an attempt's results besides its config: equal entries mean equal bits."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor() or platform.machine()
-    return {"device": f"{device.type}: {name}", "threads": torch.get_num_threads(), "versions": _versions()}
-
-
 def start_tracker(
     config: FinetuneConfig,
     prepared: RunInputs,
@@ -178,6 +160,7 @@ def start_tracker(
     more: Sequence[Tracker] = (),
 ) -> Tracker:
     """Return rank 0's trackers, those of the config and `more`; other ranks get one that does nothing."""
+    computed = on_all_ranks(lambda: computed_on(device)) if config.run.exact else [computed_on(device)]
     if dist.get_rank() != 0:
         return Tracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)
@@ -187,17 +170,21 @@ def start_tracker(
     tracker.start(run_start(config, prepared, standing, standing.attempt))
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
-    plan = standing.plan
+    plan, digest = standing.plan, bits_digest(config, computed[0], kernels)
+    last = [line["fields"] for line in read_events(prepared.place.events) if line["event"] == names.ATTEMPT_STARTED]
     tracker.event(
         names.ATTEMPT_STARTED,
         world_size=plan.layout.world,
         resumed_from=standing.state.step,
         **plan.spread(),
-        **computed_on(device),
+        **computed[0],
+        **({BITS: digest} if config.run.exact else {}),
         **({LOST: round(opened.lost, 1)} if opened.lost else {}),
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
+    if config.run.exact and (why := why_bits_differ(computed, digest, last[-1] if last else None)):
+        tracker.event(names.BITS_MAY_DIFFER, step=standing.state.step, because=why)
     if config.tracking.mlflow.enabled and not mlflow_installed():
         tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in opened.aside:
@@ -206,21 +193,8 @@ def start_tracker(
         tracker.event(names.SETTINGS_CHANGED, **opened.changed)
     if standing.windows_built:
         tracker.event(names.WINDOWS_BUILT, windows=standing.windows_built, steps=None)
-    if isinstance(config.data.eval, HeldOutConfig) and standing.state.step == 0:
-        held_out = prepared.evals[HELD_OUT]
-        rows = {name: len(source) for name, source in zip(held_out.names, held_out.sources, strict=True)}
-        tracker.event(names.ROWS_HELD_OUT, rows=rows)
     if standing.state.step == 0:
-        for column in dict.fromkeys(
-            each for data in (prepared.train, *prepared.evals.values()) for each in data.unread
-        ):
-            tracker.event(names.COLUMN_NOT_READ, **column.fields())
-    left_out = left_out_of(prepared.train.names, prepared.train.sources) if standing.state.step == 0 else {}
-    if left_out:
-        before, after = ({name: each[i] for name, each in left_out.items()} for i in (0, 1))
-        tracker.event(names.ROWS_LEFT_OUT, before=before, after=after)
-    if prepared.census is not None and standing.state.step == 0:
-        _report_lost_rows(tracker, prepared.census)
+        _report_data(tracker, config, prepared)
     return tracker
 
 
@@ -344,6 +318,20 @@ def _plan_in_full(prepared: RunInputs, standing: ResumePoint) -> dict[str, Any]:
         "order_version": prepared.train.order_version,
         "newest_order": standing.state.newest_order,
     }
+
+
+def _report_data(tracker: Tracker, config: FinetuneConfig, prepared: RunInputs) -> None:
+    if isinstance(config.data.eval, HeldOutConfig):
+        held_out = prepared.evals[HELD_OUT]
+        rows = {name: len(source) for name, source in zip(held_out.names, held_out.sources, strict=True)}
+        tracker.event(names.ROWS_HELD_OUT, rows=rows)
+    for column in dict.fromkeys(each for data in (prepared.train, *prepared.evals.values()) for each in data.unread):
+        tracker.event(names.COLUMN_NOT_READ, **column.fields())
+    if left_out := left_out_of(prepared.train.names, prepared.train.sources):
+        before, after = ({name: each[i] for name, each in left_out.items()} for i in (0, 1))
+        tracker.event(names.ROWS_LEFT_OUT, before=before, after=after)
+    if prepared.census is not None:
+        _report_lost_rows(tracker, prepared.census)
 
 
 def _report_lost_rows(tracker: Tracker, census: Census) -> None:

@@ -250,7 +250,9 @@ class Saves:
             self.recovery = 0 if saved.lasting else saved.step
             if self.clock is not None:
                 self.clock.committed(saved.seconds)
-            kind = {} if saved.lasting else {"recovery": True}
+            kind: dict[str, Any] = {} if saved.lasting else {"recovery": True}
+            if saved.digest is not None:
+                kind["digest"] = saved.digest
             self.tracker.event(
                 names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes, **kind
             )
@@ -323,6 +325,7 @@ def open_saves(
             seconds=config.checkpoint.timeout_minutes * 60,
             asynchronous=config.checkpoint.asynchronous,
             scores={step: value for step, value in scores.items() if value is not None},
+            hashes=config.run.exact,
         ),
         tracker=tracker,
         requests=Requests(prepared.place.path),

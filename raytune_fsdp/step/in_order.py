@@ -20,6 +20,7 @@ from raytune_fsdp.base.batch import MicroBatch
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.step.optim.pieces import at
+from raytune_fsdp.step.relay import Levels, add_in_turns
 from raytune_fsdp.step.sums import Totals
 
 _WIDTH = 4096
@@ -32,8 +33,11 @@ _ON_GPU = 1 << 24
 class SumsInOrder:
     """Sums over the micro-batches of a step, one after the other, whoever has computed them."""
 
-    def __init__(self, model: nn.Module, division: Division) -> None:
-        """Have the gradients of this network, which is sharded if it is to be, summed in order."""
+    def __init__(self, model: nn.Module, division: Division, levels: Levels | None = None) -> None:
+        """Have the gradients of this network, which is sharded if it is to be, summed in order.
+
+        `levels`: the ranks are on several nodes, and pass the sum from node to node.
+        """
         self._division = division
         self._step = 0
         self._owners: list[int] = []
@@ -42,7 +46,7 @@ class SumsInOrder:
             if division.data_ranks > 1 and isinstance(module, FSDPModule):
                 (group,) = module._get_fsdp_state()._fsdp_param_groups or (None,)  # type: ignore[attr-defined]
                 if group is not None:
-                    cast(FSDPModule, module).set_custom_reduce_scatter(_InOrder(group, self._owners))  # type: ignore[arg-type]
+                    cast(FSDPModule, module).set_custom_reduce_scatter(_InOrder(group, self._owners, levels))  # type: ignore[arg-type]
 
     def start(self, step: int, like: torch.Tensor) -> None:
         self._step = step
@@ -131,9 +135,10 @@ def _row_sums(rows: torch.Tensor, parts: int, every: int) -> torch.Tensor:
 class _InOrder:
     """Brings every rank its rows of the gradients of all ranks, and adds them to those of earlier micro-batches."""
 
-    def __init__(self, group: Any, owners: Sequence[int]) -> None:
+    def __init__(self, group: Any, owners: Sequence[int], levels: Levels | None) -> None:
         self._group = group
         self._owners = owners
+        self._levels = levels
         self._sends = False
         """Whether the buffer that FSDP asked for last is the one that is sent."""
 
@@ -152,6 +157,10 @@ class _InOrder:
         op: dist.ReduceOp.RedOpType | dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
+        if self._levels is not None:
+            begun = self._take(output_tensor)
+            add_in_turns(output_tensor, input_tensor, self._owners, self._levels, begun=begun)
+            return
         got = torch.empty_like(input_tensor)
         dist.all_to_all_single(got, input_tensor, group=group)
         parts = got.view(group.size(), -1)

@@ -187,7 +187,7 @@ def shard(
         layers = layers_in_fp8(model)
         for unit in units:
             gather_in_fp8(unit.modules, layers)
-    if per_node is not None:
+    if per_node is not None and not exact:
         reduce_by_node(model, mesh, per_node, torch.bfloat16 if config.reduce_dtype == "bf16" else None)
 
 
@@ -320,7 +320,8 @@ def traffic_of(
         bytes_gathered=width,
         bytes_reduced=reduced,
         nodes=1 if per_node is None else layout.shard_size // per_node,
-        bytes_crossing=2 if config.reduce_dtype == "bf16" else reduced,
+        bytes_crossing=stored.itemsize if exact else 2 if config.reduce_dtype == "bf16" else reduced,
+        exact=exact,
     )
     return step_traffic(sizes, how)
 

@@ -21,8 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from raytune_fsdp.base.collectives import make_device_mesh, on_all_ranks
+from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.machine import this_node
+from raytune_fsdp.step.relay import Levels
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The function, by its name since torch 2.13 or by its older one."""
@@ -49,18 +50,15 @@ def reduce_by_node(model: nn.Module, mesh: DeviceMesh, per_node: int, between: t
 
     `between`: the type that is sent between nodes; None: the type of the sums.
     """
-    shards = mesh["shard"].size()
-    axes = {"replicate": mesh.size() // shards, "between": shards // per_node, "inside": per_node}
-    levels = make_device_mesh(mesh.device_type, axes)
-    comm = _ReduceByNode(levels.get_group("inside"), levels.get_group("between"), between)
+    comm = _ReduceByNode(Levels.of(mesh, per_node), between)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             cast(FSDPModule, module).set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
 
 
 class _ReduceByNode:
-    def __init__(self, inside: dist.ProcessGroup, between: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-        self._inside, self._between, self._dtype = inside, between, dtype
+    def __init__(self, levels: Levels, dtype: torch.dtype | None) -> None:
+        self._levels, self._dtype = levels, dtype
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -73,16 +71,15 @@ class _ReduceByNode:
         op: dist.ReduceOp.RedOpType | dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        ranks, nodes = self._inside.size(), self._between.size()
-        # Part n * ranks + r belongs to rank r of node n. Inside of a node, rank r sums the parts of all ranks r.
-        parts = input_tensor.view(nodes, ranks, -1).transpose(0, 1).contiguous()
-        ours = input_tensor.new_empty(input_tensor.numel() // ranks)
-        _reduce_scatter(ours, parts.view(-1), op=op, group=self._inside)
+        inside, between = self._levels.inside, self._levels.between
+        parts = self._levels.by_rail(input_tensor)  # rank r of a node sums the parts of all ranks r
+        ours = input_tensor.new_empty(input_tensor.numel() // inside.size())
+        _reduce_scatter(ours, parts.view(-1), op=op, group=inside)
         if self._dtype is None or self._dtype == ours.dtype:
-            _reduce_scatter(output_tensor, ours, op=op, group=self._between)
+            _reduce_scatter(output_tensor, ours, op=op, group=between)
             return None
         rounded = ours.to(self._dtype)
         mine = rounded.new_empty(output_tensor.numel())
-        _reduce_scatter(mine, rounded, op=op, group=self._between)
+        _reduce_scatter(mine, rounded, op=op, group=between)
         output_tensor.copy_(mine)
         return None

@@ -9,7 +9,10 @@ replicas reduce after the last micro-batch. Ranks that share samples also exchan
 
 In bytes, a weight has 2 in 16 bits. Under `fp8` the Psi8 weights that layers multiply with in 8 bits have 1: gathered
 once, (2 Psi - Psi8) (N-1)/N. For layers alone that is 0.50 of bf16's bytes, for a whole 8B 0.57 and for a 70B 0.52.
-If gradients are summed in two levels on G nodes, (G-1)/N of the (N-1)/N come from other nodes.
+If gradients are summed in two levels on G nodes of L ranks, (G-1)/N of the (N-1)/N come from other nodes. If they are
+added in order (`run.exact`), a rank gets (L-1)/L of them inside of its node; of sums it gets (G-1)/N as they are passed
+from node to node in a round, (G-1)/G of 1/N when the owners get theirs, and as much again where a round goes on with a
+sum.
 
 `tests/distributed/test_traffic.py` compares this with the collectives of real steps.
 """
@@ -57,6 +60,8 @@ class Collectives:
     (`parallel.reduce: hierarchical`); else 1."""
     bytes_crossing: int = 4
     """Bytes of a gradient that is sent from one of these nodes to another."""
+    exact: bool = False
+    """`run.exact`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,8 @@ class Traffic:
     """Gradients, summed over the ranks that share a copy of the model."""
     crossing: float = 0.0
     """How many of these are sums of a node, and come from another node."""
+    direct: bool = False
+    """Whether each rank sends its gradients straight to the ranks that keep the rows, on whichever node."""
     all_reduced: float
     """Gradients of its shard, summed over the replicas and sent back: both ways are counted."""
     bytes_gathered: int
@@ -110,12 +117,18 @@ def step_traffic(units: Sequence[UnitSize], how: Collectives) -> Traffic:
         gathers += unit.weights * times
         narrow += unit.narrow * times
     reductions = trained * (1 if how.deferred else passes)
+    # A rank has its node's sums for as many parts as there are nodes, and gets its own part from all other nodes.
+    scattered, crossing = reductions * across, reductions * (how.nodes - 1) / shards
+    if how.exact and how.nodes > 1:
+        ends = (how.nodes - 1) / how.nodes * (2 * reductions - trained)
+        crossing = (reductions * (how.nodes - 1) + ends) / shards
+        scattered = reductions * (1 - how.nodes / shards) + crossing
     return Traffic(
         gathered=gathers * across,
         narrow=narrow * across,
-        scattered=reductions * across,
-        # A rank has its node's sums for as many parts as there are nodes, and gets its own part from all other nodes.
-        crossing=reductions * (how.nodes - 1) / shards,
+        scattered=scattered,
+        crossing=crossing,
+        direct=how.exact and how.nodes == 1,
         all_reduced=trained / shards * between,
         bytes_gathered=how.bytes_gathered,
         bytes_reduced=how.bytes_reduced,

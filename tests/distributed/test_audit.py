@@ -44,6 +44,14 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three ranks with run.exact."""
+    directory = tmp_path_factory.mktemp("exact")
+    resident_ranks(train_rank, 3, _config(directory, run={"name": "run", "exact": True}).model_dump())
+    return directory
+
+
 @pytest.fixture
 def audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     torch.set_num_threads(1)  # as the ranks of tests have
@@ -96,6 +104,22 @@ def _train_as_before(values: dict[str, Any]) -> bool:
 def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., tuple[int, str]]) -> None:
     code, said = audit(honest, "--workers", "2")
     assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said
+
+
+def test_an_exact_run_of_three_ranks_is_audited_by_one_to_the_bit(
+    exact: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """With the run's own threads, from its beginning, too; then a weight whose lowest bit was changed."""
+    for beginning in ([], ["--from", "0"]):
+        torch.set_num_threads(2)
+        code, said = audit(exact, "--workers", "1", *beginning)
+        assert code == 0 and "**Passed**: trained again, it is the same to the bit." in said, said
+        assert "| the run, attempt 1 | 3 |" in said and "| the audit | 1 |" in said
+    run = _copy(exact, tmp_path) / "runs" / "run"
+    name = _flip(run, bit=1, byte=0)
+    with_hashes(next(Path(each.path) for each in checkpoints(run) if each.step == LAST))
+    code, said = audit(tmp_path, "--workers", "1")
+    assert code == 4 and f"the checkpoint of step {LAST}: {name}[" in said and "1 of them differ" in said, said
 
 
 def _copy(honest: Path, directory: Path) -> Path:
@@ -208,18 +232,21 @@ def test_nothing_is_taken_that_a_checkpoint_does_not_list(
         # The record says the right rate; what was learned from the wrong one shows in the next step.
         ("rate", "step 13: loss is "),
         ("dropped", "step 12: samples is "),
+        # Equal samples, whose gradients are added in another order: only bits show it.
+        ("exchanged", ""),
     ],
 )
 def test_a_step_that_was_trained_otherwise(
-    honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path, what: str, difference: str
+    honest: Path, exact: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path, what: str, difference: str
 ) -> None:
+    honest = exact if what == "exchanged" else honest
     run = _copy(honest, tmp_path) / "runs" / "run"
     for each in checkpoints(run):
         if each.step > FIRST:
             shutil.rmtree(each.path)
     record = run / "metrics.jsonl"
     before = record.read_text().splitlines()
-    values = _config(honest).model_dump()
+    values = _config(honest, run={"name": "run", "exact": what == "exchanged"}).model_dump()
     values["run"]["storage"] = str(tmp_path / "runs")
     run_ranks(_train_otherwise, 1, values, what)
     if what == "rate":
@@ -233,12 +260,12 @@ def test_a_step_that_was_trained_otherwise(
             if line["kind"] == "step":
                 line["trajectory"]["lr"] = right[line["trajectory"]["step"]]
         record.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, said = audit(tmp_path)
+    code, said = audit(tmp_path, *(["--workers", "2"] if what == "exchanged" else []))
     assert code == 4 and f"First difference: {difference}" in said, said
 
 
 def _train_otherwise(values: dict[str, Any], what: str) -> None:
-    """A rank that trains step 12 at another rate, or leaves out its samples."""
+    """A rank that trains step 12 at another rate, leaves out its samples, or exchanges its micro-batches."""
     from dataclasses import replace
     from unittest import mock
 
@@ -255,12 +282,16 @@ def _train_otherwise(values: dict[str, Any], what: str) -> None:
     prepared, standing = prepare_on_rank0(config)
     assert standing.state.step == FIRST
     steps, hooks = standing.steps_left, LauncherHooks()
-    if what == "dropped":
+    if what != "rate":
         stream = rank_batches(
             Stream(prepared.train, seed=config.run.seed), standing.plan.division, range(steps.start, steps.stop + 1),
             cursor=standing.state.cursor, data_rank=dist.get_rank(),
         )  # fmt: skip
         kept = (replace(each, step=each.step - (each.step > 12)) for each in stream if each.step != 12)
+        if what == "exchanged":
+            kept = (
+                replace(each, micro_batches=each.micro_batches[::-1]) if each.step == 12 else each for each in stream
+            )
         hooks = LauncherHooks(batches=kept)
     honest = loop.lr_factor
     wrong = lambda step, *rest: honest(step, *rest) * (1.01 if step == 12 and what == "rate" else 1)  # noqa: E731

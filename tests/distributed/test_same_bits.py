@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import xxhash
 
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import read_digest
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
+from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, SAVED
+from raytune_fsdp.run.described import why_bits_differ
 from tests.checkpoints import checkpoints, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks, run_ranks
@@ -78,7 +86,7 @@ def train_each(values: Sequence[Mapping[str, Any]], stop: int | None, fault: str
 def plant(fault: str) -> None:
     """Have this process compute as if one of the parts of `run.exact` were missing."""
     from raytune_fsdp.model.objective import loss
-    from raytune_fsdp.step import in_order, train_step
+    from raytune_fsdp.step import in_order, reduce_by_node, train_step
     from raytune_fsdp.step.optim import adamw
 
     right, computed = in_order.SumsInOrder.next_round, train_step.micro_batch_loss
@@ -100,6 +108,9 @@ def plant(fault: str) -> None:
         return replace(found, total=found.total * float("nan")) if batch.is_filler else found
 
     assert loss.micro_batch_loss is computed
+    if "nodes of" in fault:
+        per_node = int(fault.split()[-1])
+        reduce_by_node.this_node = lambda: str(dist.get_rank() // per_node)  # type: ignore[assignment, return-value]
     if "filler" in fault:
         train_step.micro_batch_loss = overflowing  # type: ignore[attr-defined]
     if fault == "fillers are added":
@@ -130,6 +141,19 @@ def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], 
     return hashes, read_trajectory(records), read_evaluations(records, last.step)
 
 
+def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
+    """The digest that the ranks have put into the last checkpoint, and what the events say of all."""
+    place = Path(config.run.storage) / config.run.name
+    last = checkpoints(place)[-1]
+    found = read_digest(storage_at(last.root), last.name)
+    saved = {
+        each["fields"]["step"]: each["fields"]["digest"]
+        for each in read_events(place / "events.jsonl") if each["event"] == SAVED
+    }  # fmt: skip
+    assert saved[last.step] == found["weights"] != found["everything"]
+    return {**found, "saved": saved}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The bits of each case on one rank."""
@@ -147,9 +171,36 @@ def test_one_rank_and_three(alone: tuple[Path, dict[str, Any]]) -> None:
     train([*configs.values()], 3)
     for case in CASES:
         assert bits(configs[case]) == expected[case], case
+        assert digests_on_record(configs[case]) == digests_on_record(config_of(directory, case, f"{case}-1")), case
     runs = directory / "runs"
+    for case in CASES:  # and that of the files
+        assert digest([str(runs / f"{case}-3".replace(" ", "-")), "--trust-places"]) == 0, case
     assert digest([str(runs / "odd-1"), str(runs / "odd-3"), "--trust-places"]) == 0
     assert digest([str(runs / "odd-1"), str(runs / "fp32-1"), "--trust-places"]) == 1
+
+
+def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
+    alone: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lowest bit of one number, with hashes of files that fit."""
+    directory, _ = alone
+    last = Path(checkpoints(directory / "runs" / "fp32-1")[-1].path)
+    forged = tmp_path / "checkpoints" / last.name
+    shutil.copytree(last, forged)
+    manifest = json.loads((forged / "manifest.json").read_text())
+    tensors = json.loads((forged / "tensors.json").read_text())["tensors"]
+    piece = tensors["model.model.norm.weight"]["pieces"][0]
+    content = bytearray((forged / piece["file"]).read_bytes())
+    content[piece["start"]] ^= 1
+    (forged / piece["file"]).write_bytes(content)
+    manifest["files"][piece["file"]]["xxh3"] = xxhash.xxh3_128_hexdigest(bytes(content))
+    (forged / "manifest.json").write_text(json.dumps(manifest))
+    assert digest([str(forged), "--trust-places"]) == 2
+    assert "has other numbers than the ranks had: the digest of its weights is " in capsys.readouterr().err
+    manifest["digest"] = {"weights": "0" * 63 + "\n", "everything": 1}
+    (forged / "manifest.json").write_text(json.dumps(manifest))
+    assert digest([str(forged), "--trust-places"]) == 2
+    assert "its manifest is not what was written: it has the digest '000" in capsys.readouterr().err
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
@@ -161,6 +212,31 @@ def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
         train(configs, world, stop)
     for case, config in zip(cases, configs, strict=True):
         assert bits(config) == expected[case], case
+        events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
+        said = {each["fields"]["bits"] for each in events if each["event"] == ATTEMPT_STARTED}
+        assert len(said) == 1 and BITS_MAY_DIFFER not in {each["event"] for each in events}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "said"),
+    [
+        ([{"threads": 2}, {"threads": 2}], {"threads": 2, "world_size": 9, "bits": "a"}, None),
+        ([{"threads": 2}], None, None),
+        ([{"threads": 2}], {"threads": 3}, None),
+        ([{"threads": 2}, {"threads": 1}], None, "rank 0 has threads 2, and rank 1 has 1"),
+        (
+            [{"versions": {"torch": "2.14"}}], {"versions": {"torch": "2.13"}, "bits": "b"},
+            "this attempt has torch '2.14', and the one before had '2.13'",
+        ),
+        ([{"threads": 2}], {"threads": 2, "bits": "b"}, "this attempt has another micro-batch or other kernels"),
+    ],
+)  # fmt: skip
+def test_what_else_bits_depend_on_is_said_when_it_changes(
+    ranks: list[dict[str, Any]], before: dict[str, Any] | None, said: str | None
+) -> None:
+    """A run from before there was a digest says nothing of it."""
+    found = why_bits_differ(ranks, "a", before)
+    assert found is said is None or (said is not None and (found or "").startswith(said))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +253,22 @@ def test_each_part_of_it_is_needed(alone: tuple[Path, dict[str, Any]], fault: st
     config = config_of(directory, "odd", name, optim={"max_skipped": 100})
     train([config], 3, fault=fault)
     assert (bits(config) == expected["odd"]) == fault.startswith("nothing")
+
+
+def test_sums_that_are_passed_from_node_to_node_are_the_same(alone: tuple[Path, dict[str, Any]]) -> None:
+    """Steps of five micro-batches begin on another rank each time, so that the turn of a node may come twice."""
+    directory, expected = alone
+    world, per_node = 4, 2
+    cases = ("odd", "bf16", "kept", "lora")
+    configs = {}
+    for case in cases:
+        parallel = {**CASES[case][2].get("parallel", {}), "precision": CASES[case][1], "reduce": "hierarchical"}
+        configs[case] = config_of(directory, case, f"{case}-{world}-by-{per_node}", parallel=parallel)
+    train([*configs.values()], world, fault=f"nothing, but nodes of {per_node}")
+    for case, config in configs.items():
+        assert bits(config) == expected[case], case
+        events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
+        assert any("inside of each" in str(each["fields"].get("reduced")) for each in events)
 
 
 def test_without_it_runs_are_equal_up_to_rounding(alone: tuple[Path, dict[str, Any]]) -> None:

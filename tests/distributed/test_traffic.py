@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.collectives import KINDS, Collectives
 from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.model.precision.quantized import quantize_layers
+from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.predict.links import Network, move
+from raytune_fsdp.step.traffic import Collectives as Spread
+from raytune_fsdp.step.traffic import UnitSize, step_traffic
 from tests.models import save_checkpoint
-from tests.ranks import resident_ranks
+from tests.ranks import resident_ranks, run_ranks
 from tests.runs import make_config
 
 SLOW = pytest.mark.slow
@@ -30,7 +35,9 @@ def moved(
     return [_moved(FinetuneConfig.model_validate(values), steps) for values in configs]
 
 
-def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], dict[str, float], ParameterCount]:
+def _moved(
+    config: FinetuneConfig, steps: int, per_node: int | None = None
+) -> tuple[list[dict[str, Any]], dict[str, float], ParameterCount]:
     from raytune_fsdp.model.network import build_network
     from raytune_fsdp.run.assemble import assemble
     from raytune_fsdp.step.parallel import sharding_units, traffic_of
@@ -44,7 +51,7 @@ def _moved(config: FinetuneConfig, steps: int) -> tuple[list[dict[str, Any]], di
         quantize_layers(model, config.method.quantization)
     said = traffic_of(
         model, sharding_units(model, config.parallel, ends=prepared.needs.ends), config.parallel, plan.layout,
-        micro_batches=plan.division.full_rounds, exact=config.run.exact,
+        micro_batches=plan.division.full_rounds, per_node=per_node, exact=config.run.exact,
     )  # fmt: skip
     parts = assemble(config, prepared, standing, torch.device("cpu"))
     found = []
@@ -132,6 +139,44 @@ def test_steps_send_what_is_predicted(
     for ((found, predicted, _),) in resident_ranks(moved, world, [config.model_dump()]):
         for step in found:
             check(step, predicted, numbers=sections.get("method") != QLORA and not narrow)
+
+
+def test_sums_that_are_passed_from_node_to_node(tmp_path: Path) -> None:
+    """On average over ranks: the first node of a step gets the owners' rows, the others get the sum."""
+    sections = {"parallel": {"precision": "bf16", "reduce": "hierarchical"}, "run": {"exact": True}}
+    config = config_of(tmp_path, 2 * 4, **sections)
+    ranks = run_ranks(moved_by_nodes, 4, [config.model_dump()], 2)
+    predicted = ranks[0][0][1]
+    for kind in ("numbers", "bytes"):
+        found = [sum(step[kind].get(each, 0) for each in KINDS) for ((steps, _, _),) in ranks for step in steps]
+        assert sum(found) / len(found) == pytest.approx(predicted[kind], rel=1e-12)
+
+
+@pytest.mark.parametrize(("nodes", "direct", "passed_on"), [(2, 2.13, 1.07), (4, 3.10, 1.16), (16, 3.78, 1.06)])
+def test_between_nodes_of_eight(nodes: int, direct: float, passed_on: float) -> None:
+    """What leaves a node in an exact run of many micro-batches, in units of what a ring in fp32 sends."""
+    ranks, weights, passes = 8 * nodes, 1e9, 1000
+    layout = Layout(world=ranks, data_ranks=ranks, replicas=1, shard_size=ranks)
+    network = Network(per_node=8, inside=1e11, between=1e10, to_host=1e10, host_memory=1e10)
+
+    def sent(reduced: int, exact: bool, nodes: int) -> float:
+        how = Spread(
+            shard_size=ranks, replicas=1, micro_batches=passes, bytes_gathered=2, bytes_reduced=reduced, exact=exact,
+            nodes=nodes,
+        )  # fmt: skip
+        return move(layout, network, step_traffic([UnitSize(weights=0, trained=weights)], how), 0).between
+
+    ring = sent(4, False, 1)
+    assert ring == pytest.approx(passes * weights * 4 * (ranks - 1) / ranks)
+    assert sent(2, True, 1) / ring == pytest.approx(direct, abs=0.01)
+    assert sent(2, True, nodes) / ring == pytest.approx(passed_on, abs=0.01)
+
+
+def moved_by_nodes(configs: Sequence[Mapping[str, Any]], per_node: int) -> Any:
+    from raytune_fsdp.step import reduce_by_node
+
+    reduce_by_node.this_node = lambda: str(dist.get_rank() // per_node)  # type: ignore[assignment, return-value]
+    return [_moved(FinetuneConfig.model_validate(values), 2, per_node) for values in configs]
 
 
 def test_in_units_of_all_weights(tmp_path: Path) -> None:

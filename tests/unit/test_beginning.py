@@ -44,12 +44,15 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
         "", "[]", "{}", '{"format": 2}', '{"format": 1, "order_version": 2, "newest_order": null}',
         *(
             json.dumps(
-                {"format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16", "adapters": None} | change
+                {
+                    "format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16", "adapters": None,
+                    "threads": None, **change,
+                }
             )
             for change in (
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
                 {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"adapters": [7]}, {"base": {}},
-                {"format": 1.0},
+                {"threads": 7}, {"format": 1.0},
             )
         ),
     ],

@@ -79,6 +79,12 @@ def test_ways_to_move_less_are_valid_and_faster() -> None:
     said = advice(config, found, faster)
     assert ids(said) == ["communication-bound", "no-infiniband"]
     assert all(change_in_words(each.changes) in said[0].text for each in faster)
+    # An exact run stays one.
+    exact = config_of(WIDE, train={"micro_batch": 1, "global_batch": 64}, run={"exact": True})
+    subject, found = look(exact, 16, speed="1Gbps")
+    (one,) = moving_less(subject, exact, found)
+    assert one.changes == {"parallel.reduce": "hierarchical"}
+    assert "passed from machine to machine, and the bits are the same" in advice(exact, found, [one])[1].text
     # With a batch that gives each rank one block, and shards inside of machines, nothing is left to say.
     least = config_of(WIDE, parallel={"strategy": "hybrid_shard", "shard_size": 8}, train={"micro_batch": 1})
     subject, found = look(least, 16, speed="1Gbps")

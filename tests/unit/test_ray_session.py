@@ -183,7 +183,7 @@ def test_a_stop_while_ray_starts_leaves_none_for_the_next_command(monkeypatch: p
         story.append("starts")
         may_start.wait(10)
         story.append("has started")
-        return SimpleNamespace(close=lambda: story.append("closed"))
+        return SimpleNamespace(head=object(), close=lambda: story.append("closed"))
 
     monkeypatch.setattr(session, "_CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(session, "find_cluster", lambda: story.append("looks for one"))
@@ -197,3 +197,24 @@ def test_a_stop_while_ray_starts_leaves_none_for_the_next_command(monkeypatch: p
         second.result(10)
     one = ["looks for one", "starts", "has started", "closed"]
     assert story == one + one
+
+
+def test_a_ray_of_our_own_that_lacks_a_process_is_asked_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call would wait for a minute, and then Ray ends this process; one that waits already is not without a word."""
+    dead: list[str] = []
+    monkeypatch.setattr(private, "dead_processes", lambda: dead)
+    monkeypatch.setattr(private, "seconds_without_head", lambda: session.CLOSING_SECONDS + 0.05)
+    monkeypatch.setattr(session, "_LOOK_SECONDS", 0.01)
+    own = session.Session("", owned=True, directory=tmp_path)
+    threading.Timer(0.2, dead.append, ["gcs_server"]).start()
+    assert own.answers()
+    session._watch(own, threading.Event())
+    assert not own.answers()
+    said = capsys.readouterr().err
+    assert said.startswith("error: Ray's gcs_server process on this machine died") and "same command continues" in said
+    ended = threading.Event()
+    ended.set()
+    session._watch(own, ended)
+    assert not capsys.readouterr().err

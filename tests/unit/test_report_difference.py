@@ -101,6 +101,11 @@ def test_rounding_is_told_from_other_samples_that_come_later(tmp_path: Path) -> 
     assert any("it has no checkpoint" in line for line in only.unknown)
     (c / "checkpoints_at").write_text("s3://nowhere/c/checkpoints")
     assert any("are at s3://nowhere/c" in line for line in difference(a, c).unknown), "and nobody asks there"
+    exact = make_config(run={"exact": True})
+    one = write_run(tmp_path / "one", 4, loss=falling, world=1, config=exact)
+    two = write_run(tmp_path / "two", 4, loss=lambda step: falling(step) * (1 + 1e-9), world=2, config=exact)
+    found = difference(one, two)
+    assert found.step == 1 and not found.causes, "with run.exact the number of ranks is none"
 
 
 def test_causes_come_with_the_likeliest_first(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.failures import DIED
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
-from raytune_fsdp.launch.ray.watch.head import Head
+from raytune_fsdp.launch.ray.watch.head import CLOSING_SECONDS, Head
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ this process lives on, that Ray is closed once it has started; if not, its proce
 start removes its directory."""
 _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
+_LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 15.0  # for a head on a slow network; ray.init() would try for many minutes
 _late: list[Event] = []
 """Events, one for each command of this process whose Ray was still starting at its end: set when it is closed."""
@@ -82,7 +83,7 @@ class Session:
 
     def answers(self) -> bool:
         """Return whether calls to this Ray come back soon."""
-        return self.head is None or self.head.answers()
+        return self.lost() is None if self.head is None else self.head.answers()
 
     def close(self) -> None:
         if self.head is not None:
@@ -127,6 +128,8 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
         except BaseException as error:
             session.set_exception(error)
         # The thread must outlive the run: for Linux it is the parent of the Ray processes, which end with it.
+        if session.exception() is None:
+            _watch(session.result(), ended)
         ended.wait()
         try:
             if session.exception() is None:
@@ -143,6 +146,16 @@ def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]
         _late.append(closed)  # first: a stop may end the wait
         ended.set()
         closed.wait(_CLOSE_SECONDS)
+
+
+def _watch(session: Session, ended: Event) -> None:
+    """Say what has ended, if the main thread cannot: it waits in a call that began just before, and Ray ends it now."""
+    since: float | None = None
+    while session.head is None and not ended.wait(_LOOK_SECONDS):
+        since = None if session.lost() is None else since or time.monotonic()
+        if since is not None and time.monotonic() - since > private.seconds_without_head() - CLOSING_SECONDS:
+            print(f"error: {session.lost()}; the same command continues", file=sys.stderr, flush=True)
+            return
 
 
 def find_cluster() -> str | None:

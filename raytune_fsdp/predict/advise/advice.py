@@ -142,11 +142,18 @@ def _of_notice(config: FinetuneConfig, found: Prediction, stopping: Stopping | N
     )
 
 
+def _may_move_less(config: FinetuneConfig) -> bool:
+    parallel = config.parallel
+    return parallel.strategy == "full_shard" and not (config.run.exact and parallel.reduce == "hierarchical")
+
+
 def _of_links(config: FinetuneConfig, found: Prediction, faster: Sequence[Alternative] | None) -> Iterator[Advice]:
     cluster, seconds = found.cluster, found.seconds
     several = found.world > cluster.per_node
     if seconds.bound == "communication":
         ways = "larger micro-batches (train.micro_batch) and fewer reductions (parallel.defer_gradient_sync) move less"
+        if config.run.exact:
+            ways = "larger micro-batches (train.micro_batch), which are another run with run.exact, move less"
         if faster:
             ways = "; ".join(
                 f"{change_in_words(each.changes)}: {each.prediction.seconds.step:.2f} s" for each in faster
@@ -168,12 +175,16 @@ def _of_links(config: FinetuneConfig, found: Prediction, faster: Sequence[Altern
             source="this plan",
         )
     speed = None if cluster.between is None else 8 * cluster.between / 1e9
-    if several and speed is not None and speed <= _SLOW_GBPS and config.parallel.strategy == "full_shard":
+    passed_on = "with parallel.reduce=hierarchical sums are passed from machine to machine, and the bits are the same"
+    sharded_inside = (
+        f"with shards inside of them (parallel.strategy=hybrid_shard, parallel.shard_size={cluster.per_node}) "
+        "gradients alone go between machines, once a step"
+    )
+    if several and speed is not None and speed <= _SLOW_GBPS and _may_move_less(config):
         yield Advice(
             id="no-infiniband",
-            text=f"{speed:g} Gbit/s between machines is less than InfiniBand or EFA give: with shards inside of them "
-            f"(parallel.strategy=hybrid_shard, parallel.shard_size={cluster.per_node}) gradients alone go between "
-            "machines, once a step",
+            text=f"{speed:g} Gbit/s between machines is less than InfiniBand or EFA give: "
+            + (passed_on if config.run.exact else sharded_inside),
             source=f"at most {_SLOW_GBPS} Gbit/s; ZeRO++, arXiv 2306.10209, shards so for such clusters",
         )
     if speed is not None and found.world >= _MANY and speed < _MANY_GBPS:

@@ -333,12 +333,19 @@ def moving_less(subject: ModelSpec, config: FinetuneConfig, found: Prediction) -
 def _less(config: FinetuneConfig, found: Prediction) -> Iterator[Mapping[str, Any]]:
     parallel, division, per_node = config.parallel, found.plan.division, found.cluster.per_node
     double = 2 * division.micro_batch
-    if division.global_batch % double == 0 and division.global_batch // double >= division.data_ranks:
+    # Other micro-batches have other bits.
+    if (
+        not config.run.exact
+        and division.global_batch % double == 0
+        and division.global_batch // double >= division.data_ranks
+    ):
         yield {"train.micro_batch": double}
     if division.full_rounds > 1 and not parallel.defer_gradient_sync:
         yield {"parallel.defer_gradient_sync": True}
     if found.world > per_node > 1 and found.world % per_node == 0 and parallel.strategy == "full_shard":
         yield {"parallel.strategy": "hybrid_shard", "parallel.shard_size": per_node}
+        if parallel.reduce == "flat" and config.run.exact:
+            yield {"parallel.reduce": "hierarchical"}
 
 
 def _with(

@@ -268,7 +268,8 @@ def _causes(a: _Facts, b: _Facts, lines: tuple[Line, Line]) -> Iterator[Cause]:
     if a.version != b.version:
         yield _cause("code", "the version of raytune_fsdp", a.version, b.version)
     sizes = [line.get("world_size") for line in lines]
-    if sizes[0] != sizes[1]:
+    exact = all(_settings(each.config, ("run.exact",)).get("run.exact") is True for each in (a, b))
+    if sizes[0] != sizes[1] and not exact:  # with run.exact it decides nothing
         yield _cause("ranks", "the number of ranks", *sizes)
     left, right = a.computed(lines[0].get("attempt")), b.computed(lines[1].get("attempt"))
     for words in sorted(words for words in left.keys() & right.keys() if left[words] != right[words]):

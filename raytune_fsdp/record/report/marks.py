@@ -34,7 +34,7 @@ _LANES = {
     "saves": {names.SAVED, names.SAVE_POSTPONED, names.EXPORTED},
     "changes": {
         names.SETTINGS_CHANGED, names.KERNELS_CHANGED, names.MEMORY_SHORT, names.NO_ROOM_TO_SAVE, names.ROOM_MADE,
-        names.NOTICE_SHORT, names.STOPPED_EARLY,
+        names.NOTICE_SHORT, names.STOPPED_EARLY, names.BITS_MAY_DIFFER,
     },
 }  # fmt: skip
 """Rows of marks, from the top, and the events in each."""

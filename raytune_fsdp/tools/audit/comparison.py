@@ -149,31 +149,35 @@ MACHINE = ("world_size", "device", "threads", "versions")
 """The fields on record that say where an attempt was trained."""
 _SPREAD = ("replicas", "shard_size", "sequence", "tensor")
 _KERNELS = ("attention", "loss", "blocks")
+_IF_ANY = ("mixers", "instructions")
+"""On record for packed hybrids, and of CPUs; older versions did not record them."""
 _GRADIENTS = "gradients"
 """On record for runs in bf16_pure. Older versions added gradients in the type of the weights and did not record it."""
-_DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss")
+_DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss", "train.micro_batch")
 """Settings that may change within a run, and decide the order of additions."""
 
 
 def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
-
     known: dict[int, dict[str, Any]] = {number: {"attempt": number} for number in sorted(numbers)}
     for line in each_event(place.events):
         keys = {ATTEMPT_STARTED: (*MACHINE, *_SPREAD), KERNELS: (*_KERNELS, _GRADIENTS)}.get(line["event"], ())
         if keys and line["attempt"] in known:
-            alone: dict[str, int] = {
-                key: 1 for key in ("sequence", "tensor") if key in keys
-            }  # recorded only if it is more than 1
-            known[line["attempt"]].update({key: line["fields"].get(key, alone.get(key)) for key in keys})
+            # These two are recorded only if they are more than 1.
+            found = {key: line["fields"].get(key, 1 if key in ("sequence", "tensor") else None) for key in keys}
+            there = {key: line["fields"][key] for key in _IF_ANY if key in line["fields"]}
+            known[line["attempt"]].update({**found, **there})
     return list(known.values())
 
 
 def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
     """Return why the two need not be the same to the bit; an empty text if they must be."""
     here = found.here
+    any_ranks = ("world_size", "replicas", "shard_size") if config.run.exact else ()
     for attempt in found.there:
-        for key in (*MACHINE, *_SPREAD, *_KERNELS):
+        for key in (*MACHINE, *_SPREAD, *_KERNELS, *_IF_ANY):
             words, number = key.replace("_", " "), attempt["attempt"]
+            if key in any_ranks or (key in _IF_ANY and key not in attempt):
+                continue
             if attempt.get(key) is None:
                 return f"the record does not say the {words} of attempt {number}"
             if attempt[key] != here.get(key):

@@ -21,7 +21,7 @@ _KNOCK_SECONDS = 1.0
 _LOOK_SECONDS = 1.0
 _STRIDE_SECONDS = 5.0
 """The most that counts between two looks. After a longer pause this process was away: so may the head have been."""
-_CLOSING_SECONDS = 10.0
+CLOSING_SECONDS = 10.0
 """How long it takes at most to say, record and close everything; half of that is left for Ray's own farewell."""
 
 
@@ -36,7 +36,7 @@ class Head:
         """A question whose head answers there, which is not answered yet."""
         self.is_another = False
         """Whether another cluster's head has taken the place of ours. It never comes back."""
-        self._limit = max(1.0, private.seconds_without_head() - _CLOSING_SECONDS)
+        self._limit = max(1.0, private.seconds_without_head() - CLOSING_SECONDS)
         self._places: list[tuple[str, int]] = []
         with suppress(OSError):
             self._resolve()
@@ -103,7 +103,7 @@ class Head:
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            if not self.answers() and self.lost() and not self._closed.wait(_CLOSING_SECONDS / 2):
+            if not self.answers() and self.lost() and not self._closed.wait(CLOSING_SECONDS / 2):
                 # This process waits in a call of Ray's, which ends it now.
                 print(f"error: {self.lost()}; the same command continues", file=sys.stderr, flush=True)
                 return
