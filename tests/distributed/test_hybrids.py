@@ -107,7 +107,9 @@ def test_a_run_whose_adapters_were_on_more_layers_goes_on_with_these(tmp_path: P
     pytest.importorskip("peft")
 
     def run(name: str) -> FinetuneConfig:
-        return config_of(tmp_path, "jamba", name, method={"type": "lora", "rank": 2, "init": "pissa"})
+        train = {"global_batch": 2, "micro_batch": 2, "max_steps": 2}
+        sections = {"train": train, "checkpoint": {"every": 1, "asynchronous": False}, "eval": {"every": 2}}
+        return config_of(tmp_path, "jamba", name, method={"type": "lora", "rank": 2, "init": "pissa"}, **sections)
 
     def held(name: str) -> list[str]:
         return adapted_modules(CheckpointWeights(find_checkpoint(RunDir.of(run(name)).path)).shapes())
@@ -119,7 +121,7 @@ def test_a_run_whose_adapters_were_on_more_layers_goes_on_with_these(tmp_path: P
     for name in ("whole", "stopped"):
         put_beginning(RunDir.of(run(name)), RunState(), older)  # as an audit has an older run begin
     whole = trajectory(config, 1)
-    trajectory(run("stopped"), 1, stop_after=STOP)
+    trajectory(run("stopped"), 1, stop_after=1)
     RunDir.of(run("stopped")).beginning.unlink()
     assert trajectory(run("stopped"), 1) == whole and held("stopped") == older
     written = json.loads((RunDir.of(run("stopped")).model_files / "adapter_config.json").read_text())
