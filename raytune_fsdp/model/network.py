@@ -137,14 +137,20 @@ def class_name(model: nn.Module) -> str:
     return (kind.__bases__[-1] if isinstance(model, FSDPModule) else kind).__name__
 
 
-def build_network(hf_config: PretrainedConfig, config: FinetuneConfig, added: Collection[int] = ()) -> PreTrainedModel:
+def build_network(
+    hf_config: PretrainedConfig,
+    config: FinetuneConfig,
+    added: Collection[int] = (),
+    adapted: Collection[str] | None = None,
+) -> PreTrainedModel:
     """Build the network that a run trains, on the meta device. All who need one call this, so all have the same.
 
     All weights have the type of master weights; `precision.store_frozen` gives frozen weights their own later.
-    `added`: the ids of new tokens, whose rows may be trained alone.
+    `added`: the ids of new tokens, whose rows may be trained alone. `adapted`: the modules that have adapters in a run
+    that goes on.
     """
     network = build_base(hf_config, config.model, config.parallel.precision)
-    choose_trained(network, config.method, added)
+    choose_trained(network, config.method, added, adapted)
     return network
 
 
@@ -328,10 +334,12 @@ def _join(prefix: str, name: str) -> str:
 # Which weights of a network are trained, by `method`.
 
 
-def choose_trained(network: PreTrainedModel, method: Method, added: Collection[int] = ()) -> None:
+def choose_trained(
+    network: PreTrainedModel, method: Method, added: Collection[int] = (), adapted: Collection[str] | None = None
+) -> None:
     """Freeze what the method does not train, and add the weights that it brings. The network is on the meta device.
 
-    `added`: the ids of new tokens.
+    `added` and `adapted` as in `build_network`.
     """
     if isinstance(method, FreezeMethod):
         freeze(network, method.trained)
@@ -339,7 +347,7 @@ def choose_trained(network: PreTrainedModel, method: Method, added: Collection[i
         for name in names_of_routers(network):
             network.get_submodule(name).requires_grad_(False)
     elif isinstance(method, AdapterMethod):
-        attach(network, method)
+        attach(network, method, adapted)
         if added and isinstance(method, LoraMethod) and method.train_added_tokens:
             train_rows(network, added)
 

@@ -91,7 +91,8 @@ def assemble(
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
     built = build(
         config, prepared.hf_config, prepared.needs, Site.of_rank(plan, device),
-        lambda network: kernels_of(config, prepared, standing, network, device), added=prepared.added,
+        lambda network: kernels_of(config, prepared, standing, network, device),
+        added=prepared.added, adapted=prepared.adapted,
     )  # fmt: skip
     model, documents = built.model, DocumentLosses() if config.tracking.documents else None
     base = _fill(config, prepared, standing, built, partial(print, file=hooks.console, flush=True))

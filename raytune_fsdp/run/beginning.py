@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raytune_fsdp.base.durable import replace_durably
@@ -17,12 +16,12 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event
 from raytune_fsdp.step.accumulation import AS_WEIGHTS, FP32
 
-_BYTES, _PLAN_BYTES = 1 << 10, 1 << 20
+_BYTES, _PLAN_BYTES = 8 << 20, 1 << 20
 _RULES: dict[str, Callable[[Any], bool]] = {
     "order_version": lambda value: value is None or is_known(value),
     "newest_order": lambda value: value is None or is_known(value),
     "gradients": lambda value: value in (AS_WEIGHTS, FP32),
-    "adapters": lambda value: value is None or isinstance(value, str) and len(value) == 64,
+    "adapters": lambda value: value is None or isinstance(value, list) and all(isinstance(each, str) for each in value),
     "threads": lambda value: value is None or isinstance(value, str),  # looked at where they are set
 }
 
@@ -32,22 +31,16 @@ def gradients_of(state: RunState) -> str:
     return state.kernels.get("gradients", AS_WEIGHTS)  # before there was a choice, states named none
 
 
-def put_beginning(place: RunDir, state: RunState, adapters: str | None = None) -> None:
-    """Make a run that does not exist yet begin like the run that saved this state, with these `adapters_of`."""
+def put_beginning(place: RunDir, state: RunState, adapters: Sequence[str] | None = None) -> None:
+    """Make a run that does not exist yet begin like the run that saved this state, with these `adapted_modules`."""
     kernels = {"gradients": gradients_of(state), "threads": state.kernels.get("threads")}
     values = {"format": 1, **orders_of(state), **kernels, "adapters": adapters}
     place.path.mkdir(parents=True, exist_ok=True)
     replace_durably(place.beginning, json.dumps(values))
 
 
-def adapters_of(tensors: Iterable[str]) -> str:
-    """Return a hash of the modules that LoRA adapts, from the names of its tensors."""
-    modules = sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name})
-    return hashlib.sha256("\n".join(modules).encode()).hexdigest()
-
-
-def beginning_of(place: RunDir) -> tuple[RunState, str | None]:
-    """Return the state in which a run without a checkpoint begins, and its `adapters_of` if they are known."""
+def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
+    """Return the state in which a run without a checkpoint begins, and its `adapted_modules` if they are known."""
     try:
         values = read_json(place.beginning, limit=_BYTES)
         if not isinstance(values, dict):

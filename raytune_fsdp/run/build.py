@@ -150,15 +150,17 @@ def build(
     choose_kernels: Callable[[PreTrainedModel], Mapping[str, KernelChoice]],
     *,
     added: Collection[int] = (),
+    adapted: Collection[str] | None = None,
     keep: Callable[[PreTrainedModel, ParallelConfig], Sequence[int]] | None = None,
 ) -> Build:
     """Build a network on the meta device and spread it over the ranks. Collective.
 
     `choose_kernels` gives the network its attention and its loss, and returns all choices. `added`: ids of new tokens.
-    `keep` drops layers, and returns for each layer which of those that are left stands for it.
+    `adapted`: the modules that have adapters in a run that goes on. `keep` drops layers, and returns for each layer
+    which of those that are left stands for it.
     """
     # A copy of the config, because building writes the attention into it.
-    model = build_network(copy.deepcopy(hf_config), config, added)
+    model = build_network(copy.deepcopy(hf_config), config, added, adapted)
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
     compiler = Compiler() if kernels["blocks"].name == COMPILED else None

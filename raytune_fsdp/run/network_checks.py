@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import ALL_LINEAR, LoraMethod, QloraMethod
-from raytune_fsdp.model.adapters.attach import base_name, frozen_experts, is_adapted, unadapted
+from raytune_fsdp.config.sections.method import ALL_LINEAR, AdapterMethod, Ia3Method, LoraMethod, QloraMethod
+from raytune_fsdp.model.adapters.attach import base_name, frozen_experts, is_adapted, is_adapter_layer, unadapted
 from raytune_fsdp.model.adapters.principal import check_ranks
+from raytune_fsdp.model.adapters.targets import read_past
 from raytune_fsdp.model.added_rows import why_rows_not_alone
 from raytune_fsdp.model.attention.choose import KernelNeeds, positions_of, takes_position_ids
 from raytune_fsdp.model.network import fp32_in_bf16
@@ -62,6 +64,36 @@ def check_network(config: FinetuneConfig, network: PreTrainedModel, needs: Kerne
     """Refuse what this architecture cannot do, and warn of what may not be meant. It is whole, on the meta device."""
     for check in CHECKS:
         check(config, network, needs, world)
+
+
+def check_reached(config: FinetuneConfig, network: PreTrainedModel, adapted: Collection[str] | None) -> None:
+    """Refuse adapters of layers that the architecture's code reads past; what has them already goes on with them.
+
+    `adapted`: the modules that have adapters in a run that goes on; None: it begins now.
+    """
+    method = config.method
+    if not isinstance(method, AdapterMethod):
+        return
+    past = read_past(network)
+    layers = {base_name(name): type(layer) for name, layer in network.named_modules() if is_adapter_layer(layer)}
+    lost = sorted(past.keys() & layers)
+    if not lost:
+        return
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in lost}))
+    owners = ", ".join(sorted({past[name] for name in lost}))
+    why = f"{owners}, or a kernel that it calls, multiplies with the weight itself, so an adapter is never trained"
+    if adapted is None and method.adapter is None:
+        field = "target_parameters" if layers[lost[0]].__name__ == "ParamWrapper" else "target_modules"
+        raise ConfigError(
+            f"method.{field}={shown(getattr(method, field))} adapts {names} of a {type(network).__name__}: {why}; "
+            f"leave {names} out{'' if isinstance(method, Ia3Method) else f', as target_modules={ALL_LINEAR} does'}"
+        )
+    logger.warning("the adapters of %s stay as they began: %s", names, why)
+    if isinstance(method, LoraMethod) and method.init != "zero":
+        logger.warning(
+            "method.init=%s: the network is without the part of these weights that their adapters began as; another "
+            "run.name begins with the whole network", method.init,
+        )  # fmt: skip
 
 
 def _adapters(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:

@@ -100,7 +100,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     prepared.hf_config.save_pretrained(place.model_files)
     prepared.tokenizer.save_pretrained(place.model_files)
     if isinstance(config.method, AdapterMethod):
-        put_adapter_config(build_network(copy.deepcopy(prepared.hf_config), config), place.model_files)
+        network = build_network(copy.deepcopy(prepared.hf_config), config, adapted=prepared.adapted)
+        put_adapter_config(network, place.model_files)
     if prepared.generation_config is not None:
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")

@@ -21,6 +21,7 @@ from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
@@ -45,9 +46,16 @@ from raytune_fsdp.run.described import commit_here
 from raytune_fsdp.run.evaluation.answers import check_prompts
 from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
-from raytune_fsdp.run.network_checks import check_network, warn_of_tokens
+from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
-from raytune_fsdp.run.resume import check_same_adapters, check_same_run, files_of, find_resume, identity_of
+from raytune_fsdp.run.resume import (
+    adapted_before,
+    check_same_adapters,
+    check_same_run,
+    files_of,
+    find_resume,
+    identity_of,
+)
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, resume_point_of
 from raytune_fsdp.run.starting_weights import (
     StartingWeights,
@@ -83,7 +91,8 @@ def prepare(
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
-    network = build_network(hf_config, config, added)
+    adapted = adapted_before(found, place) if isinstance(config.method, AdapterMethod) else None
+    network = build_network(hf_config, config, added, adapted)
     # For those who load the exported model.
     hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
     if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
@@ -91,6 +100,7 @@ def prepare(
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
     check_network(config, network, needs, world)
+    check_reached(config, network, adapted)
     check_step(config, hf_config, network, needs)
     begins = own is None or is_adapted(network)
     base, read = found.state.base, None if own else directory
@@ -124,6 +134,7 @@ def prepare(
         needs=needs,
         lease=lease_of(place.lock),
         added=tuple(added),
+        adapted=adapted,
         dry=dry,
         mark=None if dry else mark_of(config, begins=begins),
         commit=commit_here(),

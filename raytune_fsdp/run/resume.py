@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, TransientError, in_one_line
 from raytune_fsdp.base.redaction import redact_shapes
 from raytune_fsdp.base.untrusted import read_file, shown
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, newest
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, newest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
@@ -26,14 +26,14 @@ from raytune_fsdp.config.sections.method import unordered
 from raytune_fsdp.config.text import MAX_BYTES, parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.model.adapters.attach import adapter_tensors, base_name
+from raytune_fsdp.model.adapters.attach import adapted_modules, adapter_tensors, base_name
 from raytune_fsdp.model.adapters.targets import is_expression
 from raytune_fsdp.plan.identity import ABSENT, check_identity, named
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.tracker import flatten
-from raytune_fsdp.run.beginning import adapters_of, beginning_of
+from raytune_fsdp.run.beginning import beginning_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class Resumed:
     checkpoint: CommittedCheckpoint | None = None
     state: RunState
     damaged: Damaged
-    adapters: str | None = None
-    """Without a checkpoint: the `adapters_of` with which the run has to begin, if they are known."""
+    adapters: Sequence[str] | None = None
+    """Without a checkpoint: the `adapted_modules` with which the run has to begin, if they are known."""
 
 
 def find_resume(
@@ -163,13 +163,26 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
         check_identity(before, identity, where, files_before=found.state.files, files_now=files)
 
 
+def adapted_before(found: Resumed, place: RunDir) -> Sequence[str] | None:
+    """Return the modules that have adapters in a run that goes on; None: it begins now, or has none.
+
+    A newer version may mean other modules by `all-linear`. All checkpoints of a run have the same ones.
+    """
+    if found.checkpoint is None:
+        return found.adapters or None
+    for each in reversed(committed(place.checkpoints)):
+        with suppress(RaytuneError):  # damaged: the ranks look for another one together
+            return adapted_modules(CheckpointWeights(each).shapes()) or None
+    return None
+
+
 def check_same_adapters(found: Resumed, config: FinetuneConfig, network: PreTrainedModel) -> None:
     """Refuse to continue with fewer adapters than a run has: older versions took an expression for last names."""
     targets = getattr(config.method, "target_modules", None)
     if not is_expression(targets):
         return
     if found.checkpoint is None:
-        if found.adapters not in (None, adapters_of(adapter_tensors(network))):
+        if found.adapters not in (None, adapted_modules(adapter_tensors(network))):
             raise ResumeError(
                 f"method.target_modules={shown(targets)}: the run adapted other modules than the expression matches, "
                 "as an older version took it for last names: only that version can train its steps again"

@@ -67,6 +67,8 @@ class RunInputs:
     """The questions of evaluations."""
     added: Collection[int] = ()
     """The ids of new tokens."""
+    adapted: Collection[str] | None = None
+    """The modules that have adapters in a run that goes on; None: it begins now, or has none."""
     dry: bool = False
     """A dry run: nothing is saved, and nothing evaluated."""
     mark: Mapping[str, Any] | None = None

@@ -31,7 +31,7 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
-from raytune_fsdp.model.adapters.attach import AdaptedWeights, check_adapter_shapes, is_adapted
+from raytune_fsdp.model.adapters.attach import AdaptedWeights, adapted_modules, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.adapters.config_file import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapters.names import keys_held, own_names
 from raytune_fsdp.model.adapters.principal import PrincipalInit, ResidualWeights
@@ -261,7 +261,8 @@ def first_weights(
     `checkpoint`: the one that a run of adapters continues from; the base is not in it.
     """
     if origin is None:
-        twin = build_network(copy.deepcopy(model.config), config)
+        adapted = adapted_modules(name for name, _ in model.named_parameters()) if is_adapted(model) else None
+        twin = build_network(copy.deepcopy(model.config), config, adapted=adapted)
         return RandomWeights(twin, config.run.seed), None
     # What will be read is compared with its hashes, and the copies of different nodes with each other.
     alone, hashes = mode == "rank0", config.checkpoint.verify == "hashes"

@@ -17,10 +17,11 @@ from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_infere
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.model.adapters.attach import adapted_modules
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_trajectory
 from raytune_fsdp.run.assemble import assemble
-from raytune_fsdp.run.beginning import adapters_of, put_beginning
+from raytune_fsdp.run.beginning import put_beginning
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.run.starting_weights import fill_mode
@@ -415,10 +416,10 @@ def test_a_run_that_has_adapters_which_its_expression_does_not_match_is_refused_
         prepare(config_of(tmp_path, "mixtral", {**LORA, "target_modules": expression}, **sections), 1)
     as_written = config_of(tmp_path, "mixtral", {**LORA, "target_modules": expression}, name="again", **sections)
     held = CheckpointWeights(checkpoints(run_dir(as_it_was))[-1]).shapes()
-    put_beginning(RunDir.of(as_written), RunState(), adapters_of(held))  # as an audit does
+    put_beginning(RunDir.of(as_written), RunState(), adapted_modules(held))  # as an audit does
     with pytest.raises(ResumeError, match="the run adapted other modules than the expression matches"):
         prepare(as_written, 1)
-    put_beginning(RunDir.of(as_written), RunState(), adapters_of(name for name in held if "layers.1" in name))
+    put_beginning(RunDir.of(as_written), RunState(), adapted_modules(name for name in held if "layers.1" in name))
     prepare(as_written, 1)
     publish(find_checkpoint(run_dir(as_it_was)), tmp_path / "export", ExportConfig())
     method = {**LORA, "target_modules": ["q_proj"], "adapter": str(tmp_path / "export")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.model.adapters.attach import adapted_modules, adapter_tensors
+from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.run.beginning import put_beginning
 from raytune_fsdp.run.publish import publish
 from tests.models import architecture, save_checkpoint
 from tests.runs import largest_difference, make_config, trajectory
@@ -93,6 +100,33 @@ def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(input_ids=torch.arange(7, 27)[None], use_cache=False).logits
     return found
+
+
+def test_a_run_whose_adapters_were_on_more_layers_goes_on_with_these(tmp_path: Path) -> None:
+    """Older versions adapted `dt_proj`, too, whose weight Jamba's code reads past an adapter."""
+    pytest.importorskip("peft")
+
+    def run(name: str) -> FinetuneConfig:
+        train = {"global_batch": 2, "micro_batch": 2, "max_steps": 2}
+        sections = {"train": train, "checkpoint": {"every": 1, "asynchronous": False}, "eval": {"every": 2}}
+        return config_of(tmp_path, "jamba", name, method={"type": "lora", "rank": 2, "init": "pissa"}, **sections)
+
+    def held(name: str) -> list[str]:
+        return adapted_modules(CheckpointWeights(find_checkpoint(RunDir.of(run(name)).path)).shapes())
+
+    late, config = "model.layers.0.mamba.dt_proj", run("whole")
+    now = adapted_modules(adapter_tensors(build_network(load_architecture(config.model, tmp_path / "base"), config)))
+    assert late not in now
+    older = sorted([*now, late])
+    for name in ("whole", "stopped"):
+        put_beginning(RunDir.of(run(name)), RunState(), older)  # as an audit has an older run begin
+    whole = trajectory(config, 1)
+    trajectory(run("stopped"), 1, stop_after=1)
+    RunDir.of(run("stopped")).beginning.unlink()
+    assert trajectory(run("stopped"), 1) == whole and held("stopped") == older
+    written = json.loads((RunDir.of(run("stopped")).model_files / "adapter_config.json").read_text())
+    assert "dt_proj" in written["target_modules"]
+    publish(find_checkpoint(RunDir.of(run("stopped")).path), tmp_path / "export", ExportConfig(merge=True))
 
 
 COMPILED = {"train": {"global_batch": 12, "micro_batch": 2, "max_steps": 6}}

@@ -289,13 +289,30 @@ def test_routers_are_trained_or_frozen_as_the_method_says() -> None:
     assert trained(HUNYUAN, lora(None))[0] == [f"mlp.gate.wg.lora_{each}.default.weight" for each in "AB"]
     assert trained(HUNYUAN, lora("frozen"))[0] == []
     assert trained(HUNYUAN, lora("trained"))[0] == [f"{whole}.wg.weight"]
+    assert trained("qwen3_moe", {**lora("trained"), "modules_to_save": ["gate"]}) == ([f"{whole}.weight"], 2), (
+        "the same"
+    )
     for model, method, said in (
         ("llama", lora("trained"), "method.routers: transformers names no module of a LlamaForCausalLM that chooses"),
         ("llama", {"type": "full", "routers": "frozen"}, "method.routers: transformers names no module"),
         (
             HUNYUAN,
             {**lora("frozen"), "target_modules": ["wg"]},
-            "means model.layers.0.mlp.gate, too, of which",
+            r"target_modules=\['wg'\] means model\.layers\.0\.mlp\.gate,",
+        ),
+        *(
+            (
+                "qwen3_moe",
+                {**lora(routers), field: [name]},
+                rf"{field}=\['{name}'\] means .*gate, .*{routers} says other",
+            )
+            for routers, field, name in (
+                ("frozen", "modules_to_save", "gate"),
+                ("frozen", "modules_to_save", "layers.1.mlp"),
+                ("frozen", "target_parameters", "gate.weight"),
+                ("trained", "modules_to_save", "layers.1.mlp"),
+                ("trained", "target_parameters", "gate.weight"),
+            )
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -10,8 +10,9 @@ import pytest
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.model.adapters.attach import adapted_modules
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.run.beginning import adapters_of, beginning_of, orders_on_record, put_beginning
+from raytune_fsdp.run.beginning import beginning_of, orders_on_record, put_beginning
 
 SAVED = {"time": "", "attempt": 1, "event": "saved", "fields": {"step": 1, "path": "s3://bucket/x"}}
 
@@ -31,8 +32,8 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels={"gradients": "fp32"})
     put_beginning(place, later)
     assert beginning_of(place)[0] == later
-    adapters = adapters_of(["model.q.lora_A.default.weight", "model.q.lora_B.default.weight", "model.norm.weight"])
-    assert adapters == adapters_of(["model.q.lora_A.default.weight"]) != adapters_of(["model.k.lora_A.weight"])
+    adapters = adapted_modules(["model.q.lora_A.default.weight", "model.q.lora_B.default.weight", "model.norm.weight"])
+    assert adapters == ["model.q"]
     put_beginning(place, later, adapters)
     assert beginning_of(place) == (later, adapters)
 
@@ -43,11 +44,15 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
         "", "[]", "{}", '{"format": 2}', '{"format": 1, "order_version": 2, "newest_order": null}',
         *(
             json.dumps(
-                {"format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16", "adapters": None} | change
+                {
+                    "format": 1, "order_version": 2, "newest_order": 4, "gradients": "bf16", "adapters": None,
+                    "threads": None, **change,
+                }
             )
             for change in (
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
-                {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"base": {}}, {"format": 1.0},
+                {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"adapters": [7]}, {"base": {}},
+                {"threads": 7}, {"format": 1.0},
             )
         ),
     ],

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from raytune_fsdp.base.batch import PADDING, MicroBatch
@@ -18,7 +23,13 @@ from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
-from raytune_fsdp.model.objective.routers import check_routers, numbers_of_experts, routers_of, watch_routers
+from raytune_fsdp.model.objective.routers import (
+    check_routers,
+    names_of_routers,
+    numbers_of_experts,
+    routers_of,
+    watch_routers,
+)
 from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize_layers
 from raytune_fsdp.model.proof import documents
 from tests.models import architecture, build
@@ -160,3 +171,73 @@ def test_a_router_of_several_layers_is_known_by_its_config(block: MicroBatch) ->
     quantize_layers(model.requires_grad_(False), "nf4")
     packed = [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
     assert len(packed) == 2 * 5 and not [name for name in packed if "gate" in name]
+
+
+# --- Those of every mixture -------------------------------------------------------------------------------------------
+
+LIKE_QWEN3 = {key: value for key, value in architecture("qwen3").items() if key != "model_type"}
+CHANGED: dict[str, dict[str, Any]] = {
+    "doge": {"is_moe": True},
+    "dots1": {**LIKE_QWEN3, "n_routed_experts": 4, "n_shared_experts": 1},
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "hunyuan_v1_moe": {**LIKE_QWEN3, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen4_exp_text": {**LIKE_QWEN3, "num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+"""By the kind of model, what its default config lacks, or has for another number of layers."""
+WITHOUT = {
+    "bamba": "its source names experts, and it has none",
+    "dbrx": "transformers cannot build its default config",
+    "gemma4": "sees; gemma4_text is its language model",
+    "llama4": "sees; llama4_text",
+    "qwen3_5_moe": "sees; qwen3_5_moe_text",
+    "qwen4_exp": "sees; qwen4_exp_text",
+}
+
+
+def mixtures() -> list[str]:
+    """Return the kinds of causal language models whose source in transformers names experts."""
+    models = Path(transformers.__file__).parent / "models"
+    files = {kind: models / model_type_to_module_name(kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return sorted(
+        kind for kind, room in files.items() if any("xperts" in f.read_text() for f in room.glob("modeling_*"))
+    )
+
+
+@pytest.mark.slow  # 60 networks on the meta device
+def test_the_routers_of_every_mixture_in_transformers_are_found_and_nothing_else() -> None:
+    found = mixtures()
+    assert len(found) > 50 and {*found} > WITHOUT.keys()
+    for kind in (kind for kind in found if kind not in WITHOUT):
+        config = CONFIG_MAPPING[kind](**{"num_hidden_layers": 4, **CHANGED.get(kind, {})})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for name in names_of_routers(model):
+            router, owner = (model.get_submodule(each) for each in (name, name.rpartition(".")[0]))
+            assert 0 < numbers_in(router) < 0.01 * numbers_in(owner) or kind in CHANGED, (kind, name)
+
+
+def numbers_in(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_the_router_of_a_mixture_that_returns_logits_itself_is_its_gate(block: MicroBatch) -> None:
+    """Doge's logits are of keys, of which an expert is two: no load is counted, and no loss is made of them."""
+    values = {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["doge"](**{**LIKE_QWEN3, **values}))
+    assert names_of_routers(model) == [f"model.layers.{at}.mlp.router_gate" for at in range(2)]
+    assert watch_routers(model, train()) is None
+    with pytest.raises(ConfigError, match="no routers that return one logit for each expert"):
+        check_routers(model, train(router_aux_loss_coef=AUX))
+
+
+def test_routers_of_attention_are_routers() -> None:
+    """JetMoe chooses experts in both, and names its attention along with the router in it."""
+    values = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["jetmoe"](**{**LIKE_QWEN3, **values}))
+    layer = "model.layers.0"
+    assert names_of_routers(model) == [f"{layer}.mlp.router", f"{layer}.self_attention.experts.router"]
+    assert watch_routers(model, train()) is None, "several classes return their logits"

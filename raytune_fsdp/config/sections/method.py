@@ -86,8 +86,8 @@ class LoraMethod(MethodSection):
     """Dropout on the input of an adapter."""
 
     target_modules: Annotated[str | Names, BeforeValidator(_never_expression)] = ALL_LINEAR
-    """Modules that get an adapter: `all-linear` (all linear layers but the head), a list of names (`q_proj` stands for all
-    modules whose name ends in it), or one regular expression for whole names."""
+    """Modules that get an adapter: `all-linear` (all linear layers but the head and those whose weight is read past them), a
+    list of names (`q_proj` stands for all modules whose name ends in it), or one regular expression for whole names."""
 
     target_parameters: Names = Field(default_factory=list)
     """Weights that get an adapter although they are not modules of their own, by the end of their names: the experts of a

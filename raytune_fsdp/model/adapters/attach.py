@@ -24,7 +24,7 @@ from raytune_fsdp.base.errors import ConfigError, ModelError, first_line, pip_in
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMethod
-from raytune_fsdp.model.adapters.targets import is_expression, routers_of_method, targets_of
+from raytune_fsdp.model.adapters.targets import is_expression, read_past, routers_of_method, targets_of
 from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.model.weights.source import Weights
@@ -38,17 +38,26 @@ ADAPTER = "default"
 # What PEFT's modules add to the name of a weight that is not theirs. The last marks a copy that is trained whole.
 _AROUND = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{ADAPTER})(?=\.|$)")
 
+_OF_ADAPTER = re.compile(r"\.(?:lora_|ia3_l)")
+"""What begins the part of a tensor's name that is its adapter's."""
+
 # Where PEFT keeps the rows of tokens that are trained alone, by the name of their module.
 _ROWS_IN_PEFT = "token_adapter.trainable_tokens_delta"
 
 _READ_BYTES = 4 << 20
 
 
-def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
-    """Put adapters into a network on the meta device, and freeze everything else."""
+def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[str] | None = None) -> None:
+    """Put adapters into a network on the meta device, and freeze everything else.
+
+    `adapted`: the modules that have adapters in a run that goes on (`adapted_modules`); None: it begins now.
+    """
     dtype = network.dtype
     _check_tied(network, method.modules_to_save)
-    peft_config = peft_config_of(network, method)
+    routers = routers_of_method(network, method)
+    if adapted is None:  # what a run has begun with, it goes on with
+        _check_routers(network, method, routers)
+    peft_config = _peft_config(network, method, routers, adapted)
     try:
         from peft import inject_adapter_in_model
 
@@ -59,13 +68,14 @@ def attach(network: PreTrainedModel, method: AdapterMethod) -> None:
         raise
     except Exception as error:  # nothing matched, or PEFT cannot adapt what did, which can fail in many ways
         raise _unfit(network, method, error) from error
-    _check_each(network, method)
+    _check_each(network, method, routers)
     for parameter in adapter_tensors(network).values():
         parameter.data = parameter.data.to(dtype)
 
 
-def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfig:
-    """Return PEFT's config for the method."""
+def _peft_config(
+    network: PreTrainedModel, method: AdapterMethod, routers: list[str], adapted: Collection[str] | None
+) -> PeftConfig:
     try:
         from peft import IA3Config, LoraConfig
     except ImportError as error:
@@ -77,14 +87,13 @@ def peft_config_of(network: PreTrainedModel, method: AdapterMethod) -> PeftConfi
             modules_to_save=method.modules_to_save or None,
             task_type="CAUSAL_LM",
         )
-    routers = routers_of_method(network, method)
     return LoraConfig(
         r=method.rank,
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
         use_rslora=method.rank_stabilized,
         use_dora=method.dora,
-        target_modules=targets_of(network, method) or None,
+        target_modules=targets_of(network, method, routers, adapted) or None,
         target_parameters=method.target_parameters or None,
         modules_to_save=[*method.modules_to_save, *(routers if method.routers == "trained" else [])] or None,
         task_type="CAUSAL_LM",
@@ -115,7 +124,7 @@ def _unfit(network: PreTrainedModel, method: AdapterMethod, error: Exception) ->
     )
 
 
-def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
+def _check_each(network: PreTrainedModel, method: AdapterMethod, routers: list[str]) -> None:
     """Refuse a name that matches nothing: PEFT is content if one of several does."""
     kind = type(network).__name__
     weights = method.target_parameters if isinstance(method, LoraMethod) else []
@@ -133,12 +142,9 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
             f"{_nearest(network, weights, weights=True)}"
         )
     _check_shared(network, method)
-    for name in routers_of_method(network, method):
+    for name in routers:
         if any(is_adapter_layer(module) for module in network.get_submodule(name).modules()):
-            raise ConfigError(
-                f"method.target_modules={shown(method.target_modules)} means {base_name(name)}, too, of which "
-                f"method.routers={getattr(method, 'routers', None)} says otherwise: leave one of them out"
-            )
+            raise _other_routers(method, "target_modules", name)
     adapted = [base_name(name) for name in adapter_tensors(network)]
     targets = method.target_modules
     # The modules of target_parameters have adapters, too, but are not meant here.
@@ -159,6 +165,30 @@ def _check_each(network: PreTrainedModel, method: AdapterMethod) -> None:
                 raise ConfigError(
                     f"method.{field}: {shown(each)} is the name of no module of a {kind}; {_nearest(network, [each])}"
                 )
+
+
+def _check_routers(network: PreTrainedModel, method: AdapterMethod, routers: list[str]) -> None:
+    """Refuse fields that mean routers, or parts of them, of which `method.routers` says otherwise."""
+    asked = getattr(method, "routers", None)
+    for router in routers:
+        module, parts = network.get_submodule(router), router.split(".")
+        around = [".".join(parts[:end]) for end in range(1, len(parts))]
+        inside = [f"{router}.{name}" for name, _ in module.named_modules() if name]
+        trained = {
+            "modules_to_save": [*around, *inside, *([router] if asked == "frozen" else [])],
+            "target_parameters": [f"{router}.{name}" for name, _ in module.named_parameters()],
+        }
+        for field, names in trained.items():
+            if any(name.endswith(tuple(getattr(method, field))) for name in names):  # as PEFT finds them
+                raise _other_routers(method, field, router)
+
+
+def _other_routers(method: AdapterMethod, field: str, router: str) -> ConfigError:
+    return ConfigError(
+        f"method.{field}={shown(getattr(method, field))} means {router}, too, which chooses experts, and "
+        f"method.routers={getattr(method, 'routers', None)} says otherwise: leave method.routers out, or that name out "
+        f"of method.{field}"
+    )
 
 
 def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
@@ -186,13 +216,13 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
 
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
     """Return a way out: the names of modules, or of weights, that are most like these."""
-    parts = 2 if weights else 1
+    parts, past = 2 if weights else 1, read_past(network)
     if weights:
         own = (base_name(name) for name, _ in network.named_parameters() if ".lora_" not in name)
     else:
         linear = (nn.Linear, Conv1D)
         names = (base_name(name) for name, module in network.named_modules() if isinstance(module, linear))
-        own = (name for name in names if ".lora_" not in name)
+        own = (name for name in names if ".lora_" not in name and name not in past)
     known = sorted({".".join(name.split(".")[-parts:]) for name in own})[:1000]
     # Only ten names, and 100 characters of each: a search costs the product of both lists' lengths, and finds repeat.
     wanted = (".".join(name.split(".")[-parts:])[:100] for name in asked)
@@ -269,6 +299,11 @@ def base_name(name: str) -> str:
 def adapter_tensors(network: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the trained tensors by name; a tied one only under its first name."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+
+
+def adapted_modules(tensors: Iterable[str]) -> list[str]:
+    """Return the modules that adapters are attached to, from the names of a network's or a checkpoint's tensors."""
+    return sorted({base_name(_OF_ADAPTER.split(name)[0]) for name in tensors if _OF_ADAPTER.search(name)})
 
 
 def added_rows_of(network: PreTrainedModel) -> dict[str, tuple[str, tuple[int, ...]]]:

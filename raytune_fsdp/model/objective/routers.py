@@ -8,7 +8,7 @@ the hooks again, which must then do the same and note nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,15 +31,25 @@ def why_routers_forbid(train: TrainConfig) -> str | None:
     return "the losses of routers are taken from inside of the layers" if asked else None
 
 
+_GATES = {"DogeCDMoE": "router_gate"}
+"""Whole mixtures that transformers names for their routers' logits, each with the name of its router."""
+
+
 def routers_of(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Return the modules that choose experts, in order, each with the index of the logits in what it returns."""
-    kind, index = _router(model)
-    return [(model.get_submodule(name), index) for name in _names(model, kind)]
+    """Return the modules that return the routers' logits, in order, each with the index of these in what it returns.
+
+    Return none if they are of several classes (JetMoe's).
+    """
+    kinds = _kinds(model)
+    return [(model.get_submodule(name), *kinds.values()) for name in _named(model, kinds)] if len(kinds) == 1 else []
 
 
 def names_of_routers(model: PreTrainedModel) -> list[str]:
     """Return the names of the modules that choose experts; refuse `method.routers` where transformers names none."""
-    found = _names(model, _router(model)[0])
+    named = _named(model, _kinds(model))
+    # JetMoe names the router of its attention, and the attention, too.
+    named = {name: kind for name, kind in named.items() if not any(each.startswith(f"{name}.") for each in named)}
+    found = [f"{name}.{_GATES[kind]}" if kind in _GATES else name for name, kind in named.items()]
     if not found:
         raise ConfigError(
             f"method.routers: transformers names no module of a {type(model).__name__} that chooses experts: leave it "
@@ -48,20 +58,25 @@ def names_of_routers(model: PreTrainedModel) -> list[str]:
     return found
 
 
-def _router(model: PreTrainedModel) -> tuple[type[nn.Module] | None, int]:
-    """Return the class of the routers, and the index of the logits in what they return."""
+def _kinds(model: PreTrainedModel) -> dict[type[nn.Module], int]:
+    """Return the classes that return the routers' logits, each with the index of these in what it returns."""
     for part in model.modules():
-        recorder = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
-        target = getattr(recorder, "target_class", recorder)
-        if isinstance(target, type) and issubclass(target, nn.Module):
-            return target, int(getattr(recorder, "index", 0))
-    return None, 0
+        named = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        recorders = named if isinstance(named, list) else [named]
+        kinds = {getattr(each, "target_class", each): int(getattr(each, "index", 0)) for each in recorders}
+        if found := {kind: at for kind, at in kinds.items() if isinstance(kind, type) and issubclass(kind, nn.Module)}:
+            return found
+    return {}
 
 
-def _names(model: PreTrainedModel, kind: type[nn.Module] | None) -> list[str]:
-    """Return the names of the routers that compute: PEFT keeps the first values of one that is trained whole."""
-    every = model.named_modules() if kind is not None else ()
-    return [name for name, each in every if isinstance(each, kind or ()) and "original_module" not in name.split(".")]
+def _named(model: PreTrainedModel, kinds: Collection[type[nn.Module]]) -> dict[str, str]:
+    """Return the modules of these classes that compute, with the name of their class.
+
+    PEFT keeps the first values of a module that is trained whole.
+    """
+    every = model.named_modules() if kinds else ()
+    found = {name: type(each).__name__ for name, each in every if isinstance(each, tuple(kinds))}
+    return {name: kind for name, kind in found.items() if "original_module" not in name.split(".")}
 
 
 def numbers_of_experts(model: PreTrainedModel) -> set[int]:
@@ -72,9 +87,12 @@ def numbers_of_experts(model: PreTrainedModel) -> set[int]:
 
 
 def _experts(model: PreTrainedModel) -> int:
-    """Return how many experts each router chooses from; 0 if there are no routers, or they differ."""
+    """Return how many experts each router chooses from; 0 if there are no routers of the usual form, or they differ."""
+    routers = [module for module, _ in routers_of(model)]
+    if any(type(module).__name__ in _GATES for module in routers):  # Doge's logits are of keys, two for each expert
+        return 0
     # A router may have a bias next to its weight, as a matrix of one row.
-    matrices = ([p for p in module.parameters() if p.ndim == 2] for module, _ in routers_of(model))
+    matrices = ([p for p in module.parameters() if p.ndim == 2] for module in routers)
     found = {max(each, key=torch.Tensor.numel).shape[0] if each else 0 for each in matrices}
     # A router may have larger matrices than the one that makes its logits, as Zaya's does.
     said = numbers_of_experts(model)
@@ -94,12 +112,16 @@ def check_routers(model: PreTrainedModel, train: TrainConfig) -> None:
     """Refuse losses of routers that the architecture does not have."""
     for field in ("router_aux_loss_coef", "router_z_loss_coef"):
         value = getattr(train, field)
+        if not value:
+            continue
         # Routers of DeepSeek and its kin are balanced by a bias that no gradient trains, and have no softmax.
-        if value and not (_experts(model) and hasattr(model.config.get_text_config(), "router_aux_loss_coef")):
-            raise ConfigError(
-                f"train.{field}={value:g}: a {type(model).__name__} has no load-balancing loss in transformers (its "
-                f"config knows no router_aux_loss_coef): leave it out"
-            )
+        if not hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
+            why = "has no load-balancing loss in transformers (its config knows no router_aux_loss_coef)"
+        elif not _experts(model):
+            why = "has no routers that return one logit for each expert, so such a loss cannot be computed here"
+        else:
+            continue
+        raise ConfigError(f"train.{field}={value:g}: a {type(model).__name__} {why}: leave it out")
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -14,8 +14,9 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.model.adapters.attach import adapted_modules
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.run.beginning import adapters_of, put_beginning
+from raytune_fsdp.run.beginning import put_beginning
 from raytune_fsdp.run.length import plan_on_record
 from raytune_fsdp.tools.audit.comparison import Audit, compare
 from raytune_fsdp.tools.audit.repeat import repeat_of
@@ -56,7 +57,7 @@ def audit(
         replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)
     if before is None and (kept := committed(place.checkpoints)):  # otherwise `before` says how the run was begun
-        put_beginning(again, read_state(kept[-1]), adapters_of(CheckpointWeights(kept[-1]).shapes()))
+        put_beginning(again, read_state(kept[-1]), adapted_modules(CheckpointWeights(kept[-1]).shapes()))
     try:
         finetune(repeat, progress, trust_places=True)
     except OtherRunError as error:  # something that decides the trajectory has changed since: the seed, the data
