@@ -55,7 +55,7 @@ FULL: dict[str, tuple[int, str, Mapping[str, Any], dict[str, Any]]] = {
     ),
     "layers in pairs": (3, "bf16", LLAMA, {"parallel": {"wrap": 2}}),
     "kept on the host": (3, "bf16", LLAMA, {"parallel": {"activation_offload": True}}),
-    "one micro-batch": (3, "bf16", LLAMA, {"train": {"global_batch": 2}}),
+    "one micro-batch a rank": (3, "bf16", LLAMA, {"train": {"global_batch": 6}}),
     "seven a rank": (3, "bf16", LLAMA, {"train": {"global_batch": 42}}),
     "many ranks": (8, "bf16", LLAMA, {"train": {"global_batch": 22}}),
     "short end": (5, "bf16", LLAMA, {"train": {"max_steps": None, "epochs": 2.7}, "tracking": {"documents": True}}),
