@@ -107,3 +107,11 @@ def test_an_honest_card_is_what_it_was(run: Path) -> None:
     card = model_card(found, run / "model", dtype="bf16")
     assert "# steps" in card and "A `LlamaForCausalLM`, fine-tuned from random weights with raytune_fsdp" in card
     assert "| texts.jsonl |" in card or "| data/texts.jsonl |" in card
+    assert "have the digest" not in card
+    manifest = run / CHECKPOINT / "manifest.json"
+    written = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**written, "digest": {"weights": "a1" * 32, "everything": "b2" * 32}}))
+    card = model_card(found, run / "model", dtype="bf16")
+    assert f"the digest `{'a1' * 32}`" in card and f"it is `{'b2' * 32}`" in card
+    manifest.write_text(json.dumps({**written, "digest": {"weights": "<b>", "everything": "b2" * 32}}))
+    assert "have the digest" not in model_card(found, run / "model", dtype="bf16")

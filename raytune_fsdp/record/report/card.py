@@ -22,6 +22,8 @@ from raytune_fsdp.base.redaction import redact, redact_shapes, redact_text
 from raytune_fsdp.base.untrusted import MIB, UnsoundError, printable, read_json, reason
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import read_digest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.model.directory.bounds import read_config
 from raytune_fsdp.model.directory.files import find_weights
@@ -118,6 +120,7 @@ def model_card(
         # A fence longer than any in the text, which could end the block of code otherwise.
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
         parts += ["", "## Recipe", "", f"{fence}yaml", shown, fence, "", "## Audit", "", *_audit(recipe)]
+        parts += [] if mean_of else _digest(checkpoint)
     return "\n".join(parts) + "\n"
 
 
@@ -239,6 +242,20 @@ def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
         with_versions = ", ".join(f"{_prose(name)} {_prose(version)}" for name, version in versions.items())
         yield ""
         yield f"Trained with {with_versions}: with the same versions, on the same kind of machine, the same bits."
+
+
+def _digest(checkpoint: CommittedCheckpoint) -> Iterator[str]:
+    """Name the numbers of the checkpoint, if the ranks that wrote it have hashed them."""
+    found: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # a card can be without it
+        found = read_digest(storage_at(checkpoint.root), checkpoint.name)
+    if found:
+        yield from (
+            "",
+            f"The weights of the checkpoint that this was made of have the digest `{found['weights']}`, at any number "
+            f"of ranks; with the optimizer's state and the place in the data it is `{found['everything']}`. "
+            "`raytune-fsdp digest CHECKPOINT` computes both.",
+        )
 
 
 def _fingerprint(values: Mapping[str, Any]) -> str:
