@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 # The messages go through the store from which the process group was made: it exists, and all ranks reach it.
 
 _LOOK_SECONDS = 1.0
+_PART_BYTES = 1 << 20
+"""A message is sent in parts of this size. The server of torch's store takes 8 MiB; a larger value ends the connection,
+for this rank's other uses of the store as well. Hashes of a 70B's adapters have 15 MiB on three ranks."""
 
 
 class Messages:
@@ -46,7 +49,12 @@ class Messages:
         self._store = store
 
     def send(self, key: str, value: object) -> None:
-        self._store.set(key, json.dumps(value))
+        content = json.dumps(value)
+        parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)]
+        for number, part in enumerate(parts[1:]):
+            self._store.set(f"{key}/part {number}", part)
+        # Last: who sees the key finds all parts.
+        self._store.set(key, f"{len(parts) - 1} {parts[0]}")
 
     def receive(self, key: str) -> Any | None:
         """Return the message under a key; None if there is none within a second."""
@@ -57,9 +65,13 @@ class Messages:
                 return None
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
-        value = json.loads(self._store.get(key))
+        more, _, content = self._take(key).partition(" ")
+        return json.loads(content + "".join(self._take(f"{key}/part {number}") for number in range(int(more))))
+
+    def _take(self, key: str) -> str:
+        value = self._store.get(key)
         self._store.delete_key(key)  # the store lives as long as the process group: messages would pile up
-        return value
+        return value.decode()
 
 
 def open_messages() -> Messages:
@@ -267,8 +279,12 @@ class SaveInFlight:
         return {"file": file, "sum": asdict(total), "spans": spans, "hashes": rows}
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Send rank 0 the message. If it cannot be sent, rank 0 waits until the time limit, and gives the save up."""
+        try:
+            self.job.messages.send(self.job.written_key(self.job.rank), message)
+        except Exception as error:  # the thread goes on: on rank 0 it has to find out how the save ends
+            logger.warning("rank %d could not report its part of a save: %s", self.job.rank, in_one_line(error))
         self.sent_at = time.monotonic()
-        self.job.messages.send(self.job.written_key(self.job.rank), message)
 
     def _gather(self) -> Outcome:
         """On rank 0: wait for every rank's message, then commit."""

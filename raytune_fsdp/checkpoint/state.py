@@ -62,8 +62,10 @@ STATE = "state"
 
 def digest_of_state(state: RunState) -> str:
     """Return a hash of what decides, besides tensors and the run's identity, how the run goes on."""
-    keys = ("step", "samples", "skipped_in_row", "loss_scale", "good_steps")
+    keys = ("step", "samples", "schedule_steps", "skipped_in_row", "loss_scale", "good_steps")
     decides = {**{key: getattr(state, key) for key in keys}, "cursor": asdict(state.cursor)}
+    if state.base is not None:  # the frozen weights, wherever they are
+        decides["base"] = {key: state.base.get(key) for key in ("files", "added")}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,6 +8,11 @@ data_ranks does not divide n.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+
+_STEPS = 64
+"""Steps over which a mean is taken: with other numbers of ranks and micro-batches a pattern is repeated earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,16 @@ class Division:
     def owner(self, step: int, index: int) -> int:
         """Return the data rank that computes a micro-batch of a step."""
         return (self.first_micro_batch(step) + index) % self.data_ranks
+
+    def hops(self, per_node: int) -> float:
+        """Return how often the sum of a full step goes from one node to the next, if it is passed on in their order.
+
+        A round begins where the step before ended. If that is in the middle of a node, its turn comes twice.
+        """
+        ranks, every = self.data_ranks, min(_STEPS, self.data_ranks // gcd(self.micro_batches, self.data_ranks))
+        nodes = [[self.owner(step, i) // per_node for i in range(self.micro_batches)] for step in range(1, every + 1)]
+        rounds = [turns[start : start + ranks] for turns in nodes for start in range(0, len(turns), ranks)]
+        return sum(one != other for turns in rounds for one, other in pairwise(turns)) / every
 
     def rounds(self, step: int) -> int:
         """Return how many forward and backward passes every rank makes in this step: fewer if the step is short."""

@@ -41,10 +41,10 @@ percent (the mean of its GPUs), bytes in use on its fullest GPU."""
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
-results depend on: device, threads, versions and, on a CPU, instructions of rank 0, with run.exact also bits, a digest
-of these, the kernels and the micro-batch; evaluates (whether values are measured, and how many prompts
-are answered), if the ranks measure anything. If attempts after that checkpoint have failed: lost_seconds, the time
-for which they have trained."""
+results depend on: device, threads, versions, packages (those with kernels that are installed) and, on a CPU,
+instructions of rank 0, with run.exact also bits, a digest of these, the kernels and the micro-batch; evaluates (whether
+values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
+checkpoint have failed: lost_seconds, the time for which they have trained."""
 ATTEMPT_ENDED = "attempt_ended"
 """Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over). There is no such event if
 rank 0 was killed."""
@@ -134,7 +134,8 @@ KERNELS_CHANGED = "kernels_changed"
 layers newly compiled or no longer compiled: the same up to rounding. Fields: what, was, now, why."""
 BITS_MAY_DIFFER = "bits_may_differ"
 """A run with run.exact continues on something else than it was trained on, or its ranks compute on different things, so
-that its bits from here on need not be those that it would have had. Fields: step, because."""
+that its bits from here on need not be those that it would have had. Fields: step, because; among_ranks (true), if ranks
+differ."""
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"

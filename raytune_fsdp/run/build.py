@@ -46,6 +46,7 @@ from raytune_fsdp.model.pieces.pieces import TENSOR
 from raytune_fsdp.model.precision.fp8 import compute_in_fp8
 from raytune_fsdp.model.precision.quantized import quantize_layers
 from raytune_fsdp.model.split.tensor import split_layers
+from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.run.trials.cut import try_split
 from raytune_fsdp.step.accumulation import add_gradients
@@ -79,8 +80,8 @@ class Site:
     """Where a network is built: among which ranks, on which devices."""
 
     layout: Layout
-    micro_batches: int
-    """Micro-batches of a rank in a full step."""
+    division: Division
+    """What each rank has of a step."""
     device: torch.device
     """Where its tensors are."""
     kind: str
@@ -98,7 +99,7 @@ class Site:
     def of_rank(cls, plan: Plan, device: torch.device) -> Site:
         """Return the site of a rank that computes on this device."""
         return cls(
-            layout=plan.layout, micro_batches=plan.division.full_rounds, device=device, kind=device.type,
+            layout=plan.layout, division=plan.division, device=device, kind=device.type,
             memory=memory_of(device), together=partial(ranks_together, plan.layout.shard_size),
         )  # fmt: skip
 
@@ -223,10 +224,11 @@ def _moved(
     """Return what travels in a step between ranks that share weights, and the same for people; None: nothing does."""
     if not is_wrapped(parallel, site.layout.world):
         return None, None
-    units, count = sharding_units(model, parallel, ends=needs.ends), site.micro_batches
+    units, count = sharding_units(model, parallel, ends=needs.ends), site.division.full_rounds
     traffic = traffic_of(
-        model, units, parallel, site.layout, micro_batches=count, per_node=per_node, exact=config.run.exact
-    )
+        model, units, parallel, site.layout, micro_batches=count, per_node=per_node, exact=config.run.exact,
+        hops=None if per_node is None else site.division.hops(per_node),
+    )  # fmt: skip
     return traffic, describe(
         model, units, parallel, site.layout, traffic, micro_batches=count, heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
@@ -260,7 +262,7 @@ def optimizer_of(built: Build, config: FinetuneConfig, micro_batches: int | None
 
     `micro_batches` of a rank in a step, if they are not those of the run.
     """
-    count = built.site.micro_batches if micro_batches is None else micro_batches
+    count = built.site.division.full_rounds if micro_batches is None else micro_batches
     add_gradients(built.kernels.get("gradients"), built.model, built.units, built.parallel, built.site.layout, count)
     return build_optimizer(built.model, config.optim, config.method, seed=config.run.seed, exact=config.run.exact)
 

@@ -28,6 +28,10 @@ from raytune_fsdp.record.tracker import UsedData, flatten
 
 BITS = "bits"
 """The field of an attempt's start that has the digest of what its bits depend on."""
+_KERNELS = (
+    "flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "triton", "torchao", "peft",
+)  # fmt: skip
+"""Packages whose versions decide bits where they are installed."""
 _GIT_SECONDS = 5
 
 
@@ -87,17 +91,20 @@ def commit_here() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of what decides the bits of a result."""
-    found: dict[str, str | None] = {}
-    for package in ("raytune-fsdp", "torch", "transformers"):
-        found[package] = None
-        with suppress(PackageNotFoundError):  # run from a source tree that is not installed
-            found[package] = version(package)
-    return found
+    return {package: _version(package) for package in ("raytune-fsdp", "torch", "transformers")}
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):  # run from a source tree that is not installed
+        return version(package)
+    return None
 
 
 def computed_on(device: torch.device) -> dict[str, Any]:
     """Return what decides the bits of an attempt's results besides its config: equal entries mean equal bits."""
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "versions": versions()}
+    if there := {name: installed for name in _KERNELS if (installed := _version(name)) is not None}:
+        found["packages"] = there
     if device.type == "cuda":
         return {"device": f"{device.type}: {torch.cuda.get_device_name(device)}", **found}
     name = processor() or platform.machine()
@@ -111,17 +118,25 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def why_bits_differ(computed: Sequence[Mapping[str, Any]], digest: str, before: Mapping[str, Any] | None) -> str | None:
-    """Say why steps of a run with `run.exact` may get other bits from here on; None if they must be the same.
+def why_bits_differ(computed: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say why the bits of a run with `run.exact` depend on which rank has what; None if they do not.
 
-    `computed`: where each rank computes. `before`: the fields of the last attempt's start.
+    `computed`: where each rank computes.
     """
     for rank, other in enumerate(computed):
         if different := _difference(computed[0], other):
             return "rank 0 has {} {}, and rank {} has {}".format(*different[:2], rank, different[2])
+    return None
+
+
+def why_bits_changed(computed: Mapping[str, Any], digest: str, before: Mapping[str, Any] | None) -> str | None:
+    """Say why steps of a run with `run.exact` may get other bits than before; None if they must get the same.
+
+    `before`: the fields of the last attempt's start.
+    """
     if before is None or before.get(BITS, digest) == digest:
         return None
-    if different := _difference(computed[0], before):
+    if different := _difference(computed, before):
         return "this attempt has {} {}, and the one before had {}".format(*different)
     return "this attempt has another micro-batch or other kernels than the one before"
 
@@ -131,5 +146,5 @@ def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str,
     others = flatten(there)
     for key, value in flatten(here).items():
         if others.get(key) != value:
-            return key.removeprefix("versions."), shown(value), shown(others.get(key))
+            return key.removeprefix("versions.").removeprefix("packages."), shown(value), shown(others.get(key))
     return None

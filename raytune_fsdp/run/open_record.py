@@ -50,7 +50,15 @@ from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
 from raytune_fsdp.record.tracker import Composite, RunStart, Tracker, flatten
-from raytune_fsdp.run.described import BITS, bits_digest, computed_on, used_data, versions, why_bits_differ
+from raytune_fsdp.run.described import (
+    BITS,
+    bits_digest,
+    computed_on,
+    used_data,
+    versions,
+    why_bits_changed,
+    why_bits_differ,
+)
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -183,8 +191,8 @@ def start_tracker(
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
-    if config.run.exact and (why := why_bits_differ(computed, digest, last[-1] if last else None)):
-        tracker.event(names.BITS_MAY_DIFFER, step=standing.state.step, because=why)
+    if config.run.exact:
+        _report_bits(tracker, standing.state.step, computed, digest, last[-1] if last else None)
     if config.tracking.mlflow.enabled and not mlflow_installed():
         tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in opened.aside:
@@ -318,6 +326,15 @@ def _plan_in_full(prepared: RunInputs, standing: ResumePoint) -> dict[str, Any]:
         "order_version": prepared.train.order_version,
         "newest_order": standing.state.newest_order,
     }
+
+
+def _report_bits(
+    tracker: Tracker, step: int, computed: Sequence[Mapping[str, Any]], digest: str, before: Mapping[str, Any] | None
+) -> None:
+    if (why := why_bits_differ(computed)) is not None:
+        tracker.event(names.BITS_MAY_DIFFER, step=step, because=why, among_ranks=True)
+    if (why := why_bits_changed(computed[0], digest, before)) is not None:
+        tracker.event(names.BITS_MAY_DIFFER, step=step, because=why)
 
 
 def _report_data(tracker: Tracker, config: FinetuneConfig, prepared: RunInputs) -> None:

@@ -28,6 +28,10 @@ _WIDTH = 4096
 _AT_ONCE = {"cpu": 1 << 16}
 """Numbers whose squares are summed by one call, by the type of device: what stays in a CPU's cache."""
 _ON_GPU = 1 << 24
+_NOT_ALIKE = (
+    "run.exact=true: some weights of a layer got a gradient from one micro-batch and none from another, so that their "
+    "sums cannot be told apart; set run.exact=false"
+)
 
 
 class SumsInOrder:
@@ -42,14 +46,18 @@ class SumsInOrder:
         self._step = 0
         self._owners: list[int] = []
         """Of the micro-batches that are computed now, in their order, the ranks that compute them."""
+        self._units: list[_InOrder] = []
         for module in model.modules():
             if division.data_ranks > 1 and isinstance(module, FSDPModule):
                 (group,) = module._get_fsdp_state()._fsdp_param_groups or (None,)  # type: ignore[attr-defined]
                 if group is not None:
-                    cast(FSDPModule, module).set_custom_reduce_scatter(_InOrder(group, self._owners, levels))  # type: ignore[arg-type]
+                    self._units.append(_InOrder(group, self._owners, levels))
+                    cast(FSDPModule, module).set_custom_reduce_scatter(self._units[-1])  # type: ignore[arg-type]
 
     def start(self, step: int, like: torch.Tensor) -> None:
         self._step = step
+        for unit in self._units:
+            unit.summed = None
         self._rows = like.new_zeros(len(self._division.micro_batch_sizes(step)), 1, dtype=torch.float64)
         self._load = like.new_zeros((), dtype=torch.float64)
 
@@ -67,6 +75,8 @@ class SumsInOrder:
         self._load = self._load + load  # whole numbers: any order is right
 
     def over_ranks(self, trained: Sequence[nn.Parameter], gradients: list[torch.Tensor]) -> Totals:
+        for unit in self._units:
+            unit.check()
         rows, width = self._rows.shape
         squares, sizes = _squares_by_row(trained, gradients)
         # Each number is one rank's and zero on all others, so that no order can change it.
@@ -141,6 +151,8 @@ class _InOrder:
         self._levels = levels
         self._sends = False
         """Whether the buffer that FSDP asked for last is the one that is sent."""
+        self.summed: list[Any] | None = None
+        """The weights that had a sum when the last micro-batch was added to it; None: it is the step's first."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make FSDP's buffers: what is sent in the gradients' type, then what is kept in that of the weights."""
@@ -172,17 +184,28 @@ class _InOrder:
         for owner in others:
             output_tensor.add_(parts[owner])
 
+    def _with_sums(self) -> list[Any]:
+        return [each for each in self._group.fsdp_params if each.sharded_param.grad is not None]
+
+    def check(self) -> None:
+        """Refuse sums of weights of which not every micro-batch gives all a gradient.
+
+        FSDP does not say whose gradients it sends: those of equal sizes would be added to each other.
+        """
+        if self.summed is not None and self._with_sums() != self.summed:
+            raise RuntimeError(_NOT_ALIKE)
+
     def _take(self, output: torch.Tensor) -> bool:
         """Move the sum of earlier micro-batches to `output`, which then replaces it; return whether there is one."""
-        kept = [each for each in self._group.fsdp_params if each.sharded_param.grad is not None]
+        kept = self._with_sums()
         if not kept:
+            self.summed = None
             return False
+        self.check()
+        self.summed = kept
         sizes = [each.padded_sharded_param_size.numel() for each in kept]
         if sum(sizes) != output.numel():
-            raise RuntimeError(
-                "run.exact=true: some weights of a layer got a gradient from one micro-batch and none from another, "
-                "so that their sums cannot be told apart; set run.exact=false"
-            )
+            raise RuntimeError(_NOT_ALIKE)
         output.zero_()
         for each, place in zip(kept, torch.split(output, sizes), strict=True):
             rows = local_piece(each.sharded_param.grad).reshape(-1)

@@ -297,8 +297,12 @@ def traffic_of(
     micro_batches: int,
     per_node: int | None = None,
     exact: bool = False,
+    hops: float | None = None,
 ) -> Traffic:
-    """Compute what a rank's collectives move in a step of this many micro-batches. The network is not sharded yet."""
+    """Compute what a rank's collectives move in a step of this many micro-batches. The network is not sharded yet.
+
+    `exact` and `hops`: see `Collectives`.
+    """
     known = {id(p) for unit in units for p in unit.parameters}
     rest = [p for p in model.parameters() if id(p) not in known]
     policy = precision_policy(config, exact=exact)
@@ -322,6 +326,7 @@ def traffic_of(
         nodes=1 if per_node is None else layout.shard_size // per_node,
         bytes_crossing=stored.itemsize if exact else 2 if config.reduce_dtype == "bf16" else reduced,
         exact=exact,
+        hops=hops,
     )
     return step_traffic(sizes, how)
 

@@ -61,7 +61,7 @@ def add_in_turns(
         dist.gather(output, [*rows] if here == first else None, group=between, group_dst=first)
     total = rows.view(-1)
     # A node whose turn comes twice has to have passed on everything before it gets it back.
-    piece = len(total) if first == last and len(turns) > 1 else _PIECE
+    piece = max(1, len(total)) if first == last and len(turns) > 1 else _PIECE
     for start in range(0, len(total), piece):
         some = total[start : start + piece]
         for turn, (node, ranks) in enumerate(turns):

@@ -10,9 +10,9 @@ replicas reduce after the last micro-batch. Ranks that share samples also exchan
 In bytes, a weight has 2 in 16 bits. Under `fp8` the Psi8 weights that layers multiply with in 8 bits have 1: gathered
 once, (2 Psi - Psi8) (N-1)/N. For layers alone that is 0.50 of bf16's bytes, for a whole 8B 0.57 and for a 70B 0.52.
 If gradients are summed in two levels on G nodes of L ranks, (G-1)/N of the (N-1)/N come from other nodes. If they are
-added in order (`run.exact`), a rank gets (L-1)/L of them inside of its node; of sums it gets (G-1)/N as they are passed
-from node to node in a round, (G-1)/G of 1/N when the owners get theirs, and as much again where a round goes on with a
-sum.
+added in order (`run.exact`), a rank gets (L-1)/L of them inside of its node. Of sums it gets 1/N each time that they
+are passed from one node to the next, (G-1)/G of 1/N when the owners get theirs, and as much again where a round goes on
+with a sum.
 
 `tests/distributed/test_traffic.py` compares this with the collectives of real steps.
 """
@@ -62,6 +62,8 @@ class Collectives:
     """Bytes of a gradient that is sent from one of these nodes to another."""
     exact: bool = False
     """`run.exact`."""
+    hops: float | None = None
+    """How often such a sum is passed from node to node in a step. None: G-1 times a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,8 @@ def step_traffic(units: Sequence[UnitSize], how: Collectives) -> Traffic:
     scattered, crossing = reductions * across, reductions * (how.nodes - 1) / shards
     if how.exact and how.nodes > 1:
         ends = (how.nodes - 1) / how.nodes * (2 * reductions - trained)
-        crossing = (reductions * (how.nodes - 1) + ends) / shards
+        hops = passes * (how.nodes - 1) if how.hops is None else how.hops
+        crossing = (trained * hops + ends) / shards
         scattered = reductions * (1 - how.nodes / shards) + crossing
     return Traffic(
         gathered=gathers * across,

@@ -15,6 +15,7 @@ from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.model.precision.quantized import quantize_layers
+from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.predict.links import Network, move
 from raytune_fsdp.step.traffic import Collectives as Spread
@@ -52,6 +53,7 @@ def _moved(
     said = traffic_of(
         model, sharding_units(model, config.parallel, ends=prepared.needs.ends), config.parallel, plan.layout,
         micro_batches=plan.division.full_rounds, per_node=per_node, exact=config.run.exact,
+        hops=None if per_node is None else plan.division.hops(per_node),
     )  # fmt: skip
     parts = assemble(config, prepared, standing, torch.device("cpu"))
     found = []
@@ -76,7 +78,7 @@ def check(found: Mapping[str, Any], predicted: Mapping[str, float], *, numbers: 
 
 def config_of(directory: Path, blocks: int, name: str = "run", **sections: Any) -> FinetuneConfig:
     model = sections.pop("model", "llama")
-    train = {"global_batch": 2 * blocks, "micro_batch": 2, "max_steps": 3}
+    train = {"global_batch": 2 * blocks, "micro_batch": 2, "max_steps": 4}
     base, changes = directory / "base", sections.pop("changes", {})
     if not base.exists():
         save_checkpoint(base, model, **changes)
@@ -141,10 +143,13 @@ def test_steps_send_what_is_predicted(
             check(step, predicted, numbers=sections.get("method") != QLORA and not narrow)
 
 
-def test_sums_that_are_passed_from_node_to_node(tmp_path: Path) -> None:
-    """On average over ranks: the first node of a step gets the owners' rows, the others get the sum."""
+@pytest.mark.parametrize(("blocks", "hops"), [(8, 2), (7, 2.5)])
+def test_sums_that_are_passed_from_node_to_node(tmp_path: Path, blocks: int, hops: float) -> None:
+    """On average over ranks and four steps: the first node of a step gets the owners' rows, the others get the sum."""
     sections = {"parallel": {"precision": "bf16", "reduce": "hierarchical"}, "run": {"exact": True}}
-    config = config_of(tmp_path, 2 * 4, **sections)
+    config = config_of(tmp_path, blocks, **sections)
+    division = Division(global_batch=2 * blocks, micro_batch=2, total_samples=None, data_ranks=4)
+    assert division.hops(2) == hops
     ranks = run_ranks(moved_by_nodes, 4, [config.model_dump()], 2)
     predicted = ranks[0][0][1]
     for kind in ("numbers", "bytes"):
@@ -176,7 +181,7 @@ def moved_by_nodes(configs: Sequence[Mapping[str, Any]], per_node: int) -> Any:
     from raytune_fsdp.step import reduce_by_node
 
     reduce_by_node.this_node = lambda: str(dist.get_rank() // per_node)  # type: ignore[assignment, return-value]
-    return [_moved(FinetuneConfig.model_validate(values), 2, per_node) for values in configs]
+    return [_moved(FinetuneConfig.model_validate(values), 4, per_node) for values in configs]
 
 
 def test_in_units_of_all_weights(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def first_rank(plan: Plan, kind: str, memory: int, per_node: int | None) -> Site
     layout = plan.layout
     nodes = None if per_node is None else [rank // per_node for rank in range(layout.world)]
     return Site(
-        layout=layout, micro_batches=plan.division.full_rounds, device=CPU, kind=kind, memory=memory, real=False,
+        layout=layout, division=plan.division, device=CPU, kind=kind, memory=memory, real=False,
         together=lambda: None if nodes is None else ranks_of_a_node(nodes, layout.shard_size),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import each_event
-from raytune_fsdp.record.names import ATTEMPT_STARTED, KERNELS, SETTINGS_CHANGED
+from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, KERNELS, SETTINGS_CHANGED
 from raytune_fsdp.step.accumulation import AS_WEIGHTS
 from raytune_fsdp.tools.audit.segment import Segment, steps_of
 
@@ -149,12 +149,13 @@ MACHINE = ("world_size", "device", "threads", "versions")
 """The fields on record that say where an attempt was trained."""
 _SPREAD = ("replicas", "shard_size", "sequence", "tensor")
 _KERNELS = ("attention", "loss", "blocks")
-_IF_ANY = ("mixers", "instructions")
-"""On record for packed hybrids, and of CPUs; older versions did not record them."""
+_IF_ANY = ("mixers", "instructions", "packages")
+"""On record for packed hybrids, of CPUs, and where there are some; older versions did not record them."""
 _GRADIENTS = "gradients"
 """On record for runs in bf16_pure. Older versions added gradients in the type of the weights and did not record it."""
 _DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss", "train.micro_batch")
 """Settings that may change within a run, and decide the order of additions."""
+_ANY_IF_EXACT = ("parallel.reduce", "parallel.strategy")
 
 
 def _attempts(place: RunDir, numbers: set[int]) -> list[dict[str, Any]]:
@@ -185,11 +186,16 @@ def _why_not_exact(found: Audit, config: FinetuneConfig, place: RunDir) -> str:
         added = attempt.get(_GRADIENTS) or (here.get(_GRADIENTS) and AS_WEIGHTS)
         if added != here.get(_GRADIENTS):
             return f"the type in which attempt {number} added gradients: {added}; here: {here.get(_GRADIENTS)}"
-    first = min(attempt["attempt"] for attempt in found.there)
+    attempts = [attempt["attempt"] for attempt in found.there]
+    first = min(attempts)
     for line in each_event(place.events):
+        if line["event"] == BITS_MAY_DIFFER and line["fields"].get("among_ranks") and line["attempt"] in attempts:
+            return f"in attempt {line['attempt']} {line['fields'].get('because')}"
         # The run's config is that of its newest attempt, so earlier attempts may have had other settings.
         changed = line["fields"] if line["event"] == SETTINGS_CHANGED and line["attempt"] > first else {}
         decisive = sorted(key for key in changed if key.startswith(_DECIDE_BITS))
+        if config.run.exact:  # which has the same bits with either
+            decisive = [key for key in decisive if key not in _ANY_IF_EXACT]
         if decisive:
             return f"{decisive[0]} was changed in attempt {line['attempt']}"
     if not str(here["device"]).startswith("cpu") and not config.run.repeats_bits:
