@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _PART_BYTES = 1 << 20
 """A message is sent in parts of this size. The server of torch's store takes 8 MiB; a larger value ends the connection,
-for this rank's other uses of the store as well. Hashes of a 70B's adapters have 15 MiB on three ranks."""
+for this rank's other uses of the store as well. Hashes of the adapters of a 70B come near that."""
 
 
 class Messages:

@@ -42,7 +42,7 @@ def model(directory: Path, tensors: dict[str, torch.Tensor], files: int = 1) -> 
 def by_hand(name: str, tensor: torch.Tensor) -> str:
     content = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
     row = max(1, len(content) // max(1, len(tensor) if tensor.ndim else 1))
-    leaf = max(1, 4096 // row) * row
+    leaf = max(1, 1024 // row) * row
     level = [hashlib.sha256(content[start : start + leaf]).digest() for start in range(0, len(content), leaf)]
     left: list[bytes] = []
     while level:
