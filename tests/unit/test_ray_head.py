@@ -225,3 +225,8 @@ def test_a_command_knows_when_ray_would_crash_it_at_its_end(
         assert joined.answers() != other
         joined.close()
         assert bool(crashing) == (owned and other)
+    crashing.clear()
+    joined = session.Session("joined", owned=owned, head=Head(f"127.0.0.1:{port.number}"))
+    monkeypatch.setattr(joined.head, "lost", lambda: "it has not answered for 50 s")
+    joined.close()
+    assert bool(crashing) == owned, "it would wait for the head"

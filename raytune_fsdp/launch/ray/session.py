@@ -88,9 +88,10 @@ class Session:
     def close(self) -> None:
         if self.head is not None:
             self.head.close()
-            if self.owned and self.head.is_another:
-                # Ray's C++ cannot bear the other cluster: it would end this process by SIGSEGV, in Python's exit.
-                crashing.append("Ray, which has lost its cluster to another one")
+            if self.owned and self.head.lost() is not None:
+                # Ray's C++ cannot bear another cluster: it would end this process by SIGSEGV, in Python's exit. For a
+                # head that is away it waits there, and for longer if that comes back meanwhile and goes again.
+                crashing.append("Ray, which has lost its head")
         elif self.lost():
             private.kill_processes()  # ray.shutdown() alone would talk to them for a while
         if self.owned:
