@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from raytune_fsdp.base.errors import DataError, RowError
+from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.templates import ChatTemplate
@@ -54,6 +54,10 @@ def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) ->
     """Render the first rows both ways; where the ways differ, render each turn of all rows of that template.
 
     By the rules that the formatters have now: once these change, the templates have to be tried again.
+
+    The outcome belongs to a run's identity, so only what a template does with conversations may decide it, not speed,
+    storage or data.max_row_bytes. So a row that cannot be read or takes too much work is the same error here as later:
+    were it left out, the next attempt might find it and come to another outcome. Bad rows are bad in every attempt.
     """
     by_template: dict[tuple[ChatTemplate, ...], list[tuple[Formatter, Source]]] = {}
     for formatter, source in zip(formatters, sources, strict=True):
@@ -71,14 +75,9 @@ def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) ->
 
 
 def _renders_alike(formatter: Formatter, source: Source, many: int) -> bool:
-    try:
-        for index, row in enumerate(source.rows(range(min(many, len(source))))):
-            where = source.where(index)
-            if not isinstance(row, RowError) and not formatter.renders_alike(row, where, _TRIED_MESSAGES):
-                logger.info("%s: each turn is rendered by itself", where)
-                return False
-    except DataError:
-        # What is wrong is said where the row is used. Rendering each turn is right for every template, so what cannot
-        # be tried may not decide otherwise.
-        return False
+    for index, row in enumerate(source.rows(range(min(many, len(source))))):
+        where = source.where(index)
+        if not isinstance(row, RowError) and not formatter.renders_alike(row, where, _TRIED_MESSAGES):
+            logger.info("%s: each turn is rendered by itself", where)
+            return False
     return True

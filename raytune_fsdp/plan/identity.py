@@ -104,26 +104,28 @@ def check_identity(
                 f"version {now.get(key)}: it would continue on other samples. Continue it with the version of "
                 "raytune_fsdp that began it, or start from scratch under another run.name"
             )
-    for key in sorted({*before, *now}):
-        if key.endswith(".turns") and before.get(key) != now.get(key):
-            raise ResumeError(
-                f"{where}: {key.removesuffix('.turns')}: the turns of its chats were rendered "
-                f"{before.get(key, 'together')} when this run was begun, and would be {now.get(key, 'together')} now, "
-                "as a trial of their template decides: its masks could be others. Continue it with the versions of "
-                "raytune_fsdp and jinja2 that began it, or start from scratch under another run.name"
-            )
+    differing = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    turns = [key for key in differing if key.endswith(".turns")]
     differences = [
         f"{key}: {changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
         if key in files_before and key in files_now
         else f"{key}: was {_short(before.get(key, 'not set'))}, is {_short(now.get(key, 'not set'))}"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
+        for key in differing
+        if key not in turns  # a trial of the template decides them, which other settings change
     ]
     if differences:
         raise OtherRunError(
             f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or choose another run.name:",
             *(f"  {each}" for each in differences),
+        )
+    if turns:
+        raise ResumeError(
+            f"{where}: {turns[0].removesuffix('.turns')}: the turns of its chats were rendered "
+            f"{before.get(turns[0], 'together')} when this run was begun, and would be "
+            f"{now.get(turns[0], 'together')} now, as a trial of their template decides: its masks could be others. "
+            "No setting differs: if raytune_fsdp or jinja2 does, continue it with the versions that began it; "
+            "otherwise start from scratch under another run.name"
         )
 
 

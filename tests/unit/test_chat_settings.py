@@ -19,7 +19,7 @@ from raytune_fsdp.data.mixture import FIFTH_ORDER, FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.questions import Written, open_tasks
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import KEPT, TemplateChoice
-from raytune_fsdp.data.rows.thoughts import begins_with_thought
+from raytune_fsdp.data.rows.thoughts import behind_thought
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.plan.identity import ABSENT
@@ -118,6 +118,11 @@ def test_prompts_are_rendered_as_all_datasets_or_else_as_the_run_says(tmp_path: 
     loud = {"path": "x", "chat_template": template_in(tmp_path, "l.jinja", LOUD), "chat_template_kwargs": {"loud": 1}}
     assert prompt_of(trained_with(tmp_path, {"train": [loud, {**loud, "path": "y"}]})).startswith("Loud. ")
     assert not prompt_of(trained_with(tmp_path, {"train": [loud, {"path": "y"}]})).startswith("Loud. ")
+    text: Any = {"path": "y", "format": {"type": "completion"}}
+    assert prompt_of(trained_with(tmp_path, {"train": [text, loud]})).startswith("Loud. "), "a text is no chat"
+    asked_so = {"path": "y", "format": {"type": "instruction", "prompt": "q", "completion": "a", "style": "chat"}}
+    assert not prompt_of(trained_with(tmp_path, {"train": [asked_so, loud]})).startswith("Loud. ")
+    assert not prompt_of(trained_with(tmp_path, {"train": [text]})).startswith("Loud. ")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "What?", "answer": "4"}))
     task = {"type": "exact", "path": str(tmp_path / "rows.jsonl"), "max_new_tokens": 1}
     config = make_config(tmp_path, data={"train": [loud]}, eval={"tasks": [task]})
@@ -139,6 +144,23 @@ def test_chat_and_generate_take_variables(tmp_path: Path, monkeypatch: pytest.Mo
     (place / "tokenizer_config.json").write_text(json.dumps({**settings, KEPT: {"chat_template_date": "today"}}))
     assert main(asked) == DataError.exit_code
     assert "raytune_fsdp.chat_template_date in tokenizer_config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kept", "where"),
+    [
+        ({"chat_template_date": "x" * 5000}, "raytune_fsdp.chat_template_date in "),
+        ({"chat_template_kwargs": {"place": "\ud800" * 5000}}, "raytune_fsdp.chat_template_kwargs in "),
+        ({"y" * 5000: 1}, "raytune_fsdp.yyy"),
+        ({"\u001b]0;\n": 1}, "raytune_fsdp.'\\\\x1b]0;\\\\n' in "),
+    ],
+)
+def test_wrong_settings_in_a_tokenizer_are_said_in_one_short_line(kept: Any, where: str) -> None:
+    tokenizer = copy.copy(demo_tokenizer())
+    tokenizer.init_kwargs = {**tokenizer.init_kwargs, KEPT: kept}
+    with pytest.raises(DataError, match=f"^{where}.*is not what an export writes") as caught:
+        TemplateChoice.kept_in(tokenizer)
+    assert len(str(caught.value)) < 900 and str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -247,5 +269,7 @@ def test_an_answer_ends_with_the_token_that_begins_the_next_message() -> None:
 def test_a_row_that_repeats_the_word_for_a_thought_keeps_nobody_waiting() -> None:
     """A pattern without bounds takes 0.5 s for 20,000 characters, and four times as long for twice as many."""
     began = time.process_time()
-    assert not begins_with_thought("<" + "think" * 40_000)
+    text = "<" + "think" * 40_000 + ">"
+    for start in (0, len(text)):  # as what a turn begins with, and as what its prompt ends with
+        assert behind_thought(text + "Yes.", 0, start, len(text), text) == start
     assert time.process_time() - began < 0.2

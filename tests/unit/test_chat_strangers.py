@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytune_fsdp.base.errors import ResumeError, RowError
+from raytune_fsdp.base.errors import DataError, OtherRunError, ResumeError, RowError
 from raytune_fsdp.config import ChatFormat, DatasetConfig
 from raytune_fsdp.data.mixture import FIFTH_ORDER, FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.rows import lost, thoughts
 from raytune_fsdp.data.rows.formats import Document, Formatter
-from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, TooMuchWork
+from raytune_fsdp.data.rows.learn import learn, needs_newer
+from raytune_fsdp.data.rows.marks import Mark
+from raytune_fsdp.data.rows.sandbox import SANDBOX, TimeLimitError
+from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, TooMuchWork, TooSlow
+from raytune_fsdp.data.rows.thoughts import without_thought
+from raytune_fsdp.data.sources.source import unreadable
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.run.resume import data_identity_of
 from tests.rows import make_windows
 from tests.unit.chat_structures import STRUCTURES
 from tests.unit.made_tokenizers import demo, pieces
@@ -155,11 +164,9 @@ def test_a_template_is_tried_by_the_rules_of_the_run_and_the_run_knows_the_outco
     assert new.order_version == FIFTH_ORDER and new.identity["datasets.0.turns"] == "one by one"
     assert raised.identity == new.identity and raised.fingerprint == new.fingerprint
     assert new.get(0, 0)[0].counts.datasets[0].dropped == {"template": 1}
-    kept: Any = {f"data.{key}": value for key, value in new.identity.items()}
+    kept = data_identity_of(new)
     other = {key: value for key, value in kept.items() if not key.endswith(".turns")}
-    with pytest.raises(
-        ResumeError, match="datasets.0: the turns of its chats were rendered one by one when .* together"
-    ):
+    with pytest.raises(ResumeError, match="data.train.0: the turns of its chats were .* one by one when .* together"):
         check_identity(kept, other, "runs/a", files_before={}, files_now={})
 
 
@@ -188,7 +195,17 @@ def test_reasoning_that_a_template_cuts_out_of_contents_is_not_kept() -> None:
         ("<think>\nHm.\n</think>\n\nYes.", "Yes."),
         ("Hm,\nso.\n</think>\n\nYes.", "Yes."),
         (" [THINK]Hm.[/THINK] Yes.", "Yes."),
-        ("Hm.[/THINK]Yes.", "Yes."),
+        ("Hm.\r\n</think>\r\n\r\nYes.", "Yes."),
+        ("\n</think>\n\nYes.", "Yes."),
+        ("Hm: `</think>` ends it.\n</think>\n\nYes.", "Yes."),
+        ("<think>Hm.</think>\n<think>\nSo.\n</think>\n[THINK][/THINK] Yes.", "Yes."),
+        ("Hm.\n</think>\n\n<think></think>Yes.", "Yes."),
+        ("The tag </think> ends a thought.", "The tag </think> ends a thought."),
+        ("It is </think>\nor not.", "It is </think>\nor not."),
+        ("Write\n<think>\nHm.\n</think>\nthere.", "Write\n<think>\nHm.\n</think>\nthere."),
+        ("Hm.[/THINK]Yes.", "Hm.[/THINK]Yes."),
+        ("Hm.\n[/THINK]\nYes.", "Hm.\n[/THINK]\nYes."),
+        ("<think>Hm.", "<think>Hm."),
         ("Yes. <think>Hm.</think> It is.", "Yes. <think>Hm.</think> It is."),
         ("Yes.", "Yes."),
     ],
@@ -231,9 +248,123 @@ def test_loss_on_all_tokens_has_empty_thoughts_but_not_those_of_messages_that_ar
     assert trained(document(made, [USER, {**ANSWER, "train": False}]), "qwen 3") == [asked, "\n"]
 
 
-def test_template_that_cannot_be_tried_is_not_trusted_and_what_is_wrong_is_said_later(tmp_path: Path) -> None:
+def test_row_that_ends_the_trial_is_an_error_and_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the error of reading it: were it left out, another attempt could find other masks."""
     asked = [{"role": "user", "content": "What?"}, ANSWER]
-    windows = opened(tmp_path, f"{DEEP}messages[0].content == 'What?' }}}}{PRINTED}", asked)
-    assert windows.identity["datasets.0.turns"] == "one by one"
     with pytest.raises(TooMuchWork, match=r"rows\.jsonl:1: the chat template does too much work: it goes too deep"):
-        windows.get(0, 0)
+        opened(tmp_path, f"{DEEP}messages[0].content == 'What?' }}}}{PRINTED}", asked)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has 96 bytes, more than data\.max_row_bytes=50"):
+        opened(tmp_path, PRINTED, [USER, ANSWER], max_row_bytes=50)
+    windows = opened(tmp_path, PRINTED, [USER, ANSWER])
+    assert windows.order_version == FIFTH_ORDER and "datasets.0.turns" not in windows.identity
+
+    def lost(source: Any, indices: Any) -> Any:
+        raise unreadable("s3://b/rows.jsonl", ConnectionError("Connection reset by peer"))
+
+    monkeypatch.setattr(type(windows.sources[0]), "rows", lost)
+    with pytest.raises(DataError, match="Connection reset by peer"):
+        opened(tmp_path, PRINTED, [USER, ANSWER])
+
+
+def test_template_that_is_too_slow_with_our_conversations_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine it might be fast enough, and have other masks."""
+    made = formatter(PRINTED)
+
+    def slow(*_: Any, **__: Any) -> Any:
+        raise TimeLimitError("it takes more than 10 s of processor time")
+
+    monkeypatch.setattr(SANDBOX, "ask_all", slow)
+    template = made.templates[0]
+    for found_out in (learn.__wrapped__, needs_newer.__wrapped__):
+        options: Any = {"tools": False, **({"newer": True} if found_out is learn.__wrapped__ else {})}
+        with pytest.raises(TooSlow, match="does too much work: it takes more than 10 s"):
+            found_out(template, ("another",), **options)
+
+
+def test_another_outcome_of_the_trial_is_said_only_where_no_setting_differs(tmp_path: Path) -> None:
+    identity = data_identity_of(opened(tmp_path, PRINTED, [USER, ANSWER]))
+    one_by_one = {**identity, "data.train.0.turns": "one by one"}
+    with pytest.raises(ResumeError, match="data.train.0: the turns of its chats were rendered together .* one by one"):
+        check_identity(identity, one_by_one, "runs/a", files_before={}, files_now={})
+    with pytest.raises(OtherRunError, match="data.chat_template: was ") as caught:
+        check_identity(identity, {**one_by_one, "data.chat_template": "x"}, "runs/a", files_before={}, files_now={})
+    assert "turns" not in str(caught.value) and "versions" not in str(caught.value)
+
+
+BLANKS = 100_000
+
+
+def test_white_space_takes_no_time() -> None:
+    """A search for what ends a text begins anew at each of its blanks: 100,000 took minutes."""
+    began = time.process_time()
+    blanks, tags = " " * BLANKS, "<think>\n" * 20_000
+    for end, found in (("", None), ("x", None), ("<think>\n", 9)):
+        assert thoughts._thoughts_at_end(f"x <y>{blanks}{end}") == (found and 5)
+        assert thoughts.behind_thought(f"{blanks}{end}Yes.", 0, BLANKS, BLANKS, "Yes.") == BLANKS
+        assert thoughts.other_thought(f"{blanks}{end}Yes.", 0, f"{blanks}{end}", BLANKS, "Yes.") is None
+    assert thoughts._thoughts_at_end(f"x{tags}") == 1
+    assert without_thought("<think></think>\n" * 50_000 + "Yes.") == "Yes."
+    assert without_thought(f"{blanks}Yes.\n{blanks}") == f"{blanks}Yes.\n{blanks}"
+    made = formatter(STRUCTURES["qwen 3"].bare(), "qwen 3")
+    for answer in ("Yes.", " Yes."):
+        given = [{"role": "user", "content": f"Is it?{blanks}"}, {"role": "assistant", "content": answer}]
+        assert trained(document(made, given), "qwen 3") == ["Yes.<|im_end|>"]
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "begin"),
+    [
+        ("<|assistant|><think>\n", 13),
+        ("<|assistant|>\n<think>\n\n</think>\n\n", 13),
+        ("<a> [THINK] <|END_THINKING|>", 3),
+        ("<think>So <Reason>", 9),
+        ("<think>So", None),
+        ("<thin k>", None),
+        (f"<{'x' * 41}think>", None),
+        ("", None),
+    ],
+)
+def test_tags_of_thoughts_at_the_end_of_a_text(text: str, begin: int | None) -> None:
+    assert thoughts._thoughts_at_end(text) == begin
+    slow = re.search(rf"(?:\s*{thoughts._THOUGHT})+\s*\Z", text, re.IGNORECASE)
+    assert begin == (None if slow is None else slow.start())
+
+
+def test_parts_of_many_messages_are_looked_for_in_linear_time() -> None:
+    """As reasoning=keep does for all of a conversation."""
+    marks = [Mark(10 * place + more, place, "content") for place in range(20_000) for more in (2, 8)]
+    began = time.process_time()
+    found = lost._between(marks)
+    assert time.process_time() - began < 2
+    assert found[0] == (0, 12) and found[7] == (68, 82) and found[19_999] == (199_988, None)
+    order = [Mark(1, 2, "content"), Mark(2, 0, "content"), Mark(3, 2, "content"), Mark(4, 1, "tool_calls")]
+    assert lost._between(order) == {0: (0, 3), 1: (2, None), 2: (2, None)}
+
+
+ADDING = PRINTED.replace("~ m.content", "~ ('<think></think>' if m.role == 'assistant') ~ m.content")
+
+
+@pytest.mark.parametrize("content", ["Yes.", "<think>\nHm.\n</think>\n\nYes.", "<think></think>Yes."])
+def test_empty_thought_that_a_template_adds_is_not_trained_on_before_one_of_the_row(content: str) -> None:
+    answer = {"role": "assistant", "content": content}
+    made = formatter(ADDING)
+    assert trained(document(made, [USER, answer] * 2)) == [f"{content}<|endoftext|>"] * 2
+
+
+def test_empty_thought_of_the_row_is_trained_on() -> None:
+    splitting = ADDING.replace("~ m.content", "~ m.content.split('</think>')[-1]")
+    answer = {"role": "assistant", "content": "<think></think>Yes."}
+    assert trained(document(formatter(splitting), [USER, answer])) == ["<think></think>Yes.<|endoftext|>"]
+
+
+def test_answer_that_is_only_a_thought_cannot_be_dropped() -> None:
+    error = document(formatter(PRINTED, reasoning="drop"), [USER, {**ANSWER, "content": "<think>Hm.</think>\n"}])
+    assert isinstance(error, RowError) and error.reason == "empty"
+    assert "messages[1].content=<think>Hm.</think>\n is a thought and nothing else, which format.reasoning=drop" in str(
+        error
+    )
+    empty = document(formatter(PRINTED, reasoning="drop"), [USER, {**ANSWER, "content": ""}])
+    assert "messages[1].content='' is empty" in str(empty)

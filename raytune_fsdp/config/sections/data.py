@@ -33,7 +33,7 @@ def _not_ours(value: dict[str, Any]) -> dict[str, Any]:
     if taken := [name for name in OURS if name in value]:
         raise ValueError(f"{', '.join(taken)}: templates get these from the rows; leave them out")
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{value!r} is not what JSON can hold ({error}); use texts, numbers, true and false") from None
     return value

@@ -45,8 +45,8 @@ class ChatFormat(Section):
     reasoning: Literal["template", "keep", "drop"] = "template"
     """What happens to the reasoning of the assistant's messages. `template`: what the chat template does, many of which
     leave it out of earlier turns; `keep`: a row is a bad row if the template leaves out any of it; `drop`: it is taken out
-    of all messages, also between `<think>` and `</think>` (or `[THINK]` and `[/THINK]`) at the start of their content,
-    where the opening tag may be missing."""
+    of all messages, also between `<think>` and `</think>` (or `[THINK]` and `[/THINK]`) at the start of their content.
+    Without an opening tag before it, `</think>` counts only on a line of its own."""
 
     ignore: list[str] = Field(default_factory=list)
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
@@ -194,6 +194,13 @@ Format = Annotated[
     ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat | PythonFormat,
     Field(discriminator="type"),
 ]
+
+
+def becomes_chat(format: Format) -> bool:
+    """Return whether rows of this format become conversations, which a chat template renders."""
+    returned = format.then if isinstance(format, PythonFormat) else format
+    return isinstance(returned, ChatFormat) or getattr(returned, "style", None) == "chat"
+
 
 COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "chat": (["messages"], ["tools", "system"]),

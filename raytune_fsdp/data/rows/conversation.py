@@ -191,6 +191,7 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
         message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
     elif "function_call" in message:
         message["tool_calls"] = [message.pop("function_call")]
+    whole = content
     if format.reasoning == "drop" and role == "assistant":
         content = without_thought(content) if isinstance(content, str) else content
         message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
@@ -200,6 +201,12 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
     if calls and (content is None or (isinstance(content, str) and not content.strip())):
         content = content or ""  # templates concatenate it: None would be an error, or the word "None"
     else:
+        if content == "" != whole:
+            raise RowError(
+                f"{place_of_content}={shorten(whole)} is a thought and nothing else, which format.reasoning=drop takes "
+                "out; remove the row, or set the dataset's format.reasoning to template or keep",
+                "empty",
+            )
         # Many files have a system message in every row, empty or not, and a tool may return nothing.
         check_text(content, place_of_content, may_be_empty=role in ("system", "developer", "tool"))
     for key in REASONING_KEYS:

@@ -20,6 +20,7 @@ from raytune_fsdp.config.sections.formats import (
     PythonFormat,
     TemplateFormat,
     TokensFormat,
+    becomes_chat,
     parts_of,
 )
 from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION
@@ -132,15 +133,13 @@ class Formatter:
         if isinstance(format, TokensFormat):
             return
         self._encoder = SpanEncoder(tokenizer)
-        if isinstance(format, ChatFormat) or (
-            isinstance(format, InstructionFormat | TemplateFormat) and format.style == "chat"
-        ):
+        if becomes_chat(format):
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             choice = template if isinstance(template, TemplateChoice) else TemplateChoice(text=template)
             self._templates = [chat_template(tokenizer, choice, tools=tools) for tools in (False, True)]
             # Without tags newer rules find an end, or refuse each row.
             is_seen = order < FIFTH_ORDER or self._templates[0].tags
-            if format.loss != "all" and is_seen and not self._templates[0].trains_an_end():
+            if getattr(format, "loss", None) != "all" and is_seen and not self._templates[0].trains_an_end():
                 logger.log(logging.DEBUG if copied else logging.WARNING, _NO_END)
             return
         if tokenizer.eos_token_id is None:

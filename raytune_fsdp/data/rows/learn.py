@@ -11,7 +11,7 @@ from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.habits import Habits
 from raytune_fsdp.data.rows.marks import with_arguments_as_text
-from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, as_templates_see
+from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooSlow, as_templates_see
 from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 
 
@@ -19,7 +19,8 @@ from raytune_fsdp.data.rows.turns import Rendering, trained_spans
 def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tools: bool) -> Habits:
     """Return what a template does around turns, from conversations of our own. `tools`: whether they have tools.
 
-    A template that fails with one may be right for all rows: then nothing is learned, and each turn is rendered.
+    A template that fails with one may be right for all rows: then nothing is learned, and each turn is rendered. Raises
+    TooSlow, because how fast a machine is may not decide that.
     """
     habits = Habits(by_turn=True)
     try:
@@ -33,6 +34,8 @@ def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tool
                     if message["role"] == "assistant":
                         with suppress(RowError):
                             rendering.turn(index)
+    except TooSlow:
+        raise
     except DataError:
         return habits.by_turn()
     return habits.learned()
@@ -61,6 +64,8 @@ def needs_newer(template: ChatTemplate, special: tuple[str, ...], *, tools: bool
 
     try:
         return outcomes(newer=True) != outcomes(newer=False)
+    except TooSlow:
+        raise
     except DataError:
         return True
 

@@ -40,6 +40,7 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
     seen = Counter((mark.message, mark.kind) for mark in marks)
     knows_reasoning = not set(REASONING_KEYS).isdisjoint(words)
     last = _last_turn(conversation.messages)
+    between = _between(marks)
     for index, message in enumerate(conversation.messages):
         name = conversation.place(index)
         if message["content"].strip() and (index, "content") not in seen:
@@ -54,19 +55,35 @@ def lost_content(conversation: Conversation, marked: str, words: Collection[str]
                 return f"the {key} of {name}"
         # Many templates cut a thought out of the content of earlier turns; it may be there once more in a later one.
         if index == last or (conversation.keep and message["role"] == "assistant"):
-            begin, end = _around(index, marks)
+            begin, end = between.get(index, (0, None))
             part = _missing_part(message["content"], text[begin : end if index != last else None])
             if part is not None:
                 return f"{shorten(repr(part))} in the content of {name}"
     return None
 
 
-def _around(index: int, marks: Sequence[Mark]) -> tuple[int, int | None]:
-    """Return where a message may be in the text: between the marks of others in front of it and behind it."""
-    own = [mark.at for mark in marks if mark.message == index]
-    first, last = min(own, default=0), max(own, default=0)
-    begin = max((mark.at for mark in marks if mark.message < index and mark.at <= last), default=0)
-    return begin, min((mark.at for mark in marks if mark.message > index and mark.at >= first), default=None)
+def _between(marks: Sequence[Mark]) -> dict[int, tuple[int, int | None]]:
+    """Return where each message may be in the text.
+
+    It is behind the last mark of an earlier message that is in front of the message's own last mark, and in front of
+    the first mark of a later message that is behind its own first.
+    """
+    # Of all marks passed, only those of ever later messages can still be what is asked for: one step for each mark.
+    begins: dict[int, int] = {}
+    earlier: list[Mark] = []
+    for mark in marks:
+        while earlier and earlier[-1].message >= mark.message:
+            earlier.pop()
+        begins[mark.message] = earlier[-1].at if earlier else 0
+        earlier.append(mark)
+    found: dict[int, tuple[int, int | None]] = {}
+    later: list[Mark] = []
+    for mark in reversed(marks):
+        while later and later[-1].message <= mark.message:
+            later.pop()
+        found[mark.message] = begins[mark.message], later[-1].at if later else None
+        later.append(mark)
+    return found
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> int | None:

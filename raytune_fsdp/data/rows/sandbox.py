@@ -39,6 +39,10 @@ class LimitError(Exception):
     """A template takes more than any template may; the message says of what."""
 
 
+class TimeLimitError(LimitError):
+    """It takes more time, which another machine might not."""
+
+
 class Sandbox:
     """The process that renders. It begins with the first request, and ends with this process."""
 
@@ -78,7 +82,8 @@ class Sandbox:
                 except (OSError, EOFError) as error:
                     code = self.end(seconds=1.0)  # it closes its pipes before it ends
                     if code in limits:
-                        raise LimitError(limits[code]) from None
+                        kind = TimeLimitError if code == -signal.SIGPROF else LimitError
+                        raise kind(limits[code]) from None
                     if not again:
                         why = error if code is None else f"it ended with code {code}"
                         raise TransientError(f"the process of the chat templates: {why}") from error

@@ -13,8 +13,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config.sections.data import DATE, DataConfig, DatasetConfig, PromptSettings
-from raytune_fsdp.data.rows.sandbox import SANDBOX, LimitError
+from raytune_fsdp.config.sections.formats import becomes_chat
+from raytune_fsdp.data.rows.sandbox import SANDBOX, LimitError, TimeLimitError
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.sources.source import shorten
 
@@ -60,9 +62,9 @@ class TemplateChoice:
 
     @classmethod
     def of_prompts(cls, data: DataConfig) -> TemplateChoice:
-        """Return what prompts are rendered with: as all datasets of training; where these differ, as the run says."""
-        choices = [cls.of(data, dataset) for dataset in data.train]
-        return choices[0] if all(each == choices[0] for each in choices) else cls.of(data)
+        """Return what prompts are rendered with: as all chats of training; where these differ, as the run says."""
+        choices = [cls.of(data, dataset) for dataset in data.train if becomes_chat(dataset.format)]
+        return choices[0] if choices and all(each == choices[0] for each in choices) else cls.of(data)
 
     @classmethod
     def kept_in(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateChoice:
@@ -70,10 +72,13 @@ class TemplateChoice:
         try:
             kept = PromptSettings.model_validate(tokenizer.init_kwargs.get(KEPT, {}))
         except ValidationError as error:
-            where, why = ".".join([KEPT, *map(str, error.errors()[0]["loc"])]), error.errors()[0]["msg"]
+            first = error.errors()[0]
+            where = ".".join([KEPT, *(str(each) if str(each).isidentifier() else shown(each) for each in first["loc"])])
+            # A rule's message has the whole value.
+            why = first["msg"].replace(repr(first["input"]), shown(first["input"]))
             raise DataError(
-                f"{where} in tokenizer_config.json of {tokenizer.name_or_path} says how prompts are rendered, and is "
-                f"not what an export writes ({why}): correct it, or remove it"
+                f"{shorten(where)} in tokenizer_config.json of {tokenizer.name_or_path} says how prompts are rendered, "
+                f"and is not what an export writes ({shorten(why, limit=300)}): correct it, or remove it"
             ) from None
         return cls(variables=kept.chat_template_kwargs, date=kept.chat_template_date)
 
@@ -112,6 +117,10 @@ class Refused(Exception):
 
 class TooMuchWork(DataError):
     """The template takes more than any template may (see `sandbox`). Never a RowError: such rows are not left out."""
+
+
+class TooSlow(TooMuchWork):
+    """It takes more time, which another machine might not: nothing that a run remembers may follow from it."""
 
 
 class ChatTemplate:
@@ -190,7 +199,8 @@ class ChatTemplate:
         try:
             return SANDBOX.ask(self._source, variables, date=self._date)
         except LimitError as error:
-            raise TooMuchWork(f"the chat template does too much work: {error}; {_WAY_OUT}") from None
+            kind = TooSlow if isinstance(error, TimeLimitError) else TooMuchWork
+            raise kind(f"the chat template does too much work: {error}; {_WAY_OUT}") from None
 
     def trains_an_end(self) -> bool:
         """Return whether anything after the assistant's words is trained on; if not, a model does not learn to stop."""

@@ -19,7 +19,7 @@ From version 5 of the order on, three things are trained on as generation writes
                         the last turn it is added to the text
     another end later   where a turn ends in another way once others follow (gpt-oss: <|return|>, then <|end|>), only
                         the end of the last turn is trained on
-    an empty thought    that the template adds to a turn without reasoning, as <think></think>, is not trained on
+    an empty thought    that the template adds to a turn, as <think></think>, is not trained on; one of the row's own is
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from raytune_fsdp.data.rows.marks import (
 )
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TooMuchWork, as_templates_see, plain
-from raytune_fsdp.data.rows.thoughts import begins_with_thought, behind_thought, other_thought
+from raytune_fsdp.data.rows.thoughts import behind_thought, other_thought
 
 Loss = Literal["assistant", "last_turn", "all"]
 
@@ -396,16 +396,16 @@ class Rendering:
         header = self._habits.ask(("header", *looks), lambda: self._header_of_words(index))
         if header.strip() and asked.startswith(header) and self.text.startswith(header, anchor):
             return self._begins(index, anchor, anchor + len(header), first, thought)
-        if self._newer and not begins_with_thought(self.messages[index]["content"]):
-            found = other_thought(self.text, anchor, asked, first)
+        if self._newer:
+            found = other_thought(self.text, anchor, asked, first, self.messages[index]["content"])
             if found is not None:
                 return found[0] if thought else found[1]
         raise self._unclear(index, "after something other than the generation prompt")
 
     def _begins(self, index: int, anchor: int, start: int, first: int, thought: bool) -> int:
-        if thought or not self._newer or start >= first or begins_with_thought(self.messages[index]["content"]):
+        if thought or not self._newer or start >= first:
             return start
-        return behind_thought(self.text, anchor, start, first)
+        return behind_thought(self.text, anchor, start, first, self.messages[index]["content"])
 
     def _header_of_words(self, index: int) -> str:
         """Return the text before message `index` as it would be if that had only words, no call and no reasoning."""
@@ -554,7 +554,7 @@ class Rendering:
         try:
             return self.template.render(messages, tools, prompt=prompt)
         except TooMuchWork as error:
-            raise TooMuchWork(f"{self._conversation.where}: {error}") from None
+            raise type(error)(f"{self._conversation.where}: {error}") from None
 
     def _error(self, message: str) -> RowError:
         return RowError(f"{self._conversation.where}: {message}", "template")
