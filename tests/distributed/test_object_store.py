@@ -127,8 +127,8 @@ def train_and_die_while_saving(values: dict[str, Any]) -> None:
 
     write = save_in_flight.write_pieces
 
-    def write_and_die(*arguments: Any) -> Any:
-        found = write(*arguments)
+    def write_and_die(*arguments: Any, **more: Any) -> Any:
+        found = write(*arguments, **more)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return found

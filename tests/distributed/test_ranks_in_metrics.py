@@ -98,7 +98,7 @@ def slowed(values: Mapping[str, Any], slow: int, what: str, times: float) -> Non
         assemble.to_device = lambda batches, device: take((time.sleep(0.3) or each for each in batches), device)
     if is_slow and what == "storage":
         write = save_in_flight.write_pieces
-        save_in_flight.write_pieces = lambda *given: time.sleep(0.5) or write(*given)
+        save_in_flight.write_pieces = lambda *given, **more: time.sleep(0.5) or write(*given, **more)
     train_rank(values)
 
 

@@ -22,6 +22,7 @@ from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import read_digest
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
@@ -301,6 +302,7 @@ def uses(order: Sequence[int]) -> str | None:
         for number, which in enumerate(order):
             sums.next_round(number)
             model(torch.ones(2, 4), which).backward()
+        sums.add(filler(1, seq_len=1, pad_id=0), torch.zeros(1, dtype=torch.float64), torch.zeros(1))
         trained = [each for each in model.parameters() if each.grad is not None]
         sums.over_ranks(trained, [local_piece(each.grad) for each in trained if each.grad is not None])
     except RuntimeError as error:
