@@ -178,21 +178,24 @@ def start_tracker(
     tracker.start(run_start(config, prepared, standing, standing.attempt))
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
-    plan, digest = standing.plan, bits_digest(config, computed[0], kernels)
-    last = [line["fields"] for line in read_events(prepared.place.events) if line["event"] == names.ATTEMPT_STARTED]
+    plan, bits = standing.plan, {}
+    last: list[dict[str, Any]] = []
+    if config.run.exact:
+        bits = {BITS: bits_digest(config, computed[0], kernels)}
+        last = [each["fields"] for each in read_events(prepared.place.events) if each["event"] == names.ATTEMPT_STARTED]
     tracker.event(
         names.ATTEMPT_STARTED,
         world_size=plan.layout.world,
         resumed_from=standing.state.step,
         **plan.spread(),
         **computed[0],
-        **({BITS: digest} if config.run.exact else {}),
+        **bits,
         **({LOST: round(opened.lost, 1)} if opened.lost else {}),
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.run.exact:
-        _report_bits(tracker, standing.state.step, computed, digest, last[-1] if last else None)
+        _report_bits(tracker, standing.state.step, computed, bits[BITS], last[-1] if last else None)
     if config.tracking.mlflow.enabled and not mlflow_installed():
         tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in opened.aside:
