@@ -271,6 +271,36 @@ STRUCTURES["olmo 2, no line break behind the last"] = Structure(
     "<|user|> <|assistant|> <|system|> <eos>",
     "system question white",
 )
+STRUCTURES["olmo 3, another end behind the last"] = Structure(
+    "{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\nYou have no functions.<|im_end|>\n' }}{%- endif -%}"
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ '<|im_start|>assistant\n' ~ m.content }}"
+    "{%- if m.tool_calls -%}{{ '<calls>' }}{%- for c in m.tool_calls -%}{{ c.function.name ~ '(' }}"
+    "{%- for key, value in c.function.arguments.items() -%}{{ key ~ '=' ~ (value | tojson) }}"
+    "{{ ', ' if not loop.last }}{%- endfor -%}{{ ')' }}{{ '\n' if not loop.last }}{%- endfor -%}{{ '</calls>' }}"
+    "{%- endif -%}{{ '<eos>' if loop.last else '<|im_end|>\n' }}{%- else -%}"
+    "{{ '<|im_start|>' ~ ('environment' if m.role == 'tool' else m.role) ~ '\n' ~ m.content ~ '<|im_end|>\n' }}"
+    "{%- endif -%}{{ '<|im_start|>assistant\n' if loop.last and add_generation_prompt }}{%- endfor -%}",
+    lambda messages: (
+        ("" if messages[0]["role"] == "system" else "<|im_start|>system\nYou have no functions.<|im_end|>\n")
+        + _each(_olmo)(messages)
+    ),
+    "<|im_start|> <|im_end|> <eos>",
+    "system calls parallel question white",
+    tags=False,
+)
+
+
+def _olmo(messages: Messages, index: int, m: dict[str, Any]) -> str:
+    if m["role"] != "assistant":
+        return f"<|im_start|>{m['role'].replace('tool', 'environment')}\n{m['content']}<|im_end|>\n"
+    calls = [
+        f"{name}({', '.join(f'{key}={_json(value)}' for key, value in given.items())})" for name, given, _ in _calls(m)
+    ]
+    said = m["content"] + ("<calls>" + "\n".join(calls) + "</calls>" if calls else "")
+    is_last = index + 1 == len(messages)
+    return f"<|im_start|>assistant\n«{said}" + ("<eos>»" if is_last else "»<|im_end|>\n")
+
+
 STRUCTURES["vicuna, headers in words"] = Structure(
     "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ 'ASSISTANT:' }}⟦{{ ' ' ~ m.content ~ '</s>' }}⟧"
     "{%- else -%}{{ m.role | upper ~ ': ' ~ m.content ~ '\n' }}{%- endif -%}{%- endfor -%}"

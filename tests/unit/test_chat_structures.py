@@ -1,4 +1,4 @@
-"""Masks of chat templates as models have them: 31 structures, five tokenizers, and who says what is right."""
+"""Masks of chat templates as models have them: 32 structures, five tokenizers, and who says what is right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.unit.made_tokenizers import demo, metaspace, pieces
 
 NEWER = {
     "glm 4", "glm 4.5", "baichuan",  # no end of their own
-    "gpt-oss",  # another end later
+    "gpt-oss", "olmo 3, another end behind the last",  # another end later
     "qwen 3", "qwen 3.5, prompt opens the thought", "nemotron", "kimi k2, thinking",  # an empty thought
     "kimi k2",  # ids of calls for their names
     "deepseek 3.1", "deepseek 3.1, to think",  # arguments as text
@@ -198,7 +198,19 @@ class Counting(ChatTemplate):
         return super().render(messages, tools, prompt=prompt)
 
 
-@pytest.mark.parametrize("name", ["qwen 2.5", "qwen 3", "glm 4.5", "gpt-oss", "mistral 3", "deepseek 3.1", "kimi k2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen 2.5",
+        "qwen 3",
+        "glm 4.5",
+        "gpt-oss",
+        "olmo 3, another end behind the last",
+        "mistral 3",
+        "deepseek 3.1",
+        "kimi k2",
+    ],
+)
 @pytest.mark.parametrize("agent", [False, True])
 def test_a_long_conversation_is_rendered_few_times(name: str, agent: bool) -> None:
     structure = STRUCTURES[name]

@@ -435,21 +435,55 @@ class Rendering:
         if self._newer and (not closing.strip() or (self._habits.open_ended and kind == "tool_calls")):
             return last + self._open_end(index, closing, onward)
         if onward is not None and not onward.startswith(closing):
-            # Phi-3 ends a conversation with a token of its own, after the one that ends a turn. Only the special tokens
-            # that both endings have are the turn's end.
-            witness = self._habits.ask(("witness", *looks), lambda: self._closing(index, prompt=True)[0])
-            same, own = map(self._leading_specials, (os.path.commonprefix([closing, onward, witness]), closing))
-            if witness != closing and same:
-                closing = same
-            elif self._newer and witness != closing and own and self._leading_specials(onward):
-                # gpt-oss: a model that stops writes the end of the last turn, and never the one that is put in its
-                # place when the conversation goes on.
-                white = closing[: len(closing) - len(closing.lstrip())]  # the content's own
-                closing = own if is_last else white
-            else:
+            ends = (closing, onward, self._closing_before_prompt(index, closing, looks))
+            found = self._end_of_several(ends, 0, is_last)
+            if found is None and self._newer:  # behind a call, its own end comes before
+                found = self._end_of_several(ends, self._specials_differ(closing, onward), is_last)
+            if found is None:
                 raise self._unclear(index, "with a different end when the conversation goes on")
+            closing = closing[:found]
         # The line break after the end of a turn is not the assistant's, unless nothing else ends the turn.
         return last + len(closing.rstrip() or closing)
+
+    def _closing_before_prompt(self, index: int, closing: str, looks: Key) -> str:
+        """Return what follows message `index` if the conversation ends there with the generation prompt."""
+
+        def find() -> str:
+            return self._closing(index, prompt=True)[0]
+
+        if looks[0] != "tool_calls":
+            found: str = self._habits.ask(("witness", *looks), find)
+            return found
+        # In front of it are arguments, which differ from call to call.
+        added = self._habits.ask(
+            ("added", looks[0], *looks[2:]), lambda: find()[len(closing) :] if find().startswith(closing) else None
+        )
+        return find() if added is None else closing + added
+
+    def _end_of_several(self, ends: tuple[str, str, str], at: int, is_last: bool) -> int | None:
+        """Return how long the end of a turn is that has another one once the conversation goes on; None: it is unclear.
+
+        `ends`: the one when the conversation ends there, when it goes on, and when it is generated on. `at`: where the
+        tokens are in which they differ.
+        """
+        closing, onward, witness = ends
+        # Phi-3 ends a conversation with a token of its own, after the one that ends a turn. Only the special tokens
+        # that both endings have are the turn's end.
+        same, own = (len(self._leading_specials(each[at:])) for each in (os.path.commonprefix(ends), closing))
+        if witness == closing:
+            return None
+        if same:
+            return at + same
+        if not (self._newer and own and self._leading_specials(onward[at:])):
+            return None
+        # gpt-oss: a model that stops writes the end of the last turn, and never the one that is put in its place when
+        # the conversation goes on. White space is the content's own.
+        return at + (own if is_last else len(closing[at:]) - len(closing[at:].lstrip()))
+
+    def _specials_differ(self, closing: str, onward: str) -> int:
+        """Return where special tokens begin that one of the two ends has, and the other does not."""
+        shared = len(os.path.commonprefix([closing, onward]))
+        return next((run.start() for run in re.finditer(self._specials, closing) if run.end() > shared), len(closing))
 
     def _open_end(self, index: int, closing: str, onward: str | None) -> int:
         """Return the length of the end of a turn that only the next message ends, with what that begins with."""
@@ -491,16 +525,17 @@ class Rendering:
         for mark, each in own.items():
             behind = behind.replace(each, mark)
 
-        def find() -> tuple[str | None, bool]:
+        def find() -> tuple[tuple[str, str] | None, bool]:
             closing, is_own = self._closing(index)
             for mark, each in own.items():
                 closing = closing.replace(each, mark)
-            return (behind[len(closing) :] if behind.startswith(closing) else None), is_own
+            shared = len(closing) if behind.startswith(closing) else self._specials_differ(closing, behind)
+            return ((closing[shared:], behind[shared:]) if behind.startswith(closing[:shared]) else None), is_own
 
         rest, is_own = self._habits.ask(("rest", looks[0], *looks[2:]), find)
-        if rest is None or not behind.endswith(rest):
+        if rest is None or not behind.endswith(rest[1]):
             return self._closing(index)
-        closing = behind[: len(behind) - len(rest)]
+        closing = behind[: len(behind) - len(rest[1])] + rest[0]
         for mark, each in own.items():
             closing = closing.replace(mark, each)
         return closing, is_own
