@@ -12,6 +12,7 @@ sandbox.py         the process in which templates run, with limits, one for each
 template_program.py  what runs there: Jinja's sandbox, with what transformers gives to templates
 turns.py           which characters of that text are trained on, found by invisible marks around each message
 marks.py           these marks
+ends.py            the special tokens that end a turn
 lost.py            what of a row is missing from its text
 thoughts.py        empty thoughts that a template writes by itself
 habits.py          what a template does around every turn, so that a conversation is not rendered for each

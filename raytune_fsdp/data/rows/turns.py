@@ -24,8 +24,6 @@ From version 5 of the order on, three things are trained on as generation writes
 
 from __future__ import annotations
 
-import os.path
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -33,6 +31,7 @@ from typing import Any, Literal
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.conversation import Conversation, check_unicode
+from raytune_fsdp.data.rows.ends import Ends
 from raytune_fsdp.data.rows.habits import Habits, Key
 from raytune_fsdp.data.rows.lost import has_all_contents_in_order, lost_content
 from raytune_fsdp.data.rows.marks import (
@@ -130,6 +129,10 @@ class Rendering:
         if self._has_calls and habits.wants_text:
             self.messages = [with_arguments_as_text(message) for message in self.messages]
         self._by_id = self._habits.names_calls_by_id
+
+    @cached_property
+    def _ends(self) -> Ends:
+        return Ends(self._special, newer=self._newer)
 
     @property
     def text(self) -> str:
@@ -436,9 +439,9 @@ class Rendering:
             return last + self._open_end(index, closing, onward)
         if onward is not None and not onward.startswith(closing):
             ends = (closing, onward, self._closing_before_prompt(index, closing, looks))
-            found = self._end_of_several(ends, 0, is_last)
+            found = self._ends.of_several(ends, 0, is_last=is_last)
             if found is None and self._newer:  # behind a call, its own end comes before
-                found = self._end_of_several(ends, self._specials_differ(closing, onward), is_last)
+                found = self._ends.of_several(ends, self._ends.differ(closing, onward), is_last=is_last)
             if found is None:
                 raise self._unclear(index, "with a different end when the conversation goes on")
             closing = closing[:found]
@@ -460,31 +463,6 @@ class Rendering:
         )
         return find() if added is None else closing + added
 
-    def _end_of_several(self, ends: tuple[str, str, str], at: int, is_last: bool) -> int | None:
-        """Return how long the end of a turn is that has another one once the conversation goes on; None: it is unclear.
-
-        `ends`: the one when the conversation ends there, when it goes on, and when it is generated on. `at`: where the
-        tokens are in which they differ.
-        """
-        closing, onward, witness = ends
-        # Phi-3 ends a conversation with a token of its own, after the one that ends a turn. Only the special tokens
-        # that both endings have are the turn's end.
-        same, own = (len(self._leading_specials(each[at:])) for each in (os.path.commonprefix(ends), closing))
-        if witness == closing:
-            return None
-        if same:
-            return at + same
-        if not (self._newer and own and self._leading_specials(onward[at:])):
-            return None
-        # gpt-oss: a model that stops writes the end of the last turn, and never the one that is put in its place when
-        # the conversation goes on. White space is the content's own.
-        return at + (own if is_last else len(closing[at:]) - len(closing[at:].lstrip()))
-
-    def _specials_differ(self, closing: str, onward: str) -> int:
-        """Return where special tokens begin that one of the two ends has, and the other does not."""
-        shared = len(os.path.commonprefix([closing, onward]))
-        return next((run.start() for run in re.finditer(self._specials, closing) if run.end() > shared), len(closing))
-
     def _open_end(self, index: int, closing: str, onward: str | None) -> int:
         """Return the length of the end of a turn that only the next message ends, with what that begins with."""
         is_last = index + 1 == len(self.messages)
@@ -495,7 +473,7 @@ class Rendering:
             onward = self._habits.ask(looked, lambda: self._if_asked_again(index, result=True)) or onward
         onward = onward or ""
         begin = len(closing) if onward.startswith(closing) else 0
-        found = re.compile(rf"\s*(?:{self._any_special})").match(onward, begin)
+        found = self._ends.first(onward, begin)
         if found is None and not closing:
             raise self._error(
                 f"the chat template writes nothing after {self._conversation.place(index)}, nor a token in front of "
@@ -529,7 +507,7 @@ class Rendering:
             closing, is_own = self._closing(index)
             for mark, each in own.items():
                 closing = closing.replace(each, mark)
-            shared = len(closing) if behind.startswith(closing) else self._specials_differ(closing, behind)
+            shared = len(closing) if behind.startswith(closing) else self._ends.differ(closing, behind)
             return ((closing[shared:], behind[shared:]) if behind.startswith(closing[:shared]) else None), is_own
 
         rest, is_own = self._habits.ask(("rest", looks[0], *looks[2:]), find)
@@ -559,19 +537,6 @@ class Rendering:
         text, marks = take_marks(text)
         found = Places(marks, self._own_names(marks)).of(index)
         return None if found is None else text[found[1] :].partition(_ASKED)[0]
-
-    @cached_property
-    def _any_special(self) -> str:
-        longest_first = sorted(filter(None, self._special), key=len, reverse=True)
-        return "|".join(map(re.escape, longest_first)) or "(?!)"
-
-    @cached_property
-    def _specials(self) -> str:
-        return rf"(?:\s*(?:{self._any_special}))+"
-
-    def _leading_specials(self, text: str) -> str:
-        found = re.match(self._specials, text)
-        return "" if found is None else found.group()
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, list[Span]]:
         try:
