@@ -32,9 +32,10 @@ from raytune_fsdp.base.hushed import hush_if_asked
 if TYPE_CHECKING:
     from raytune_fsdp.base.errors import RaytuneError
     from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.config.load import load_config
     from raytune_fsdp.launch.finetune import FinetuneResult, finetune
 
-__all__ = ["FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune"]
+__all__ = ["FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune", "load_config"]
 
 __version__ = "0.2.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "FinetuneResult": "raytune_fsdp.launch.finetune",
     "RaytuneError": "raytune_fsdp.base.errors",
     "finetune": "raytune_fsdp.launch.finetune",
+    "load_config": "raytune_fsdp.config.load",
 }
 
 

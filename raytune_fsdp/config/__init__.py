@@ -11,6 +11,7 @@ How a YAML file and command-line flags become a `FinetuneConfig`, in the order o
     schema.py      which values are allowed where, read from the sections; and every field in words
     load.py        file and flags -> tree -> `FinetuneConfig`, and back to YAML
     problems.py    mistakes in a config, a line for each
+    other_names.py  what other trainers call our fields
 
 This room imports no torch, ray, mlflow or transformers, which take seconds: a mistake in a config is reported first.
 """

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from difflib import get_close_matches
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_origin
 
 import yaml
@@ -29,19 +30,36 @@ ROOT = Place((Option(FinetuneConfig),))
 _PACKAGE = Path(__file__).parents[1]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Read the YAML file (if any), apply the overrides, validate. Raises ConfigError naming every problem."""
-    tree, sources = read_file(path) if path is not None else ({}, {})
+def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> FinetuneConfig:
+    """Return a validated config. Raises ConfigError naming every problem.
+
+    `config`: a YAML file, a recipe's name, or the sections themselves, where paths may be `Path`s. `overrides`: flags as
+    on the command line, such as "--optim.lr=1e-4".
+    """
+    sources: dict[Loc, str] = {}
+    if isinstance(config, Mapping):
+        tree = _tree(config)
+    else:
+        tree, sources = ({}, {}) if config is None else read_file(config)
     found, problems = read_overrides(overrides, ROOT)
     problems += apply_overrides(tree, found, ROOT, sources)
     settled = settle(tree, ROOT)
     try:
-        config = FinetuneConfig.model_validate(settled)
+        made = FinetuneConfig.model_validate(settled)
     except ValidationError as error:
         problems += explain(error, settled, ROOT, sources)
     if problems:
         raise ConfigError(*problems)
-    return config
+    return made
+
+
+def _tree(value: Any) -> Any:
+    """Return a program's sections in a form like that of a file's, to which overrides are applied."""
+    if isinstance(value, Mapping):
+        return {key: _tree(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tree(each) for each in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def recorded_text(config: FinetuneConfig) -> str:
@@ -77,12 +95,9 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
             raise ConfigError(f"config file {path}: has more than {MAX_BYTES} bytes, more than any config has")
         text = content.decode()
     except FileNotFoundError:
-        if str(path) not in recipes():
-            hint = "" if Path(path).is_absolute() else f" (relative paths start at {Path.cwd()})"
-            if not Path(path).suffix:
-                hint += f", and no recipe; there are {', '.join(recipes())}"
-            raise ConfigError(f"config file {path}: no such file{hint}") from None
-        text = recipe_text(str(path))
+        if str(path).lower() not in recipes():
+            raise ConfigError(f"config file {path}: no such file{_nearest(Path(path))}") from None
+        text = recipe_text(str(path).lower())
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except OSError as error:
@@ -98,10 +113,26 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     return tree, {loc: f"{path} line {line}" for loc, line in lines.items() if loc}
 
 
+def _nearest(path: Path) -> str:
+    """Return what to add to the news that there is no such file."""
+    hint = "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
+    beside = [each.name for each in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    near = [str(path.parent / name) for name in get_close_matches(path.name, beside, n=1)]
+    if not path.suffix:
+        recipe = get_close_matches(str(path).lower(), recipes(), n=1)
+        hint += f", and no recipe{'' if recipe else '; there are ' + ', '.join(recipes())}"
+        near = near or recipe
+    return hint + (f"; nearest: {near[0]}" if near else "")
+
+
 def settle(value: Any, place: Place) -> Any:
     """Return the tree as pydantic should see it: scalars read as their fields mean them, omitted parts filled in."""
     if isinstance(value, Plain):
         value = _scalar(value, place)
+    if isinstance(value, str):
+        value = _chosen(value, place)
+        if value == "None" and place.optional and not place.allows(str):  # as Python writes null
+            value = None
     if value is None and place.sections and not place.optional:
         value = {}  # a section whose every line is commented out
     if isinstance(value, dict) and place.sections:
@@ -112,12 +143,13 @@ def settle(value: Any, place: Place) -> Any:
 
 
 def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
-    settled = dict(values)
+    settled = _named(values, place)
     # pydantic wants the `type` of every union; a config may leave it out for the default's type.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
     tag = settled.get(TAG)
-    here = place.narrowed({TAG: tag.text if isinstance(tag, Plain) else tag})
+    tag = tag.text if isinstance(tag, Plain) else tag
+    here = place.narrowed({TAG: _chosen(tag, place.child(TAG) or ANYTHING) if isinstance(tag, str) else tag})
     for name in here.fields():
         child = here.child(name)
         # A required section that is missing would be reported as one problem; an empty one reports its required fields.
@@ -130,6 +162,23 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
         ):
             settled[name] = {}
     return {name: settle(value, here.child(name) or ANYTHING) for name, value in settled.items()}
+
+
+def _named(values: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Return a section with its fields' names as they are written here, whatever their case."""
+    known = {name.lower(): name for name in place.fields()}
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        own = known.get(str(name).lower(), name)
+        made[name if own in values or own in made else own] = value
+    return made
+
+
+def _chosen(text: str, place: Place) -> str:
+    """Return a choice as it is written here, whatever its case. Where any text may be, its case is part of it."""
+    if place.allows(str):
+        return text
+    return next((choice for choice in place.choices if choice.lower() == text.lower()), text)
 
 
 def _scalar(scalar: Plain, place: Place) -> Any:
@@ -193,7 +242,7 @@ def read_overrides(arguments: Sequence[str], root: Place) -> tuple[list[Override
 
 def _read_one(word: str, rest: list[str], root: Place) -> Override:
     name, equals, text = word.removeprefix("--").partition("=")
-    path = tuple(name.split("."))
+    path = _in_our_case(tuple(name.split(".")), root)
     place = find_place(root, path)
     flag = f"--{name}"
     # A field of a free-form map may itself be called no-something. It exists, so it is not a switch turned off.
@@ -215,6 +264,16 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
         else:
             raise Problem(f"{flag}: needs a value ({flag} VALUE or {flag}=VALUE)")
     return Override(flag, path, _value(flag, text, place or ANYTHING))
+
+
+def _in_our_case(path: Loc, root: Place) -> Loc:
+    made: list[str] = []
+    place: Place | None = root
+    for part in path:
+        known = place.fields() if place is not None else ()
+        made.append(part if part in known else next((each for each in known if each.lower() == part.lower()), part))
+        place = place.child(made[-1]) if place is not None else None
+    return tuple(made)
 
 
 def _value(flag: str, text: str, place: Place) -> Any:

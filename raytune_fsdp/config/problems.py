@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.config.other_names import OURS, our_value
 from raytune_fsdp.config.rules import CredentialsError
 from raytune_fsdp.config.schema import TAG, Place, describe, find_place, tags, type_in_words
 from raytune_fsdp.config.text import Loc
@@ -23,6 +24,8 @@ _MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
 
 def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> list[str]:
     """Return one line for each field that pydantic refuses."""
+    if (foreign := _another_trainers(error, sources)) is not None:
+        return [foreign]
     lines: dict[Loc, str] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
         if len(lines) >= _MOST_LINES:
@@ -37,6 +40,20 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
         else:
             lines[path] = _explain_one(detail, path, place, sources)
     return list(lines.values())
+
+
+def _another_trainers(error: ValidationError, sources: Mapping[Loc, str]) -> str | None:
+    """Return the line for a whole file of another trainer."""
+    unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
+    theirs = [str(loc[0]) for loc in unknown if len(loc) == 1 and loc[0] in OURS]
+    files = {sources[(name,)].rpartition(" line ")[0] for name in theirs if (name,) in sources} - {""}
+    if len(theirs) < 3 or len(files) != 1:
+        return None
+    (file,) = files
+    return (
+        f"config file {file}: {', '.join(theirs[:3])} are names of another trainer: `raytune-fsdp convert {file}` writes "
+        "a config for this one"
+    )
 
 
 def _locate(loc: tuple[int | str, ...], root: Place, tree: Any) -> tuple[Loc, Place | None, Place | None]:
@@ -94,8 +111,10 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
             return f"{rule}{origin}"
         hidden = section or isinstance(detail["ctx"]["error"], CredentialsError)
         return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value, name)}: {rule}{origin}"
+    if (ours := our_value(path, value)) is not None:
+        return f"{name}={shown(value, name)}: here it is {ours}{_origin([path], sources)}"
     rule = f"must be {type_in_words(place)}" if place is not None and not place.free else detail["msg"]
-    near = get_close_matches(str(value), place.choices, n=1) if place is not None else []
+    near = get_close_matches(str(value).lower(), place.choices, n=1) if place is not None else []
     hint = f"; nearest: {near[0]}" if near else ""
     return f"{name}={shown(value, name)}: {rule}{hint}{_origin([path], sources)}"
 
@@ -110,6 +129,8 @@ def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping
         what, known = "field", f"{'.'.join(parents)} has {', '.join(names)}"
         types = tags(holder.sections[0]) if len(holder.sections) == 1 else ()
         what += f" with type {', '.join(types)}" if types else ""
+    if last.lower() not in names and (ours := OURS.get(last.lower())) is not None:
+        return f"{'.'.join(path)}{equals}: unknown {what}; here it is {ours}{_origin([path], sources)}"
     near = _sibling(path, names, root) or _elsewhere(path, root)
     nearest = f"; nearest: {near}" if near else ""
     return f"{'.'.join(path)}{equals}: unknown {what}{nearest}; {known}{_origin([path], sources)}"
@@ -118,7 +139,7 @@ def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping
 def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:
     """Return the nearest name in the same section, else in another member of the same union, with its type."""
     *parents, last = path
-    for near in get_close_matches(last, names, n=1):
+    for near in get_close_matches(last.lower(), names, n=1):
         return ".".join([*parents, near])
     union = find_place(root, tuple(parents))
     if union is None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
 
 WAIT_FOR_TRACKING = 30.0
 """Seconds."""
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 
@@ -42,9 +47,52 @@ class FinetuneResult:
     unsent: str | None = None
     """A sentence about what MLflow, or another receiver of the record, lacks; None if all have everything."""
 
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A map for each step, in the form of `metrics.jsonl`; `trajectory` is what no number of ranks changes."""
+        from raytune_fsdp.plan.run_dir import METRICS_FILE
+        from raytune_fsdp.record.jsonl import read_metrics
+
+        return [line for line in read_metrics(self.run_dir / METRICS_FILE) if line["kind"] == "step"]
+
+    @property
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """What each evaluation measured, by step: `eval/<dataset>/loss` and the like."""
+        from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, METRICS_FILE
+        from raytune_fsdp.record.jsonl import read_evaluations
+
+        found = read_evaluations(self.run_dir / METRICS_FILE, self.steps)
+        for step, values in read_evaluations(self.run_dir / EVALUATIONS_FILE, self.steps).items():
+            found.setdefault(step, {}).update(values)
+        return dict(sorted(found.items()))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Attempts, saves, failures and the like, in the form of `events.jsonl`."""
+        from raytune_fsdp.plan.run_dir import EVENTS_FILE
+        from raytune_fsdp.record.jsonl import read_events
+
+        return read_events(self.run_dir / EVENTS_FILE)
+
+    @property
+    def card(self) -> Path | None:
+        """The model card of the export; None without an export."""
+        return None if self.export is None else self.export / "README.md"
+
+    def load(
+        self, device: str | torch.device = "cpu", *, trust_remote_code: bool = False
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return the trained model and its tokenizer, to be asked: from the export, or else the newest checkpoint."""
+        import torch
+
+        from raytune_fsdp.checkpoint.model_files import load_for_inference
+
+        place = self.run_dir if self.export is None else self.export
+        return load_for_inference(place, torch.device(device), trust_remote_code=trust_remote_code)
+
 
 def finetune(
-    config: FinetuneConfig,
+    config: FinetuneConfig | Mapping[str, Any] | str | Path,
     progress: Progress | None = None,
     *,
     wait_for_tracking: float = WAIT_FOR_TRACKING,
@@ -53,11 +101,13 @@ def finetune(
 ) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
+    `config`: the sections of a config, the path of a YAML file, or what `load_config` returns.
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. Under
     torchrun every rank calls this.
     """
+    config = config if isinstance(config, FinetuneConfig) else load_config(config)
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
     from raytune_fsdp.launch.run_lock import locked

@@ -40,7 +40,10 @@ def test_a_run_ends_early_is_complete_then_and_goes_on_with_more_patience(tmp_pa
     config = config_of(tmp_path, "run")
     result = finetune(config)
     run = Path(config.run.storage) / "run"
-    measured = read_evaluations(run / "metrics.jsonl", 50)
+    measured = result.evaluations
+    assert measured == read_evaluations(run / "metrics.jsonl", 50) and result.card is None
+    assert [line["trajectory"]["step"] for line in result.metrics] == [*range(1, END + 1)]
+    assert result.events[0]["event"] == "attempt_started" and result.load()[0].config.model_type
     losses = {step: values["eval/others/loss"] for step, values in measured.items()}
     best = min(losses, key=lambda step: losses[step])
     assert (result.steps, result.trained, result.ended_early) == (END, END, True)

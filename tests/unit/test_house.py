@@ -98,7 +98,7 @@ def test_every_public_name_is_there() -> None:
     import raytune_fsdp
 
     assert raytune_fsdp.__all__ == sorted(raytune_fsdp.__all__)
-    assert set(raytune_fsdp.__all__) == {"FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune"}
+    assert set(raytune_fsdp.__all__) == {"FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune", "load_config"}
     for name in raytune_fsdp.__all__:
         assert getattr(raytune_fsdp, name).__name__ == name
 

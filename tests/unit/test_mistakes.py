@@ -1,0 +1,167 @@
+"""What people write by habit, and the line that they get: it names the field, the value, and what to write here."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from raytune_fsdp import load_config
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config.load import ROOT
+from raytune_fsdp.config.other_names import _VALUES, OURS
+from raytune_fsdp.config.schema import describe, find_place
+from raytune_fsdp.convert.file import PROJECTS
+
+SECTIONS = {
+    "run": {"name": "x"},
+    "model": {"path": "m"},
+    "data": {"train": [{"path": "rows.jsonl"}]},
+    "train": {"global_batch": 4, "max_steps": 5},
+}
+
+FLAGS = {
+    # Names of Transformers, TRL, PEFT, axolotl and LLaMA-Factory.
+    "--learning_rate=1e-4": "learning_rate=0.0001: unknown section; here it is optim.lr",
+    "--optim.learning_rate=1e-4": "optim.learning_rate=0.0001: unknown field; here it is optim.lr",
+    "--Learning_Rate=1e-4": "Learning_Rate=0.0001: unknown section; here it is optim.lr",
+    "--lr_scheduler_type=cosine": "lr_scheduler_type=cosine: unknown section; here it is optim.schedule",
+    "--num_epochs=3": "num_epochs=3: unknown section; here it is train.epochs",
+    "--num_train_epochs=3": "num_train_epochs=3: unknown section; here it is train.epochs",
+    "--train.num_epochs=3": "train.num_epochs=3: unknown field; here it is train.epochs",
+    "--per_device_train_batch_size=4": "per_device_train_batch_size=4: unknown section; here it is train.micro_batch",
+    "--gradient_accumulation_steps=4": "gradient_accumulation_steps=4: unknown section; here it is train.global_batch, "
+    "the samples of a step on all ranks together",
+    "--report_to=wandb": "report_to=wandb: unknown section; here it is tracking.mlflow.enabled, tracking.wandb.enabled "
+    "and tracking.tensorboard.enabled",
+    "--save_steps=50": "save_steps=50: unknown section; here it is checkpoint.every",
+    "--save_total_limit=2": "save_total_limit=2: unknown section; here it is checkpoint.keep_last",
+    "--eval_steps=50": "eval_steps=50: unknown section; here it is eval.every",
+    "--logging_steps=1": "logging_steps=1: unknown section; here it is train.log_every",
+    "--output_dir=out": "output_dir=out: unknown section; here it is run.storage and run.name",
+    "--base_model=m": "base_model=m: unknown section; here it is model.path",
+    "--model_name_or_path=m": "model_name_or_path=m: unknown section; here it is model.path",
+    "--model.attn_implementation=sdpa": "model.attn_implementation=sdpa: unknown field; here it is model.attention",
+    "--max_seq_length=1024": "max_seq_length=1024: unknown section; here it is data.seq_len",
+    "--data.max_length=1024": "data.max_length=1024: unknown field; here it is data.seq_len",
+    "--lora_r=8": "lora_r=8: unknown section; here it is method.rank",
+    "--lora_target_modules=q_proj": "lora_target_modules=q_proj: unknown section; here it is method.target_modules",
+    "--load_in_4bit=true": "load_in_4bit=true: unknown section; here it is method.type=qlora with method.quantization",
+    "--bf16=true": "bf16=true: unknown section; here it is parallel.precision",
+    "--gradient_checkpointing=true": "gradient_checkpointing=true: unknown section; here it is "
+    "parallel.activation_checkpointing",
+    "--deepspeed=zero3.json": "deepspeed=zero3.json: unknown section; here it is parallel.strategy",
+    "--push_to_hub=true": "push_to_hub=true: unknown section; here it is export.push",
+    # Their values.
+    "--optim.optimizer=adamw_8bit": "optim.optimizer=adamw_8bit: here it is {type: adamw, moments: 8bit}",
+    "--optim.optimizer.type=adamw_8bit": "optim.optimizer.type=adamw_8bit: here it is {type: adamw, moments: 8bit}",
+    "--optim.optimizer=adamw_torch": "optim.optimizer=adamw_torch: here it is {type: adamw}",
+    "--parallel.strategy=zero3": "parallel.strategy=zero3: here it is full_shard",
+    "--parallel.precision=bfloat16": "parallel.precision=bfloat16: here it is bf16",
+    "--cluster.device=gpu": "cluster.device=gpu: here it is cuda",
+    "--model.attention=fa2": "model.attention=fa2: here it is flash_attention_2",
+    "--data.train.0.format.type=alpaca": "data.train.0.format.type=alpaca: here it is instruction, with style: alpaca",
+    "--data.train.0.format.type=ShareGPT": "data.train.0.format.type=ShareGPT: here it is chat, with messages: "
+    "conversations",
+    "--optim.schedule.type=constant_with_warmup": "optim.schedule.type=constant_with_warmup: here it is constant",
+    # Slips of the pen.
+    "--train.global_bacth=4": "train.global_bacth=4: unknown field; nearest: train.global_batch; train has",
+    "--parallel.strategy=FULL_SHARDS": "nearest: full_shard",
+    "--optim.lr=fast": "optim.lr=fast: must be number > 0",
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_is_answered_in_a_line(flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(SECTIONS, [flag])
+    (line,) = str(caught.value).splitlines()
+    assert FLAGS[flag] in line and line.endswith(f"(from flag {flag.partition('=')[0]})")
+    if "has" not in line:
+        assert len(textwrap.wrap(line, 100)) <= 2
+
+
+def test_bits_of_qlora() -> None:
+    with pytest.raises(ConfigError, match=r"method.bits=4: unknown .* here it is method.type=qlora with method.quant"):
+        load_config(SECTIONS, ["--method.type=qlora", "--method.bits=4"])
+    with pytest.raises(ConfigError, match=r"^method.quantization=4: here it is nf4 "):
+        load_config(SECTIONS, ["--method.type=qlora", "--method.quantization=4"])
+
+
+def test_sections_may_have_paths_and_tuples() -> None:
+    sections = {
+        **SECTIONS,
+        "run": {"name": "x", "storage": Path("there")},
+        "data": {"train": ({"path": Path("rows")},)},
+    }
+    made = load_config(sections, ["--data.train.0.name=rows"])
+    assert (made.run.storage, made.data.train[0].path, made.data.train[0].name) == ("there", "rows", "rows")
+    assert sections["data"] == {"train": ({"path": Path("rows")},)}, "overrides change nothing of the caller's"
+
+
+def test_case_does_not_matter_in_names_and_choices() -> None:
+    made = load_config({**SECTIONS, "Optim": {"LR": 3e-4, "optimizer": {"type": "Muon", "momentum": 0.9}}})
+    assert made.optim.lr == 3e-4 and made.optim.optimizer.type == "muon"
+    flags = ["--parallel.strategy=Shard_Grad_Op", "--method.type=LoRA", "--Method.Rank=4"]
+    made = load_config(SECTIONS, flags)
+    assert (made.parallel.strategy, made.method.type, made.method.rank) == ("shard_grad_op", "lora", 4)  # type: ignore[union-attr]
+
+
+def test_case_matters_in_texts_and_in_names_given_twice() -> None:
+    made = load_config({**SECTIONS, "run": {"name": "Full_Shard"}, "cluster": {"env": {"Path": "A", "PATH": "B"}}})
+    assert made.run.name == "Full_Shard" and made.cluster.env == {"Path": "A", "PATH": "B"}
+    with pytest.raises(ConfigError, match="optim.LR=2: unknown field; nearest: optim.lr"):
+        load_config({**SECTIONS, "optim": {"LR": 2, "lr": 1e-4}})
+
+
+def test_none_is_null_where_null_is_allowed_and_text_is_not(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("train: {epochs: None, max_steps: 5, global_batch: 4}\nrun: {name: None}\nmodel: {path: m}\n")
+    made = load_config(config, ["--data.train.0.path=rows.jsonl"])
+    assert made.train.epochs is None and made.run.name == "None"
+    with pytest.raises(ConfigError, match="optim.lr=None: must be number > 0"):
+        load_config(config, ["--optim.lr=None"])
+
+
+def test_a_file_of_another_trainer_is_answered_with_convert(tmp_path: Path) -> None:
+    config = tmp_path / "axolotl.yaml"
+    config.write_text("base_model: m\ndatasets: [{path: x, type: alpaca}]\nlearning_rate: 2e-4\nnum_epochs: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(config)
+    assert str(caught.value) == (
+        f"config file {config}: base_model, datasets, learning_rate are names of another trainer: `raytune-fsdp "
+        f"convert {config}` writes a config for this one"
+    )
+
+
+def test_a_mistyped_file_and_recipe_get_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "finetune.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=r"finetun.yaml: no such file; nearest: .*/finetune.yaml$"):
+        load_config(tmp_path / "finetun.yaml")
+    with pytest.raises(ConfigError, match=r"no such file \(.*\), and no recipe; nearest: qwen3-8b-lora$"):
+        load_config("qwen3-8b-lroa")
+    assert load_config("Qwen3-8B-LoRA").method.type == "lora"
+
+
+def test_other_names_lead_to_fields_that_there_are() -> None:
+    known = [each.path for each in describe(ROOT)]
+    for name in OURS.values():
+        for path in re.findall(r"[a-z_]+\.[a-z_.0-9]+", name):
+            assert find_place(ROOT, tuple(path.split("."))) is not None, path
+    for field in _VALUES:
+        assert any(path.endswith(field) or path == f"{field}.type" for path in known), field
+
+
+def test_other_names_are_those_that_convert_knows() -> None:
+    """And it carries them to the same fields."""
+    known: dict[str, str] = {}
+    for project in PROJECTS.values():
+        for name, option in project.options.items():
+            known[name] = known.get(name, "") + option.here
+    # PEFT's own, those of scripts, and one that it only compares.
+    others = {"r", "bits", "run_name", "train_file", "train_batch_size", "num_gpus", "num_processes", "dtype"}
+    for name in OURS.keys() - others - {"metric_for_best_model"}:
+        section = OURS[name].partition(".")[0].partition(",")[0]
+        assert name in known and (f"`{section}" in known[name] or known[name].startswith("refused")), name
