@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.launch.imported import leave_if_imported
 
 WAIT_FOR_TRACKING = 30.0
 """Seconds."""
@@ -107,6 +108,7 @@ def finetune(
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. Under
     torchrun every rank calls this.
     """
+    leave_if_imported()
     config = config if isinstance(config, FinetuneConfig) else load_config(config)
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting

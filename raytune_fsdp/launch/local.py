@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, Tra
 from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
+from raytune_fsdp.launch.imported import PLACE, check_not_called, check_script
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
@@ -163,10 +166,11 @@ def _start_ranks(
     # Older versions of torch lack this field; they always wait for 30 seconds.
     known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
+    check_script()
     try:
         with (
             TemporaryDirectory(prefix="raytune-fsdp-", dir=where, ignore_cleanup_errors=True) as logs,
-            environment(threads),
+            environment({**threads, PLACE: logs}),
             deaf_children(),
         ):
             launch = LaunchConfig(
@@ -182,7 +186,15 @@ def _start_ranks(
                 start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
                 **patience,
             )
-            elastic_launch(launch, _rank_process)(config, prepared, standing, phases, predicted)
+            # Not as arguments: a process that dies before it has read as much as fills a pipe (64 KiB) would leave this
+            # one waiting for it.
+            inputs = Path(logs, "inputs.pkl")
+            inputs.write_bytes(pickle.dumps((config, prepared, standing, phases, predicted)))
+            try:
+                elastic_launch(launch, _rank_process)(inputs)
+            except Exception:
+                check_not_called(logs)
+                raise
     except SignalException as signal:
         raise Interrupted(
             f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
@@ -191,11 +203,12 @@ def _start_ranks(
         raise _cause(failed) from None
 
 
-def _rank_process(*arguments: Any) -> int | None:
+def _rank_process(inputs: Path) -> int | None:
     """Run a process that elastic_launch started."""
+    os.environ.pop(PLACE, None)
     # `record` has written the error. If torch saw the exception, it would leave a file behind (pytorch-errorfile-*).
     try:
-        return _rank_main(*arguments)
+        return _rank_main(*record(_read)(inputs))
     except RaytuneError:
         raise SystemExit(1) from None
     except Exception:
@@ -203,6 +216,11 @@ def _rank_process(*arguments: Any) -> int | None:
         # first by number: wait, so that the other rank's end is seen before ours.
         time.sleep(3 * _LOOK_SECONDS)
         raise SystemExit(1) from None
+
+
+def _read(inputs: Path) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = pickle.loads(inputs.read_bytes())
+    return found
 
 
 @record

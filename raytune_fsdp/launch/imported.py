@@ -1,0 +1,41 @@
+"""Refuse scripts that ranks cannot import: on one machine, each is a new process that imports the script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from raytune_fsdp.base.errors import ConfigError
+
+PLACE = "RAYTUNE_FSDP_STARTING_RANKS"
+"""The variable that names a directory to ranks while they import the script."""
+_MARK = "script-called-finetune"
+
+
+def check_script() -> None:
+    """Refuse a script that is no file."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is not None and getattr(main, "__spec__", None) is None and not os.path.exists(file):
+        raise ConfigError(
+            "a script from standard input cannot start several ranks on this machine, because each imports it: save it "
+            "to a file and run that, or set cluster.workers=1 or cluster.launch=ray"
+        )
+
+
+def leave_if_imported() -> None:
+    """End this process if it is a rank to be that calls `finetune` while it imports the script."""
+    place = os.environ.get(PLACE)
+    if place is not None:
+        Path(place, _MARK).touch()
+        os._exit(2)  # quietly: whoever starts the ranks says why
+
+
+def check_not_called(place: str) -> None:
+    """Say why ranks did not start, if the script called `finetune` in each of them."""
+    if Path(place, _MARK).exists():
+        raise ConfigError(
+            "each rank is a new process that imports your script, which calls finetune() again: put the call below "
+            '`if __name__ == "__main__":`'
+        ) from None
