@@ -208,7 +208,7 @@ def _rank_process(inputs: Path) -> int | None:
     os.environ.pop(PLACE, None)
     # `record` has written the error. If torch saw the exception, it would leave a file behind (pytorch-errorfile-*).
     try:
-        return _rank_main(*record(_read)(inputs))
+        return _rank_main(*(record(_read)(inputs) or ()))
     except RaytuneError:
         raise SystemExit(1) from None
     except Exception:
