@@ -38,6 +38,11 @@ class UnsoundError(ValueError):
     """What is wrong with a file, as the end of a sentence that begins with its name: "is not a regular file"."""
 
 
+GIT_LFS = b"version https://git-lfs.github.com/spec/"
+"""What a file begins with that a clone without Git LFS has in place of a large one."""
+IS_POINTER = "is a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository"
+
+
 def reason(error: Exception) -> str:
     """Return in one clause why a file is not what it should be, from what reading or parsing it has raised."""
     text = f"it {error}" if isinstance(error, UnsoundError) else str(error)

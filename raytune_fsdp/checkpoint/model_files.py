@@ -110,9 +110,8 @@ def load_for_inference(
     now.
     """
     if not path.is_dir():
-        raise ModelError(
-            f"{path}: there is no such directory; name a run, a checkpoint, or a Hugging Face model directory"
-        )
+        what = "is a file" if path.exists() else "there is no such directory"
+        raise ModelError(f"{path}: {what}; name a run, a checkpoint, or a Hugging Face model directory")
     trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
     if (path / CONFIG_FILE).is_file():
         if base is not None:

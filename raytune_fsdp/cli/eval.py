@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run_command
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
@@ -50,6 +51,8 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
             check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
         if run is None and "--config" not in [word.partition("=")[0] for word in arguments]:
+            if not is_url(model) and not place.exists():
+                parser.error(f"{model} does not exist: name a run, an export, or a Hugging Face model directory")
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
     found, config = parser.parse_with_config(arguments)
     from raytune_fsdp.run.places import check_places

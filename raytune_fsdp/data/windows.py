@@ -332,7 +332,9 @@ class Windows:
 
     def _refuse(self, error: RowError) -> None:
         if self.data.bad_rows == "error":
-            raise RowError(f"{error}; or set data.bad_rows=skip to leave such rows out", error.reason)
+            # A column that is missing is missing in most rows.
+            skip = "; or set data.bad_rows=skip to leave such rows out" if error.reason != "missing_column" else ""
+            raise RowError(f"{error}{skip}", error.reason)
 
     def _skip(self, error: RowError, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> None:
         self._refuse(error)

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from raytune_fsdp.base.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.base.urls import is_url
@@ -147,6 +148,13 @@ def _check_storage(field: str, wanted: Path) -> None:
         raise ConfigError(f"{field}: {there} is a file, so {wanted} cannot be a directory; choose another path")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{field}: {there} is not writable by this user; choose another path")
+    try:
+        with TemporaryFile(dir=there):  # root may write everywhere, but not in /proc
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{field}: nothing can be written in {there} ({error.strerror}); choose another path"
+        ) from None
 
 
 def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | None = None) -> None:

@@ -271,7 +271,7 @@ def assistant(**keys: Any) -> dict[str, Any]:
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({"text": "x"}, "missing_column", "no column 'messages', it has 'text'; name the right one in the"),
+    ({"text": "x"}, "missing_column", "no column 'messages', it has 'text'; set the dataset's format to"),
     ({"messages": None}, "null", "column 'messages' is null"),
     ({"messages": "hi"}, "wrong_type", "messages=hi is not a list of messages"),
     ({"messages": []}, "empty", "messages=[] has no messages"),
@@ -280,11 +280,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"from": "alien", "value": "x"}]}, "unknown_role", "messages[0].from=alien is missing or unknown"),
     ({"messages": [{"content": "x"}]}, "unknown_role", "messages[0].from=None is missing or unknown"),
     ({"messages": [{"role": 3, "content": "x"}]}, "unknown_role", "messages[0].role=3 is missing or unknown"),
-    ({"messages": [{"role": "user"}]}, "null", "messages[0].value is missing or null, not text"),
+    ({"messages": [{"role": "user"}]}, "null", "messages[0].content is missing or null, not text"),
     (messages(("user", None)), "null", "is missing or null, not text"),
     (messages(("user", 3)), "wrong_type", "messages[0].content=3 is not text but int"),
     (messages(("user", ""), ("assistant", "y")), "empty", "messages[0].content='' is empty"),
-    (messages(("tool", None), ("assistant", "y")), "null", "messages[0].value is missing or null"),
+    (messages(("tool", None), ("assistant", "y")), "null", "messages[0].content is missing or null"),
     (messages(("user", "x"), ("assistant", " \n")), "empty", "messages[1].content=' \\n' is empty"),
     (messages(("user", [{"type": "image", "url": "u"}])), "wrong_type", "messages[0].content[0]={'type': 'image'"),
     (messages(("user", [{"type": "image_url"}])), "wrong_type", "is not text, and only text can be trained on: leave"),

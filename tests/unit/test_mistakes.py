@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raytune_fsdp import load_config
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import ROOT
 from raytune_fsdp.config.other_names import _VALUES, OURS
 from raytune_fsdp.config.schema import describe, find_place
@@ -143,6 +147,74 @@ def test_a_mistyped_file_and_recipe_get_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such file \(.*\), and no recipe; nearest: qwen3-8b-lora$"):
         load_config("qwen3-8b-lroa")
     assert load_config("Qwen3-8B-LoRA").method.type == "lora"
+
+
+CHAT = [
+    {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": str(i)}]} for i in range(4)
+]
+NULL = [{"messages": [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": None}]}]
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+ROWS = {
+    lines([{"instruction": "Say 1", "input": "", "output": "1"}]): "the row has no column 'messages', it has "
+    "'instruction', 'input', 'output'; set the dataset's format to {type: instruction}, which reads Alpaca's rows",
+    lines([{"text": "Once"}]): "it has 'text'; set the dataset's format to {type: completion}, which trains on texts",
+    lines([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]): "it has "
+    "'conversations'; set the dataset's format to {type: chat, messages: conversations}",
+    lines([{"question": "a", "answer": "b"}]): "set the dataset's format to {type: instruction, prompt: question, "
+    "completion: answer}",
+    lines([{"prompt": "a", "completion": "b"}]): "set the dataset's format to {type: instruction, prompt: prompt, "
+    "completion: completion}",
+    lines([{"input_ids": [1, 2]}]): "it has 'input_ids'; set the dataset's format to {type: tokens}",
+    lines([{"talk": []}]): "it has 'talk'; name the right one in the dataset's format.messages",
+    json.dumps(
+        CHAT
+    ): "the file is one JSON array; a JSON Lines file is UTF-8 text with one JSON object a line: set the "
+    "dataset's file_type=json",
+    json.dumps(CHAT, indent=1): "the file is one JSON array",
+    lines(NULL): "messages[1].content is missing or null, not text; correct or remove the row",
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n": "is a pointer of Git LFS, not the file "
+    "itself: run `git lfs pull` in its repository",
+}
+
+
+@pytest.mark.parametrize("content", ROWS, ids=range(len(ROWS)))
+def test_rows_in_another_form_are_answered_with_a_format(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(content)
+    assert main(["data", "preview", "--config", "demo", "--data.eval=[]", "--data.train.0.path=rows.jsonl"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rows.jsonl") and ROWS[content] in line
+    assert ("bad_rows=skip" in line) == ("column" not in line and "LFS" not in line), line
+
+
+def test_places_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text(lines(CHAT))
+    Path("model.safetensors").touch()
+    said = {
+        "data preview --config demo --data.eval=[] --data.train.0.path=chatt.jsonl": "chatt.jsonl: no such file "
+        f"(relative to {tmp_path}); nearest: chat.jsonl; correct the dataset's path",
+        "train --config demo --run.storage=/proc/runs": "run.storage: nothing can be written in /proc (No such file or "
+        "directory); choose another path",
+        "eval runs/nope": "runs/nope does not exist: name a run, an export, or a Hugging Face model directory "
+        "(raytune-fsdp eval --help)",
+        "generate model.safetensors hello": "model.safetensors: is a file; name a run, a checkpoint, or a Hugging Face "
+        "model directory",
+        "train --config demo --train.epochs=null": "train.max_steps=null and train.epochs=null: set exactly one of the "
+        "two (from flag --train.epochs)",
+    }
+    for command, line in said.items():
+        assert main(command.split()) == 2
+        assert capsys.readouterr().err == f"error: {line}\n"
 
 
 def test_other_names_lead_to_fields_that_there_are() -> None:

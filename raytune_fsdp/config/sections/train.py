@@ -49,7 +49,8 @@ class TrainConfig(Section):
     def _length_and_batch(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError(
-                f"train.max_steps={self.max_steps} and train.epochs={self.epochs}: set exactly one of the two"
+                f"train.max_steps={self.max_steps or 'null'} and train.epochs={self.epochs or 'null'}: set exactly one of "
+                "the two"
             )
         if self.global_batch % self.micro_batch:
             low = self.global_batch // self.micro_batch * self.micro_batch

@@ -137,12 +137,34 @@ def _system_beside(
     return None if own else {"role": "system", "content": given}
 
 
+_FORMATS = (
+    (("instruction", "output"), "set the dataset's format to {type: instruction}, which reads Alpaca's rows"),
+    (("messages",), "set the dataset's format to {type: chat}, which reads conversations"),
+    (("conversations",), "set the dataset's format to {type: chat, messages: conversations}"),
+    (
+        ("prompt", "completion"),
+        "set the dataset's format to {type: instruction, prompt: prompt, completion: completion}",
+    ),
+    (("question", "answer"), "set the dataset's format to {type: instruction, prompt: question, completion: answer}"),
+    (("input_ids",), "set the dataset's format to {type: tokens}"),
+    (("text",), "set the dataset's format to {type: completion}, which trains on texts"),
+)
+"""What usual columns are read by."""
+_BY_DEFAULT = ("messages", "instruction", "output", "text", "input_ids")
+
+
+def _other_format(row: dict[str, Any], name: str) -> str | None:
+    if name not in _BY_DEFAULT:
+        return None  # somebody has chosen a format
+    return next((said for columns, said in _FORMATS if all(map(row.__contains__, columns))), None)
+
+
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
     """Return the value of a column that every row needs. `field`: the field of the format that names the column."""
     if name not in row:
         raise RowError(
             f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
-            f"name the right one in the dataset's format.{field}",
+            + (_other_format(row, name) or f"name the right one in the dataset's format.{field}"),
             "missing_column",
         )
     if row[name] is None:
@@ -178,7 +200,9 @@ def check_unicode(value: str, place: str) -> None:
 
 def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> dict[str, Any]:
     role_key = format.role or ("role" if "role" in message else "from")
-    content_key = format.content or ("content" if "content" in message else "value")
+    # Columns that are null are dropped where rows are read: the role's name says which one is missing.
+    usual = "content" if "content" in message or ("value" not in message and role_key == "role") else "value"
+    content_key = format.content or usual
     given = message.pop(role_key, None)
     role = _read_role(given, format, f"{place}.{role_key}")
     content = message.pop(content_key, None)

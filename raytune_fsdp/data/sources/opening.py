@@ -11,6 +11,7 @@ from typing import Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.untrusted import GIT_LFS, IS_POINTER
 from raytune_fsdp.base.urls import without_secrets
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig, SourceConfig
 from raytune_fsdp.config.sections.formats import (
@@ -30,7 +31,7 @@ from raytune_fsdp.data.sources.keys import lowest_order
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
 from raytune_fsdp.data.sources.selection import some_rows
-from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source, shorten
+from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source, reading, shorten
 from raytune_fsdp.data.sources.texts import TextRows, open_small_texts, open_text, small_groups
 
 # How many files are opened at once: stores and disks answer slowly, but many requests at a time. Only two while rows
@@ -138,6 +139,7 @@ def _open_files(
 
     def open_file(file: File) -> Part:
         with with_content(file, cache=cache, progress=None if progress is None else report) as found:
+            _check_content(found)
             return open_kind(found)
 
     def open_kind(file: File) -> Part:
@@ -169,6 +171,14 @@ def _open_files(
             return tuple(parts[file.url] for file in files)
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _check_content(file: File) -> None:
+    if file.remote:
+        return
+    with reading(file.shown), open(file.url, "rb") as content:
+        if content.read(len(GIT_LFS)) == GIT_LFS:
+            raise DataError(f"{file.shown}: {IS_POINTER}")
 
 
 def _check_delimiter(rows: TextRows, columns: Columns) -> None:

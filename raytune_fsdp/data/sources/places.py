@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import glob
 import heapq
+import itertools
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ from raytune_fsdp.data.sources.splits import SplitFiles
 
 # Also the size of a request to a store.
 _CHUNK_BYTES = 8 << 20
+_LOOKED_AT = 1000
+"""Files of a directory that are compared with a name that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,12 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
             names = sorted(match for match in matches if os.path.isfile(match) and is_wanted(match, pattern))
             return Found([to_file(name) for name in names], THIRD_ORDER if again else OLDEST_ORDER)
         relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
+        folder, name = os.path.split(path)
+        with suppress(OSError):
+            beside = [each.name for each in itertools.islice(os.scandir(os.path.dirname(place) or "."), _LOOKED_AT)]
+            relative += "".join(
+                f"; nearest: {os.path.join(folder, near)}" for near in get_close_matches(name, beside, 1, 0.75)
+            )
         raise DataError(f"{path}: no such file{relative}; correct the dataset's path") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None

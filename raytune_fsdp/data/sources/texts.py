@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ _TOGETHER_BYTES = 1 << 20
 _GAP_BYTES = 64  # a comma and white space between the elements of a JSON array
 # Rows in a stretch of a text file (`Source.blocks`), for data.shuffle=blocks.
 _BLOCK_ROWS = 1024
+_ARRAY = re.compile(rb"\s*\[\s*(?:\{|$)")
 _WITHOUT_KEYS = ("csv", "text")
 _RULES = {
     "jsonl": "a JSON Lines file is UTF-8 text with one JSON object a line",
@@ -148,9 +150,15 @@ class TextRows:
             return self._broken(index, f"{shorten(row)!r} is not a JSON object but {type(row).__name__}")
         return row
 
+    def _is_array(self) -> bool:
+        """Return whether a JSON Lines file is one JSON array, which other tools write under the same ending."""
+        return self.syntax == "jsonl" and _ARRAY.match(self.stored.open().read(0, 64)) is not None
+
     def _broken(
         self, index: int, what: str, *, way_out: str = "correct or remove the row", reason: str = "broken_row"
     ) -> RowError:
+        if self._is_array():
+            what, way_out = "the file is one JSON array", "set the dataset's file_type=json"
         return RowError(f"{self.where(index)}: {what}; {_RULES[self.syntax]}: {way_out}", reason)
 
     def _spans(self) -> Any:

@@ -223,12 +223,13 @@ def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = Fals
         linear = (nn.Linear, Conv1D)
         names = (base_name(name) for name, module in network.named_modules() if isinstance(module, linear))
         own = (name for name in names if ".lora_" not in name and name not in past)
-    known = sorted({".".join(name.split(".")[-parts:]) for name in own})[:1000]
+    known = list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in own))[:1000]
     # Only ten names, and 100 characters of each: a search costs the product of both lists' lengths, and finds repeat.
     wanted = (".".join(name.split(".")[-parts:])[:100] for name in asked)
     unknown = [name for name in dict.fromkeys(wanted) if name not in known][:10]
     near = dict.fromkeys(match for each in unknown for match in difflib.get_close_matches(each, known, n=3, cutoff=0.4))
-    return f"its {'weights' if weights else 'linear layers'} are called " + ", ".join([*(near or known)][:12])
+    named = [*near, *(each for each in known if each not in near)][:12]
+    return f"its {'weights' if weights else 'linear layers'} are called {', '.join(named)}"
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.base.untrusted import (
+    GIT_LFS,
+    IS_POINTER,
     MIB,
     UnsoundError,
     check_size,
@@ -266,7 +268,10 @@ def check_buffers(model: nn.Module) -> None:
 def check_header(file: Path) -> None:
     """Refuse a safetensors file of more tensors than any model has, before a library makes an entry for each."""
     with os.fdopen(open_regular(file, links=True), "rb") as source:
-        length = int.from_bytes(source.read(8), "little")
+        begin = source.read(8)
+        if begin == GIT_LFS[:8] and begin + source.read(len(GIT_LFS) - 8) == GIT_LFS:
+            raise UnsoundError(IS_POINTER)
+        length = int.from_bytes(begin, "little")
         check_header_size(length)
         check_tensors(source.read(length))
 
