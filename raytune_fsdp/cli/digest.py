@@ -70,8 +70,8 @@ def _print(place: str, digests: dict[str, str], *, tensors: bool) -> None:
 
     if STATE in digests:
         roots = roots_of(digests)
-        say(f"weights     {roots['weights']}  {place}")
-        say(f"everything  {roots['everything']}  {place}, with the optimizer and the state")
+        say(f"weights     {roots.weights}  {place}")
+        say(f"everything  {roots.everything}  {place}, with the optimizer and the state")
     else:
         say(f"model       {root(digests)}  {place}")
     for name, digest in sorted(digests.items()) if tensors else ():

@@ -72,7 +72,10 @@ PROFILED = "profiled"
 in which it was idle, and in which it only communicated."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
-the weights."""
+the weights, and everything, a digest with the optimizer's state and the place in the data."""
+DIGESTED = "digested"
+"""The numbers after a step were hashed, without saving them (run.digest_every). Fields: step, digest and everything, as
+those of a save."""
 NO_ROOM_TO_SAVE = "no_room_to_save"
 """A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 from raytune_fsdp.base.beat import beat
@@ -38,7 +39,7 @@ def digests_of_checkpoint(found: CommittedCheckpoint) -> dict[str, str]:
         recorded = read_digest(storage_at(found.root), found.name)
     except (OSError, ValueError) as error:
         raise ResumeError(f"{found.path}: its manifest is not what was written: {reason(error)}") from error
-    here = roots_of(digests)
+    here = asdict(roots_of(digests))
     for what, digest in recorded.items():
         if digest != here[what]:
             raise ResumeError(

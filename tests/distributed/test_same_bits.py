@@ -20,13 +20,14 @@ from torch.distributed.fsdp import fully_shard
 from raytune_fsdp.base.collectives import make_device_mesh
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import read_digest
+from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
-from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, SAVED
+from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, DIGESTED, SAVED
 from raytune_fsdp.run.described import why_bits_changed, why_bits_differ
 from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.parallel import reduce_by_sum
@@ -73,7 +74,7 @@ def config_of(directory: Path, case: str, name: str, **sections: Any) -> Finetun
     architecture, precision, more = CASES[case]
     parallel = {"precision": precision, **more.get("parallel", {})}
     chosen = {**more, "parallel": parallel, "train": {**TRAIN, **more.get("train", {})}, **sections}
-    run = {"name": name.replace(" ", "-"), "exact": True, **chosen.pop("run", {})}
+    run = {"name": name.replace(" ", "-"), "exact": True, "digest_every": 5, **chosen.pop("run", {})}
     rows = {"path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}
     chosen["data"] = {"train": [rows], "eval": [rows]}
     if "method" in chosen:
@@ -150,16 +151,25 @@ def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], 
 
 
 def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
-    """The digest that the ranks have put into the last checkpoint, and what the events say of all."""
+    """The digests that the ranks have put into the last checkpoint, into events, and into the record of each fifth
+    step."""
     place = Path(config.run.storage) / config.run.name
     last = checkpoints(place)[-1]
     found = read_digest(storage_at(last.root), last.name)
-    saved = {
-        each["fields"]["step"]: each["fields"]["digest"]
-        for each in read_events(place / "events.jsonl") if each["event"] == SAVED
-    }  # fmt: skip
-    assert saved[last.step] == found["weights"] != found["everything"]
-    return {**found, "saved": saved}
+    said = {kind: {} for kind in (SAVED, DIGESTED)}  # type: dict[str, dict[int, tuple[str, str]]]
+    for each in read_events(place / "events.jsonl"):
+        if each["event"] in said:
+            fields = each["fields"]
+            said[each["event"]][fields["step"]] = (fields["digest"], fields["everything"])
+    saved, steps = said[SAVED], said[DIGESTED]
+    assert saved[last.step] == (found["weights"], found["everything"]) and found["weights"] != found["everything"]
+    assert [*steps] == [*range(5, last.step + 1, 5)] and len(set(steps.values())) == len(steps)
+    lines = read_trajectory(place / "metrics.jsonl")
+    assert steps == {row["step"]: (row["digest"], row["digest_of_everything"]) for row in lines if "digest" in row}
+    both = saved.keys() & steps.keys()
+    assert all(saved[step] == steps[step] for step in both) and (last.step % 5 or last.step in both)
+    assert not [key for key in read_state(last).identity if "digest" in key], "it changes nothing that is learned"
+    return {**found, "saved": saved, "steps": steps}
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +222,15 @@ def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
-    """From one rank to three, and then to two; its last step is short."""
+    """From one rank to three, and then to two, after steps of which there is a digest; its last step is short."""
     directory, expected = alone
     cases = ("odd", "kept")
     configs = [config_of(directory, case, f"{case}-1-3-2") for case in cases]
-    for world, stop in ((1, 4), (3, 9), (2, None)):
+    for world, stop in ((1, 5), (3, 10), (2, None)):
         train(configs, world, stop)
     for case, config in zip(cases, configs, strict=True):
         assert bits(config) == expected[case], case
+        assert {5, 10} < digests_on_record(config)["saved"].keys()
         events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
         said = {each["fields"]["bits"] for each in events if each["event"] == ATTEMPT_STARTED}
         assert len(said) == 1 and BITS_MAY_DIFFER not in {each["event"] for each in events}
