@@ -22,13 +22,17 @@ from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import read_digest
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli.digest import main as digest
+from raytune_fsdp.cli.export import main as export
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.plan.division import Division
-from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.record.jsonl import JsonlTracker, read_evaluations, read_events, read_trajectory
 from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, DIGESTED, SAVED
+from raytune_fsdp.record.tracker import RunStart
 from raytune_fsdp.run.described import why_bits_changed, why_bits_differ
+from raytune_fsdp.run.open_record import _report_bits
 from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.parallel import reduce_by_sum
 from tests.checkpoints import checkpoints, tensors_in
@@ -256,6 +260,62 @@ def test_what_else_bits_depend_on_is_said_when_it_changes(
     """A run from before there was a digest says nothing of it."""
     found = why_bits_differ(ranks) or why_bits_changed(ranks[0], "a", before)
     assert found is said is None or (said is not None and (found or "").startswith(said))
+
+
+def test_an_attempt_whose_ranks_differed_is_told_by_the_next_one_alone(tmp_path: Path) -> None:
+    """If it has saved something: a checkpoint of before it has the bits that it should have."""
+    here, other, place = {"threads": 2, "versions": {}}, {"threads": 1, "versions": {}}, tmp_path / "events.jsonl"
+
+    def attempt(number: int, ranks: Sequence[Mapping[str, Any]], resumed_from: int) -> list[Mapping[str, Any]]:
+        tracker = JsonlTracker(tmp_path)
+        tracker.start(RunStart(name="run", attempt=number))
+        before = read_events(place)
+        tracker.event(ATTEMPT_STARTED, resumed_from=resumed_from, bits="a", **ranks[0])
+        _report_bits(tracker, resumed_from, ranks, "a", before)
+        tracker.finish("failed")
+        return [each["fields"] for each in read_events(place)[len(before) :] if each["event"] == BITS_MAY_DIFFER]
+
+    said = "rank 0 has threads 2, and rank 1 has 1"
+    assert attempt(1, [here, other], 4) == [{"step": 4, "because": said, "among_ranks": True}]
+    assert attempt(2, [here, here], 4) == [] == attempt(3, [here], 4)
+    assert attempt(4, [here, other], 4) == [{"step": 4, "because": said, "among_ranks": True}]
+    assert attempt(5, [here, here], 9) == [{"step": 4, "because": f"in attempt 4 {said}"}]
+    assert attempt(6, [here, here], 9) == []
+    assert "bits after step 4 may be others" in event_in_words(BITS_MAY_DIFFER, {"step": 4, "because": said})
+
+
+def test_the_digest_of_an_export_is_found_again_from_its_checkpoint(
+    alone: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = alone
+    digests = set()
+    for number, (case, *flags) in enumerate(
+        [("tied", "--dtype", "bf16"), ("tied", "--dtype", "fp32"), ("lora",), ("lora", "--merge"), ("qlora", "--merge")]
+    ):
+        run, place = str(directory / "runs" / f"{case}-1"), tmp_path / f"export-{number}"
+        assert export([run, str(place), "--trust-places", *flags]) == 0
+        capsys.readouterr()
+        assert digest([str(place)]) == 0
+        (found,) = (line.split()[:2] for line in capsys.readouterr().out.splitlines())
+        assert digest([run, "--as-export", "--trust-places", *flags]) == 0
+        lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+        before = digests_on_record(config_of(directory, case, f"{case}-1"))["weights"]
+        assert lines == [found, *([["weights", before]] if "--merge" in flags else [])]
+        card = (place / "README.md").read_text()
+        assert (
+            f"of this directory have the digest `{found[1]}`" in card and f"have the digest `{before}`, at any" in card
+        )
+        assert (f"were merged have the digest `{before}`" in card) == ("--merge" in flags)
+        digests.add(found[1])
+        (file,) = place.glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        assert digest([run, str(place), "--as-export", "--trust-places", *flags]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].startswith("1 of ")
+    assert len(digests) == number + 1
+    assert digest([run, "--merge"]) == 2
+    assert "--merge says how a checkpoint would be exported: add --as-export" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
