@@ -85,7 +85,9 @@ class StoredTensors:
         The caller must not keep it.
         """
         with ThreadPoolExecutor(_HASHERS) as threads:
-            for key, tensor in self.make():
+            for key, made in self.make():
+                tensor = made.contiguous()  # once, for the hashes and for the file
+                del made
                 rows = TensorRows.of(key, tensor.dtype, tensor.shape)
                 hashed = rows.hashed(0, tensor, threads)
                 yield key, tensor
