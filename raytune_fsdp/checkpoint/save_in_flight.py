@@ -27,7 +27,15 @@ from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
-from raytune_fsdp.checkpoint.writing import METADATA_FILE, NotFiniteError, PieceLayout, Sum, write_pieces, write_small
+from raytune_fsdp.checkpoint.writing import (
+    METADATA_FILE,
+    NotFiniteError,
+    PieceLayout,
+    Sum,
+    joined_digests,
+    write_pieces,
+    write_small,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -330,7 +338,7 @@ class SaveInFlight:
                 {name: [HashedRows(*part) for part in parts] for name, parts in each["hashes"].items()}
                 for each in messages
             ]
-            digest = roots_of({STATE: job.digest, **job.layout.digests(hashes)})
+            digest = roots_of({STATE: job.digest, **joined_digests(job.layout, hashes)})
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.

@@ -22,7 +22,14 @@ from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Messages, Outcome, SaveInFlight, SaveJob, open_messages
 from raytune_fsdp.checkpoint.state import STATE, RunState, digest_of_state
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
-from raytune_fsdp.checkpoint.writing import PieceLayout, Staging, UpdatesAfterCopies, hash_pieces, make_layout
+from raytune_fsdp.checkpoint.writing import (
+    PieceLayout,
+    Staging,
+    UpdatesAfterCopies,
+    hash_pieces,
+    joined_digests,
+    make_layout,
+)
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
 
@@ -149,7 +156,7 @@ class Saver:
         dist.gather_object(mine, everyone)
         if everyone is None:
             return None
-        return roots_of({STATE: digest_of_state(state), **self.layout.digests(everyone)})
+        return roots_of({STATE: digest_of_state(state), **joined_digests(self.layout, everyone)})
 
     def again(self) -> None:
         """Begin the last save again, which has failed, of the same state. No rank may be busy, and if pieces are

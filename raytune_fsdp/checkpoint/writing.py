@@ -50,9 +50,6 @@ METADATA_FILE = ".metadata"
 Span = tuple[int, int, int, int]
 """A piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
 
-Hashes = dict[str, list[HashedRows]]
-"""The hashed rows of each tensor."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceLayout:
@@ -64,13 +61,6 @@ class PieceLayout:
     """On rank 0: the pieces of every rank, in the same order."""
     metadata: Metadata | None = None
     """On rank 0: shapes, types and pieces of all tensors."""
-
-    def digests(self, hashes: Sequence[Hashes]) -> dict[str, str]:
-        """Return the digest of every tensor from what each rank has hashed of it."""
-        return {
-            name: rows.digest(part for each in hashes for part in each.get(name, ()))
-            for name, (rows, _) in self.rows.items()
-        }
 
     def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
         """On rank 0: return `tensors.json` of a checkpoint whose ranks wrote these files, the pieces in order."""
@@ -312,16 +302,8 @@ class Hashing:
 _HASHERS = 2
 """Threads that hash rows while a file is written: each about 1.3 GB/s, which few storages take from a rank."""
 
-
-def hash_pieces(pieces: Mapping[str, torch.Tensor], layout: PieceLayout) -> Hashes:
-    """Hash the rows of this rank's pieces as `write_pieces` does, without writing them."""
-    found = {}
-    with ThreadPoolExecutor(_HASHERS) as threads:
-        for name in layout.mine:
-            rows, first = layout.rows[name]
-            found[name] = [*rows.hashed(first, pieces[name].cpu(), threads)]
-            beat()
-    return found
+Hashes = dict[str, list[HashedRows]]
+"""The hashed rows of each tensor."""
 
 
 def write_pieces(
@@ -376,3 +358,22 @@ def write_small(draft: Draft, file: str, content: bytes) -> Sum:
 
 def _tried(draft: Draft, file: str, write: Callable[[], T]) -> T:
     return patiently(f"writing {file}", write) if draft.again else write()
+
+
+def hash_pieces(pieces: Mapping[str, torch.Tensor], layout: PieceLayout) -> dict[str, list[HashedRows]]:
+    """Hash the rows of this rank's pieces as `write_pieces` does, without writing them."""
+    found = {}
+    with ThreadPoolExecutor(_HASHERS) as threads:
+        for name in layout.mine:
+            rows, first = layout.rows[name]
+            found[name] = [*rows.hashed(first, pieces[name].cpu(), threads)]
+            beat()
+    return found
+
+
+def joined_digests(layout: PieceLayout, hashes: Sequence[Mapping[str, Sequence[HashedRows]]]) -> dict[str, str]:
+    """Return the digest of every tensor from what each rank has hashed of it."""
+    return {
+        name: rows.digest(part for each in hashes for part in each.get(name, ()))
+        for name, (rows, _) in layout.rows.items()
+    }
