@@ -137,6 +137,15 @@ class StepBatches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """Which numbers there are after a step, whatever ranks and files they are in."""
+
+    weights: str
+    everything: str
+    """With the optimizer's state and what decides, besides tensors, how the run goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimizer step as it is recorded: its trajectory, and measurements that depend on the machine."""
 
@@ -184,6 +193,10 @@ class StepMetrics:
     predicted: tuple[float | None, ...] = ()
     """Relative prediction errors (positive: too much was predicted) of what a rank keeps, of its peak, and of a step's
     seconds, in one step of an attempt (`run/measure/against_prediction.py`)."""
+    digest: Digest | None = None
+    """The digest of what there is after this step, if it was asked for (`run.digest_every`)."""
+    exact: bool = False
+    """Whether the digest is the same at any number of ranks, and so belongs to the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,5 +255,5 @@ class Saved:
     bytes: int
     lasting: bool = True
     """False: a recovery point, which only a run that continues uses."""
-    digest: str | None = None
-    """The digest of its weights, if they were hashed."""
+    digest: Digest | None = None
+    """None: its numbers were not hashed."""

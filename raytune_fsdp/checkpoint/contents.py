@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from raytune_fsdp.base.batch import Digest
 from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.model.adapters.attach import adapter_tensors, initial_adapters, is_adapted
 from raytune_fsdp.model.weights.keys import owned_tensors
@@ -19,10 +20,10 @@ INITIAL = "initial."
 """Prefix of what adapters began as, if that was taken out of their weights."""
 
 
-def roots_of(digests: Mapping[str, str]) -> dict[str, str]:
+def roots_of(digests: Mapping[str, str]) -> Digest:
     """Return the digest of a checkpoint's weights, and that of everything in it, from those of tensors and state."""
     weights = {name: each for name, each in digests.items() if name.startswith(MODEL)}
-    return {"weights": root(weights), "everything": root(digests)}
+    return Digest(weights=root(weights), everything=root(digests))
 
 
 def tensors_of(model: PreTrainedModel, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from raytune_fsdp.base.batch import Saved
+from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
 from raytune_fsdp.base.row_hashes import HashedRows
 from raytune_fsdp.checkpoint.contents import roots_of
@@ -27,7 +27,15 @@ from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
-from raytune_fsdp.checkpoint.writing import METADATA_FILE, NotFiniteError, PieceLayout, Sum, write_pieces, write_small
+from raytune_fsdp.checkpoint.writing import (
+    METADATA_FILE,
+    NotFiniteError,
+    PieceLayout,
+    Sum,
+    joined_digests,
+    write_pieces,
+    write_small,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -312,9 +320,9 @@ class SaveInFlight:
         saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting, digest=digest)
         return Outcome(step=job.step, ending="committed", saved=saved)
 
-    def _commit(self, messages: list[dict[str, Any]]) -> tuple[int, str | None]:
-        """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size and the
-        digest of its weights."""
+    def _commit(self, messages: list[dict[str, Any]]) -> tuple[int, Digest | None]:
+        """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size and
+        digest."""
         job = self.job
         sums = {each["file"]: Sum(**each["sum"]) for each in messages if each["file"]}
         files, spans = [each["file"] for each in messages], [each["spans"] for each in messages]
@@ -324,7 +332,13 @@ class SaveInFlight:
             STATE_FILE: job.state.encode(),
         }
         sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
-        digest = {} if job.digest is None else roots_of({STATE: job.digest, **_digests(job.layout, messages)})
+        digest = None
+        if job.digest is not None:
+            hashes = [
+                {name: [HashedRows(*part) for part in parts] for name, parts in each["hashes"].items()}
+                for each in messages
+            ]
+            digest = roots_of({STATE: job.digest, **joined_digests(job.layout, hashes)})
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.
@@ -332,9 +346,9 @@ class SaveInFlight:
                 raise TransientError("given up")
             self._committing = True
         # Asked again at the last moment, when little is left to write to disk: somebody may have taken over the run.
-        manifest = make_manifest(sums, digest)
+        manifest = make_manifest(sums, None if digest is None else asdict(digest))
         job.draft.publish({name: each.bytes for name, each in sums.items()}, manifest, job.before)
-        return sum(each.bytes for each in sums.values()), digest.get("weights")
+        return sum(each.bytes for each in sums.values()), digest
 
     def _clean_up(self, work: Callable[[], None]) -> None:
         try:
@@ -351,11 +365,3 @@ class SaveInFlight:
 
     def _left(self) -> float:
         return self._started + self.job.seconds - time.monotonic()
-
-
-def _digests(layout: PieceLayout, messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the digest of every tensor from what the ranks have hashed of it."""
-    return {
-        name: rows.digest(HashedRows(*part) for each in messages for part in each["hashes"].get(name, ()))
-        for name, (rows, _) in layout.rows.items()
-    }

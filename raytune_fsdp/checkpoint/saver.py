@@ -7,20 +7,29 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from raytune_fsdp.base.batch import Digest
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
-from raytune_fsdp.checkpoint.contents import tensors_of
+from raytune_fsdp.checkpoint.contents import roots_of, tensors_of
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Messages, Outcome, SaveInFlight, SaveJob, open_messages
-from raytune_fsdp.checkpoint.state import RunState, digest_of_state
+from raytune_fsdp.checkpoint.state import STATE, RunState, digest_of_state
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
-from raytune_fsdp.checkpoint.writing import PieceLayout, Staging, UpdatesAfterCopies, make_layout
+from raytune_fsdp.checkpoint.writing import (
+    PieceLayout,
+    Staging,
+    UpdatesAfterCopies,
+    hash_pieces,
+    joined_digests,
+    make_layout,
+)
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
 
@@ -136,6 +145,18 @@ class Saver:
         self._failed.clear()
         self._save = SaveInFlight(job)
         self.own_seconds += time.monotonic() - since
+
+    def digest(self, state: RunState) -> Digest | None:
+        """Return, on rank 0, the digest that a checkpoint of this state would have. Collective; the caller waits."""
+        since = time.monotonic()
+        tensors = self.tensors()
+        mine = hash_pieces({name: local_piece(tensors[name]) for name in self.layout.mine}, self.layout)
+        self.own_seconds += time.monotonic() - since
+        everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, everyone)
+        if everyone is None:
+            return None
+        return roots_of({STATE: digest_of_state(state), **joined_digests(self.layout, everyone)})
 
     def again(self) -> None:
         """Begin the last save again, which has failed, of the same state. No rank may be busy, and if pieces are

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
 from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
@@ -357,3 +358,22 @@ def write_small(draft: Draft, file: str, content: bytes) -> Sum:
 
 def _tried(draft: Draft, file: str, write: Callable[[], T]) -> T:
     return patiently(f"writing {file}", write) if draft.again else write()
+
+
+def hash_pieces(pieces: Mapping[str, torch.Tensor], layout: PieceLayout) -> dict[str, list[HashedRows]]:
+    """Hash the rows of this rank's pieces as `write_pieces` does, without writing them."""
+    found = {}
+    with ThreadPoolExecutor(_HASHERS) as threads:
+        for name in layout.mine:
+            rows, first = layout.rows[name]
+            found[name] = [*rows.hashed(first, pieces[name].cpu(), threads)]
+            beat()
+    return found
+
+
+def joined_digests(layout: PieceLayout, hashes: Sequence[Mapping[str, Sequence[HashedRows]]]) -> dict[str, str]:
+    """Return the digest of every tensor from what each rank has hashed of it."""
+    return {
+        name: rows.digest(part for each in hashes for part in each.get(name, ()))
+        for name, (rows, _) in layout.rows.items()
+    }

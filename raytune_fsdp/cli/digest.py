@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
-from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
+from raytune_fsdp.cli.common import BASE, Parser, add_trust, run_command, say
 from raytune_fsdp.cli.diff import PART
 
 _MOST = 10
@@ -25,56 +27,84 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp digest") -
     )
     parser.add_argument("other", nargs="?", help="another, to compare with")
     parser.add_argument("--tensors", action="store_true", help="also print the digest of each tensor")
-    add_trust(parser)
+    parser.add_argument(
+        "--as-export", action="store_true", help="of a checkpoint: the digest that its export has, without writing it"
+    )
+    parser.add_argument(
+        "--dtype", choices=("trained", "bf16", "fp16", "fp32"), help="with --as-export: as in `export`; default: bf16"
+    )
+    parser.add_argument("--merge", action="store_true", help="with --as-export: adapters merged into their base")
+    add_trust(parser, base=f"with --as-export: {BASE}")
     return run_command(parser, argv, _digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The digests of a place's tensors, and lines that say those of all together."""
+
+    tensors: Mapping[str, str]
+    lines: Sequence[str]
 
 
 def _digest(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    one = _of(found.place, trusted=found.trust_places)
+    for flag in ("dtype", "merge", "base"):
+        if getattr(found, flag) and not found.as_export:
+            parser.error(f"--{flag} says how a checkpoint would be exported: add --as-export, or leave it out")
+    one = _of(found.place, found)
     if found.other is None:
-        _print(found.place, one, tensors=found.tensors)
+        _print(one, tensors=found.tensors)
         return 0
-    other = _of(found.other, trusted=found.trust_places)
-    for place, each in ((found.place, one), (found.other, other)):
-        _print(place, each, tensors=found.tensors)
-    if not one.keys() & other.keys():
+    other = _of(found.other, found)
+    for each in (one, other):
+        _print(each, tensors=found.tensors)
+    left, right = one.tensors, other.tensors
+    if not left.keys() & right.keys():
         raise UserError(
             f"{found.place} and {found.other} have no tensor in common, so they cannot be compared: compare two "
-            "checkpoints, or two model directories of one kind"
+            "checkpoints, two model directories of one kind, or with --as-export a checkpoint and its export"
         )
-    differ = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+    differ = sorted(name for name in {*left, *right} if left.get(name) != right.get(name))
     if not differ:
         say("the same numbers")
         return 0
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
-    say(f"{len(differ)} of {len({*one, *other})} differ: {', '.join(differ[:_MOST])}{more}")
+    say(f"{len(differ)} of {len({*left, *right})} differ: {', '.join(differ[:_MOST])}{more}")
     return PART
 
 
-def _of(place: str, *, trusted: bool) -> dict[str, str]:
+def _of(place: str, found: Namespace) -> _Numbers:
+    from raytune_fsdp.base.row_hashes import root
+    from raytune_fsdp.checkpoint.contents import roots_of
     from raytune_fsdp.checkpoint.model_files import find_checkpoint
+    from raytune_fsdp.config import ExportConfig
     from raytune_fsdp.run.places import check_places
+    from raytune_fsdp.run.publish import digest_of_weights, digests_as_export
     from raytune_fsdp.tools.digest import digests_of_checkpoint, digests_of_model
 
     if any(Path(place).glob("*.safetensors")):
-        return digests_of_model(Path(place))
-    check_places(place, trusted=trusted, base="")
-    return digests_of_checkpoint(find_checkpoint(place))
+        tensors = digests_of_model(Path(place))
+        return _Numbers(tensors, [f"model       {root(tensors)}  {place}"])
+    if not found.as_export:
+        check_places(place, trusted=found.trust_places, base="")
+        tensors = digests_of_checkpoint(find_checkpoint(place))
+        roots = roots_of(tensors)
+        whole = f"everything  {roots.everything}  {place}, with the optimizer and the state"
+        return _Numbers(tensors, [f"weights     {roots.weights}  {place}", whole])
+    check_places(place, trusted=found.trust_places, base=found.base, exports=True)
+    checkpoint = find_checkpoint(place)
+    chosen = ExportConfig(dtype=found.dtype or "bf16", merge=found.merge)
+    tensors = digests_as_export(checkpoint, chosen, base=found.base)
+    lines = [f"model       {root(tensors)}  {place}, as an export has it"]
+    if found.merge:
+        lines.append(f"weights     {digest_of_weights(checkpoint)}  {place}, before they were merged")
+    return _Numbers(tensors, lines)
 
 
-def _print(place: str, digests: dict[str, str], *, tensors: bool) -> None:
-    from raytune_fsdp.base.row_hashes import root
-    from raytune_fsdp.checkpoint.contents import roots_of
-    from raytune_fsdp.checkpoint.state import STATE
-
-    if STATE in digests:
-        roots = roots_of(digests)
-        say(f"weights     {roots['weights']}  {place}")
-        say(f"everything  {roots['everything']}  {place}, with the optimizer and the state")
-    else:
-        say(f"model       {root(digests)}  {place}")
-    for name, digest in sorted(digests.items()) if tensors else ():
+def _print(numbers: _Numbers, *, tensors: bool) -> None:
+    for line in numbers.lines:
+        say(line)
+    for name, digest in sorted(numbers.tensors.items()) if tensors else ():
         say(f"  {digest}  {name}")
 
 

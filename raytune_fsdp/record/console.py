@@ -113,8 +113,8 @@ class ConsoleTracker(Tracker):
     def event(self, name: str, /, **fields: object) -> None:
         if name == names.WINDOWS_BUILT and fields.get("steps"):
             return  # the usual course of a run whose data is tokenized as it goes
-        if name == names.COLUMN_NOT_READ:
-            return  # said where the data was opened
+        if name in (names.COLUMN_NOT_READ, names.DIGESTED):
+            return  # said where the data was opened; for other commands to compare
         self._print(f"     {event_in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
 
     def finish(self, status: Status) -> None:

@@ -27,6 +27,10 @@ _BESIDE = (
     "predicted",
 )  # fmt: skip
 
+DIGESTS = ("digest", "digest_of_everything")
+"""Of weights, and with the optimizer's state and the place in the data. Only some steps have them: in the trajectory if
+the run is the same to the bit at any number of ranks, and otherwise beside it."""
+
 _NUMBER = rb'(?:-?[0-9][0-9.eE+-]*+|"NaN"|"-?Infinity")'
 WHOLE_STEP = re.compile(
     # Checks every value of the trajectory; the rest only has to be one line of plain text without braces. It never
@@ -40,6 +44,7 @@ WHOLE_STEP = re.compile(
     + _NUMBER
     + rb', "lr": '
     + _NUMBER
+    + b"(?:%s)?" % b"".join(b', "%s": "[0-9a-f]{64}"' % key.encode() for key in DIGESTS)
     + rb"\}, [ -z|~]*+\}\n",
     re.MULTILINE,
 )
@@ -53,13 +58,16 @@ def step_lines(metrics: Sequence[StepMetrics], world_size: int, attempt: int) ->
     end = datetime.now(UTC) - timedelta(seconds=sum(step.step_seconds for step in metrics))
     for step in metrics:
         end += timedelta(seconds=step.step_seconds)
+        there = () if step.digest is None else (step.digest.weights, step.digest.everything)
+        digests = dict(zip(DIGESTS, there, strict=False))
         yield {
             "kind": "step",
-            "trajectory": {name: getattr(step, name) for name in _TRAJECTORY},
+            "trajectory": {**{name: getattr(step, name) for name in _TRAJECTORY}, **(digests if step.exact else {})},
             "world_size": world_size,
             "attempt": attempt,
             "time": end.isoformat(timespec="milliseconds"),
             **{name: getattr(step, name) for name in _BESIDE},
+            **({} if step.exact else digests),
         }
 
 

@@ -72,7 +72,10 @@ PROFILED = "profiled"
 in which it was idle, and in which it only communicated."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
-the weights."""
+the weights, and everything, a digest with the optimizer's state and the place in the data."""
+DIGESTED = "digested"
+"""The numbers after a step were hashed, without saving them (run.digest_every). Fields: step, digest and everything, as
+those of a save."""
 NO_ROOM_TO_SAVE = "no_room_to_save"
 """A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""
@@ -134,8 +137,8 @@ KERNELS_CHANGED = "kernels_changed"
 layers newly compiled or no longer compiled: the same up to rounding. Fields: what, was, now, why."""
 BITS_MAY_DIFFER = "bits_may_differ"
 """A run with run.exact continues on something else than it was trained on, or its ranks compute on different things, so
-that its bits from here on need not be those that it would have had. Fields: step, because; among_ranks (true), if ranks
-differ."""
+that its bits from here on need not be those that it would have had; or the attempt after one whose ranks did continues
+from what that one has saved, and step is where it began. Fields: step, because; among_ranks (true), if ranks differ."""
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"

@@ -40,6 +40,7 @@ from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.measure.against_prediction import Forecast, bytes_kept
+from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
@@ -143,6 +144,7 @@ def assemble(
         exam=exam,
         meter=_meter(config, prepared, standing, built, optimizer, objective, own, hooks.predicted),
         documents=DocumentRecord(documents, prepared.place.documents, standing.attempt),
+        digests=StepDigests(config.run, saves.saver),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=saves,

@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,12 +18,13 @@ import xxhash
 
 from raytune_fsdp.base.machine import processor
 from raytune_fsdp.base.redaction import redact
-from raytune_fsdp.base.untrusted import shown
+from raytune_fsdp.base.untrusted import is_count, shown
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.record.names import BITS_MAY_DIFFER
 from raytune_fsdp.record.tracker import UsedData, flatten
 
 BITS = "bits"
@@ -139,6 +140,19 @@ def why_bits_changed(computed: Mapping[str, Any], digest: str, before: Mapping[s
     if different := _difference(computed, before):
         return "this attempt has {} {}, and the one before had {}".format(*different)
     return "this attempt has another micro-batch or other kernels than the one before"
+
+
+def why_bits_differed(events: Iterable[Mapping[str, Any]], attempt: int, step: int) -> tuple[str, int] | None:
+    """Say why a checkpoint of this step may have other bits since an earlier step, if its ranks were not alike.
+
+    `attempt`: the last one, which is looked at. None: its ranks were alike, or it has not saved anything.
+    """
+    for event in events:
+        began, because = (event["fields"].get(key) for key in ("step", "because"))
+        unlike = event["event"] == BITS_MAY_DIFFER and event["fields"].get("among_ranks") is True
+        if unlike and event["attempt"] == attempt and isinstance(because, str) and is_count(began) and began < step:
+            return f"in attempt {attempt} {because}", began
+    return None
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, str, str] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from raytune_fsdp.base.batch import StepBatches, Stop
+from raytune_fsdp.base.batch import StepBatches, StepMetrics, Stop
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
@@ -22,6 +22,7 @@ from raytune_fsdp.record.names import score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
+from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.saving import Saves, stopped
@@ -56,6 +57,7 @@ class RankRun:
     """What the ranks measure at an evaluation."""
     meter: Meter
     documents: DocumentRecord
+    digests: StepDigests
     profiler: StepProfiler
     skipped: SkippedRows
     saves: Saves
@@ -96,8 +98,9 @@ def train(parts: RankRun, stop: Stop) -> RunState:
         evaluating = plan.due(step, plan.eval_every)
         saving = last or parts.saves.due(boundary, plan.due(step, plan.save_every), step)
         # The only place where training waits for the device: every train.log_every steps, for those before the latest.
-        if plan.due(step, plan.log_every) or evaluating or saving:
-            _log(parts, step, last=evaluating or saving)
+        whole = evaluating or saving or parts.digests.due(step)
+        if plan.due(step, plan.log_every) or whole:
+            _log(parts, step, last=whole)
         if saving:
             # Before the evaluation: if that fails, the weights are unharmed and the step is saved already.
             state = _state_after(parts, state, step)
@@ -117,12 +120,15 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
 
     `last`: those of the latest step must be among them.
     """
-    rows = parts.meter.fetch(last=last)
+    rows = _fetched(parts, step, last=last)
     parts.tracker.steps(rows, parts.plan.layout.world, parts.saves.saver.attempt)
     parts.documents.write(rows)
     for row in rows:
         if row.skipped:
             parts.tracker.event(names.SKIPPED_UPDATE, step=row.step, loss=row.loss, grad_norm=row.grad_norm)
+        if row.digest is not None:
+            found = row.digest
+            parts.tracker.event(names.DIGESTED, step=row.step, digest=found.weights, everything=found.everything)
     built = sum(row.windows_built for row in rows)
     if built:
         parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
@@ -141,7 +147,16 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
         parts.tracker.event(names.PREDICTION_CHECKED, **fields)
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
-    parts.meter.check(rows)
+    parts.meter.check()
+
+
+def _fetched(parts: RankRun, step: int, *, last: bool) -> list[StepMetrics]:
+    """Fetch the metrics of the steps since the last call, the latest with its digest if it gets one. Collective."""
+    rows = parts.meter.fetch(last=last)
+    if parts.digests.due(step):
+        rows = parts.digests.with_digest(rows, _state_after(parts, parts.state, step))
+        parts.meter.restart_clock()
+    return rows
 
 
 def _evaluate(parts: RankRun, step: int) -> None:

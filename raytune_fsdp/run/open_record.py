@@ -58,6 +58,7 @@ from raytune_fsdp.run.described import (
     versions,
     why_bits_changed,
     why_bits_differ,
+    why_bits_differed,
 )
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
@@ -179,10 +180,10 @@ def start_tracker(
     if record.repaired:
         tracker.event(names.RECORD_REPAIRED, **record.repaired)
     plan, bits = standing.plan, {}
-    last: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     if config.run.exact:
         bits = {BITS: bits_digest(config, computed[0], kernels)}
-        last = [each["fields"] for each in read_events(prepared.place.events) if each["event"] == names.ATTEMPT_STARTED]
+        events = read_events(prepared.place.events)  # of the attempts before this one
     tracker.event(
         names.ATTEMPT_STARTED,
         world_size=plan.layout.world,
@@ -195,7 +196,7 @@ def start_tracker(
     )
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.run.exact:
-        _report_bits(tracker, standing.state.step, computed, bits[BITS], last[-1] if last else None)
+        _report_bits(tracker, standing.state.step, computed, bits[BITS], events)
     if config.tracking.mlflow.enabled and not mlflow_installed():
         tracker.event(names.NOT_SENT_TO_MLFLOW, because=f"it is not installed: {pip_install('mlflow')}")
     for fields in opened.aside:
@@ -332,11 +333,16 @@ def _plan_in_full(prepared: RunInputs, standing: ResumePoint) -> dict[str, Any]:
 
 
 def _report_bits(
-    tracker: Tracker, step: int, computed: Sequence[Mapping[str, Any]], digest: str, before: Mapping[str, Any] | None
+    tracker: Tracker, step: int, computed: Sequence[Mapping[str, Any]], digest: str, events: Sequence[Mapping[str, Any]]
 ) -> None:
+    started = [event for event in events if event["event"] == names.ATTEMPT_STARTED]
+    last = started[-1] if started else None
     if (why := why_bits_differ(computed)) is not None:
         tracker.event(names.BITS_MAY_DIFFER, step=step, because=why, among_ranks=True)
-    if (why := why_bits_changed(computed[0], digest, before)) is not None:
+    # Said by the attempt after it, and not again: the events keep it.
+    elif last is not None and (before := why_bits_differed(events, last["attempt"], step)) is not None:
+        tracker.event(names.BITS_MAY_DIFFER, step=before[1], because=before[0])
+    if (why := why_bits_changed(computed[0], digest, last and last["fields"])) is not None:
         tracker.event(names.BITS_MAY_DIFFER, step=step, because=why)
 
 

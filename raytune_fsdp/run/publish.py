@@ -9,11 +9,15 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import RaytuneError, ResumeError
+from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.base.threads import READERS
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
-from raytune_fsdp.checkpoint.contents import INITIAL
+from raytune_fsdp.checkpoint.contents import INITIAL, MODEL
 from raytune_fsdp.checkpoint.form import WrittenAs, sees, written_of
 from raytune_fsdp.checkpoint.merged import base_of, check_rows_stored, merged_weights, named_class, saved_network
 from raytune_fsdp.checkpoint.model_files import model_files
@@ -21,14 +25,16 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.model.directory.files import WeightFiles
-from raytune_fsdp.model.export.adapter import check_found_by_others, export_adapter
+from raytune_fsdp.model.directory.named_class import NamedClass
+from raytune_fsdp.model.export.adapter import check_found_by_others, export_adapter, stored_adapter
 from raytune_fsdp.model.export.mean import MeanTensors
-from raytune_fsdp.model.export.write import export
+from raytune_fsdp.model.export.write import export, stored_model
+from raytune_fsdp.model.weights.digests import digests_of
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, checkpoints_below, checkpoints_of, is_place_of_exports
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.jsonl import append_event
-from raytune_fsdp.record.report.card import is_of_same_run, model_card
+from raytune_fsdp.record.report.card import is_of_same_run, model_card, with_digest
 from raytune_fsdp.run.trials.export_proof import check_acts
 
 logger = logging.getLogger(__name__)
@@ -85,9 +91,7 @@ def export_checkpoint(
     files = model_files(checkpoint)
     found = read_state(checkpoint).base
     if found is not None and not chosen.merge:
-        check_rows_stored(checkpoint, files, base)
-        named = named_class(files, base or found["path"], None if base else found["revision"])
-        network = saved_network(checkpoint, files)
+        network, named = _adapted(checkpoint, files, base)
         # The class that an adapter's names belong to, if that is not the run's own.
         kind, sentence = type(named.network).__name__, None
         if named.unbuilt is not None:
@@ -104,13 +108,13 @@ def export_checkpoint(
             destination,
             base=base or found["path"],
             revision=None if base else found["revision"],
-            card=model_card(checkpoint, files, dtype="fp32", adapter=True, sentence=sentence),
+            card=partial(with_digest, model_card(checkpoint, files, dtype="fp32", adapter=True, sentence=sentence)),
             prove=partial(check_acts, network=network, named=named),
         )
         return
-    moved, frozen = _bases(checkpoint, files, base)
-    written = written_of(checkpoint, files, merged_weights(checkpoint, files, frozen), base_files=frozen, moved=moved)
+    written = _whole(checkpoint, files, base)
     card = model_card(checkpoint, files, dtype=chosen.dtype, sentence=written.sentence)
+    merged = None if found is None else digest_of_weights(checkpoint)
     # An export by a version that left no mark is known by its place, or by its card's hash.
     place, state = Path(os.path.realpath(destination)), read_state(checkpoint)
     export(
@@ -119,12 +123,51 @@ def export_checkpoint(
         destination,
         dtype=chosen.dtype,
         max_file_bytes=chosen.max_file_bytes,
-        card=card,
+        card=partial(with_digest, card, merged=merged),
         form=written.form,
         trust_remote_code=trust_remote_code,
         adopt=is_place_of_exports(place) or is_of_same_run(place, state),
     )
     _say_alone(checkpoint, written, destination, events)
+
+
+def digests_as_export(
+    checkpoint: CommittedCheckpoint, chosen: ExportConfig, *, base: str | None = None
+) -> dict[str, str]:
+    """Return the digest of each tensor that `export_checkpoint` would write, without writing it."""
+    files, digests = model_files(checkpoint), dict[str, str]()
+    if read_state(checkpoint).base is not None and not chosen.merge:
+        network, named = _adapted(checkpoint, files, base)
+        adapter, initial = CheckpointWeights(checkpoint), CheckpointWeights(checkpoint, INITIAL)
+        stored = stored_adapter(adapter, initial, network, named)
+    else:
+        written = _whole(checkpoint, files, base)
+        stored = stored_model(written.source, files, dtype=chosen.dtype, form=written.form)
+    for _, tensor in stored.each(digests):
+        del tensor
+        beat()
+    return digests
+
+
+def digest_of_weights(checkpoint: CommittedCheckpoint) -> str:
+    """Return the digest of a checkpoint's weights, as the ranks of an exact run put it into its manifest."""
+    return root(digests_of(CheckpointWeights(checkpoint), MODEL))
+
+
+def _adapted(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> tuple[PreTrainedModel, NamedClass]:
+    """Return the network of a checkpoint of adapters, and the class whose names an export of them alone has."""
+    found = read_state(checkpoint).base
+    assert found is not None, f"{checkpoint.path} holds no adapters"
+    check_rows_stored(checkpoint, files, base)
+    named = named_class(files, base or found["path"], None if base else found["revision"])
+    return saved_network(checkpoint, files), named
+
+
+def _whole(checkpoint: CommittedCheckpoint, files: Path, base: str | None) -> WrittenAs:
+    """Return what is written of a checkpoint as a whole model: adapters are merged."""
+    moved, frozen = _bases(checkpoint, files, base)
+    source = merged_weights(checkpoint, files, frozen)
+    return written_of(checkpoint, files, source, base_files=frozen, moved=moved)
 
 
 def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int | None) -> list[CommittedCheckpoint]:
@@ -176,7 +219,7 @@ def average(
         destination,
         dtype=chosen.dtype,
         max_file_bytes=chosen.max_file_bytes,
-        card=card,
+        card=partial(with_digest, card, mean=True),
         form=written.form,
         trust_remote_code=trust_remote_code,
     )

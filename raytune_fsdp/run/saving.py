@@ -252,7 +252,7 @@ class Saves:
                 self.clock.committed(saved.seconds)
             kind: dict[str, Any] = {} if saved.lasting else {"recovery": True}
             if saved.digest is not None:
-                kind["digest"] = saved.digest
+                kind |= {"digest": saved.digest.weights, "everything": saved.digest.everything}
             self.tracker.event(
                 names.SAVED, step=saved.step, path=saved.path, seconds=saved.seconds, bytes=saved.bytes, **kind
             )

@@ -5,14 +5,10 @@ A manifest has the hashes of files, which depend on who wrote which rows. base/r
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
-from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
 from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.contents import roots_of
@@ -22,10 +18,8 @@ from raytune_fsdp.checkpoint.state import STATE, digest_of_state, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.export.adapter import WEIGHTS_FILE
-from raytune_fsdp.model.weights.source import FileWeights, Weights
-
-_AT_ONCE = 256 << 20
-"""Bytes that are read at once, unless a row has more."""
+from raytune_fsdp.model.weights.digests import digests_of
+from raytune_fsdp.model.weights.source import FileWeights
 
 
 def digests_of_checkpoint(found: CommittedCheckpoint) -> dict[str, str]:
@@ -38,7 +32,7 @@ def digests_of_checkpoint(found: CommittedCheckpoint) -> dict[str, str]:
         recorded = read_digest(storage_at(found.root), found.name)
     except (OSError, ValueError) as error:
         raise ResumeError(f"{found.path}: its manifest is not what was written: {reason(error)}") from error
-    here = roots_of(digests)
+    here = asdict(roots_of(digests))
     for what, digest in recorded.items():
         if digest != here[what]:
             raise ResumeError(
@@ -52,20 +46,3 @@ def digests_of_model(directory: Path) -> dict[str, str]:
     """Return the digest of each tensor in a model directory's files."""
     files = find_weights(directory, "adapter_model" if (directory / WEIGHTS_FILE).is_file() else "model")
     return digests_of(FileWeights(files, {key: key for key in files.file_of}))
-
-
-def digests_of(weights: Weights) -> dict[str, str]:
-    """Return the digest of each of these tensors."""
-    found = {}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        for name, shape in sorted(weights.shapes().items()):
-            rows = TensorRows.of(name, weights.read(name, 0, 0 if shape else 1).dtype, shape)
-            found[name] = rows.digest(_hashed(weights, rows, threads))
-    return found
-
-
-def _hashed(weights: Weights, rows: TensorRows, threads: Executor) -> Iterator[HashedRows]:
-    at_once = max(1, _AT_ONCE // max(1, rows.row_bytes) // rows.leaf) * rows.leaf
-    for first in range(0, rows.count, at_once):
-        beat()
-        yield from rows.hashed(first, weights.read(rows.name, first, min(rows.count, first + at_once)), threads)

@@ -16,6 +16,7 @@ import xxhash
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.record.jsonl import read_trajectory
 from tests.checkpoints import checkpoints
 from tests.forgeries import with_hashes
 from tests.ranks import resident_ranks, run_ranks
@@ -48,7 +49,8 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three ranks with run.exact."""
     directory = tmp_path_factory.mktemp("exact")
-    resident_ranks(train_rank, 3, _config(directory, run={"name": "run", "exact": True}).model_dump())
+    run = {"name": "run", "exact": True, "digest_every": 4}
+    resident_ranks(train_rank, 3, _config(directory, run=run).model_dump())
     return directory
 
 
@@ -109,7 +111,8 @@ def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., t
 def test_an_exact_run_of_three_ranks_is_audited_by_one_to_the_bit(
     exact: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    """With the run's own threads, from its beginning, too; then a weight whose lowest bit was changed."""
+    """With the run's own threads, from its beginning, too; then with a weight whose lowest bit was changed, and with
+    another digest of a step."""
     for beginning in ([], ["--from", "0"]):
         torch.set_num_threads(2)
         code, said = audit(exact, "--workers", "1", *beginning)
@@ -120,6 +123,11 @@ def test_an_exact_run_of_three_ranks_is_audited_by_one_to_the_bit(
     with_hashes(next(Path(each.path) for each in checkpoints(run) if each.step == LAST))
     code, said = audit(tmp_path, "--workers", "1")
     assert code == 4 and f"the checkpoint of step {LAST}: {name}[" in said and "1 of them differ" in said, said
+    record = run / "metrics.jsonl"
+    there = next(row["digest"] for row in read_trajectory(record) if row["step"] == FIRST + 4)
+    record.write_text(record.read_text().replace(there, "0" * 64))
+    code, said = audit(tmp_path, "--workers", "1")
+    assert code == 4 and f"step {FIRST + 4}: digest is {'0' * 64} on record, and {there} when it" in said, said
 
 
 def _copy(honest: Path, directory: Path) -> Path:

@@ -20,14 +20,19 @@ from torch.distributed.fsdp import fully_shard
 from raytune_fsdp.base.collectives import make_device_mesh
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import read_digest
+from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli.digest import main as digest
+from raytune_fsdp.cli.export import main as export
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.plan.division import Division
-from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
-from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, SAVED
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.record.jsonl import JsonlTracker, read_evaluations, read_events, read_trajectory
+from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, DIGESTED, SAVED
+from raytune_fsdp.record.tracker import RunStart
 from raytune_fsdp.run.described import why_bits_changed, why_bits_differ
+from raytune_fsdp.run.open_record import _report_bits
 from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.parallel import reduce_by_sum
 from tests.checkpoints import checkpoints, tensors_in
@@ -73,7 +78,7 @@ def config_of(directory: Path, case: str, name: str, **sections: Any) -> Finetun
     architecture, precision, more = CASES[case]
     parallel = {"precision": precision, **more.get("parallel", {})}
     chosen = {**more, "parallel": parallel, "train": {**TRAIN, **more.get("train", {})}, **sections}
-    run = {"name": name.replace(" ", "-"), "exact": True, **chosen.pop("run", {})}
+    run = {"name": name.replace(" ", "-"), "exact": True, "digest_every": 5, **chosen.pop("run", {})}
     rows = {"path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}
     chosen["data"] = {"train": [rows], "eval": [rows]}
     if "method" in chosen:
@@ -150,16 +155,25 @@ def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], 
 
 
 def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
-    """The digest that the ranks have put into the last checkpoint, and what the events say of all."""
+    """The digests that the ranks have put into the last checkpoint, into events, and into the record of each fifth
+    step."""
     place = Path(config.run.storage) / config.run.name
     last = checkpoints(place)[-1]
     found = read_digest(storage_at(last.root), last.name)
-    saved = {
-        each["fields"]["step"]: each["fields"]["digest"]
-        for each in read_events(place / "events.jsonl") if each["event"] == SAVED
-    }  # fmt: skip
-    assert saved[last.step] == found["weights"] != found["everything"]
-    return {**found, "saved": saved}
+    said = {kind: {} for kind in (SAVED, DIGESTED)}  # type: dict[str, dict[int, tuple[str, str]]]
+    for each in read_events(place / "events.jsonl"):
+        if each["event"] in said:
+            fields = each["fields"]
+            said[each["event"]][fields["step"]] = (fields["digest"], fields["everything"])
+    saved, steps = said[SAVED], said[DIGESTED]
+    assert saved[last.step] == (found["weights"], found["everything"]) and found["weights"] != found["everything"]
+    assert [*steps] == [*range(5, last.step + 1, 5)] and len(set(steps.values())) == len(steps)
+    lines = read_trajectory(place / "metrics.jsonl")
+    assert steps == {row["step"]: (row["digest"], row["digest_of_everything"]) for row in lines if "digest" in row}
+    both = saved.keys() & steps.keys()
+    assert all(saved[step] == steps[step] for step in both) and (last.step % 5 or last.step in both)
+    assert not [key for key in read_state(last).identity if "digest" in key], "it changes nothing that is learned"
+    return {**found, "saved": saved, "steps": steps}
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +226,15 @@ def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
-    """From one rank to three, and then to two; its last step is short."""
+    """From one rank to three, and then to two, after steps of which there is a digest; its last step is short."""
     directory, expected = alone
     cases = ("odd", "kept")
     configs = [config_of(directory, case, f"{case}-1-3-2") for case in cases]
-    for world, stop in ((1, 4), (3, 9), (2, None)):
+    for world, stop in ((1, 5), (3, 10), (2, None)):
         train(configs, world, stop)
     for case, config in zip(cases, configs, strict=True):
         assert bits(config) == expected[case], case
+        assert {5, 10} < digests_on_record(config)["saved"].keys()
         events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
         said = {each["fields"]["bits"] for each in events if each["event"] == ATTEMPT_STARTED}
         assert len(said) == 1 and BITS_MAY_DIFFER not in {each["event"] for each in events}
@@ -245,6 +260,62 @@ def test_what_else_bits_depend_on_is_said_when_it_changes(
     """A run from before there was a digest says nothing of it."""
     found = why_bits_differ(ranks) or why_bits_changed(ranks[0], "a", before)
     assert found is said is None or (said is not None and (found or "").startswith(said))
+
+
+def test_an_attempt_whose_ranks_differed_is_told_by_the_next_one_alone(tmp_path: Path) -> None:
+    """If it has saved something: a checkpoint of before it has the bits that it should have."""
+    here, other, place = {"threads": 2, "versions": {}}, {"threads": 1, "versions": {}}, tmp_path / "events.jsonl"
+
+    def attempt(number: int, ranks: Sequence[Mapping[str, Any]], resumed_from: int) -> list[Mapping[str, Any]]:
+        tracker = JsonlTracker(tmp_path)
+        tracker.start(RunStart(name="run", attempt=number))
+        before = read_events(place)
+        tracker.event(ATTEMPT_STARTED, resumed_from=resumed_from, bits="a", **ranks[0])
+        _report_bits(tracker, resumed_from, ranks, "a", before)
+        tracker.finish("failed")
+        return [each["fields"] for each in read_events(place)[len(before) :] if each["event"] == BITS_MAY_DIFFER]
+
+    said = "rank 0 has threads 2, and rank 1 has 1"
+    assert attempt(1, [here, other], 4) == [{"step": 4, "because": said, "among_ranks": True}]
+    assert attempt(2, [here, here], 4) == [] == attempt(3, [here], 4)
+    assert attempt(4, [here, other], 4) == [{"step": 4, "because": said, "among_ranks": True}]
+    assert attempt(5, [here, here], 9) == [{"step": 4, "because": f"in attempt 4 {said}"}]
+    assert attempt(6, [here, here], 9) == []
+    assert "bits after step 4 may be others" in event_in_words(BITS_MAY_DIFFER, {"step": 4, "because": said})
+
+
+def test_the_digest_of_an_export_is_found_again_from_its_checkpoint(
+    alone: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = alone
+    digests = set()
+    for number, (case, *flags) in enumerate(
+        [("tied", "--dtype", "bf16"), ("tied", "--dtype", "fp32"), ("lora",), ("lora", "--merge"), ("qlora", "--merge")]
+    ):
+        run, place = str(directory / "runs" / f"{case}-1"), tmp_path / f"export-{number}"
+        assert export([run, str(place), "--trust-places", *flags]) == 0
+        capsys.readouterr()
+        assert digest([str(place)]) == 0
+        (found,) = (line.split()[:2] for line in capsys.readouterr().out.splitlines())
+        assert digest([run, "--as-export", "--trust-places", *flags]) == 0
+        lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+        before = digests_on_record(config_of(directory, case, f"{case}-1"))["weights"]
+        assert lines == [found, *([["weights", before]] if "--merge" in flags else [])]
+        card = (place / "README.md").read_text()
+        assert (
+            f"of this directory have the digest `{found[1]}`" in card and f"have the digest `{before}`, at any" in card
+        )
+        assert (f"were merged have the digest `{before}`" in card) == ("--merge" in flags)
+        digests.add(found[1])
+        (file,) = place.glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        assert digest([run, str(place), "--as-export", "--trust-places", *flags]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].startswith("1 of ")
+    assert len(digests) == number + 1
+    assert digest([run, "--merge"]) == 2
+    assert "--merge says how a checkpoint would be exported: add --as-export" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ Started = Mapping[str, tuple[Future[int | None], Path]]
 TINY = {
     "startup": "--rounds 1 --workers 1 --settle 0 --warm",
     "stream": "--rows 600 --datasets 20 --steps 7 --micro-batches 8",
+    "digests": "--rounds 1 --worlds 1",
     "duplicates": "--rows 64 --rounds 1",
     "end_to_end": "--steps 11 --seq-len 128 --workers 1 --bytes 1000000 --warm",
     "load": "--rounds 1 --layers 1 --worlds 2 --ways sharded",

@@ -15,7 +15,7 @@ from raytune_fsdp.checkpoint.catalogue import as_checkpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli import export as export_command
 from raytune_fsdp.model.export.mark import MARK_FILE
-from raytune_fsdp.record.report.card import is_of_same_run, model_card
+from raytune_fsdp.record.report.card import is_of_same_run, model_card, with_digest
 from tests.planted import FILL, SHAPES
 
 OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
@@ -108,6 +108,7 @@ def test_an_honest_card_is_what_it_was(run: Path) -> None:
     assert "# steps" in card and "A `LlamaForCausalLM`, fine-tuned from random weights with raytune_fsdp" in card
     assert "| texts.jsonl |" in card or "| data/texts.jsonl |" in card
     assert "have the digest" not in card
+    assert with_digest(card, "c3" * 32).startswith(card) and f"`{'c3' * 32}`" in with_digest(card, "c3" * 32)
     manifest = run / CHECKPOINT / "manifest.json"
     written = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**written, "digest": {"weights": "a1" * 32, "everything": "b2" * 32}}))

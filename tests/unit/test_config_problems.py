@@ -36,6 +36,9 @@ def test_a_value_against_its_rule_names_the_flag(tmp_path: Path) -> None:
     assert problems(tmp_path, "--train.log_every=0") == [
         "train.log_every=0: must be integer >= 1 (from flag --train.log_every)"
     ]
+    assert problems(tmp_path, "--run.digest_every=0") == [
+        "run.digest_every=0: must be integer >= 1, or null (from flag --run.digest_every)"
+    ]
 
 
 def test_a_value_against_its_rule_names_the_line(tmp_path: Path) -> None:

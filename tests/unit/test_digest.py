@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from raytune_fsdp.base import row_hashes
 from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.cli.digest import main
-from raytune_fsdp.tools import digest
+from raytune_fsdp.model.weights import digests
 from raytune_fsdp.tools.digest import digests_of_model
 
 TENSORS = {
@@ -55,7 +55,7 @@ def by_hand(name: str, tensor: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("at_once", [1, 10_000, 64 << 20])
 def test_it_is_the_tree_that_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(digest, "_AT_ONCE", at_once)
+    monkeypatch.setattr(digests, "_AT_ONCE", at_once)
     monkeypatch.setattr(row_hashes, "_AT_ONCE", at_once)
     found = digests_of_model(model(tmp_path / "model", TENSORS))
     assert found == {name: by_hand(name, tensor) for name, tensor in TENSORS.items()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from raytune_fsdp.base.batch import Cursor, StepBatches
+from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.plan.step_counts import StepCounts
@@ -69,6 +70,20 @@ def test_on_a_gpu_the_latest_step_is_fetched_later() -> None:
     add(measured, 3, (30, 10), (60.0, 5.0), (15, 10))
     assert [row.step for row in measured.fetch()] == [2, 3], "before a checkpoint or an evaluation everything is"
     assert measured.fetch() == measured.fetch(last=False) == []
+
+
+def test_skipped_updates_are_counted_when_they_are_fetched() -> None:
+    """The state after a step, of which a digest is made, is known before the run stops for them."""
+    measured = meter()
+    for step, skipped in enumerate([1.0, 0.0, 1.0, 1.0, 1.0, 0.0], start=1):
+        add(measured, step, (30, 10), (60.0, 5.0), (15, 10))
+        measured._pending[-1].tensors.values[2] = skipped
+        if step == 4:
+            assert len(measured.fetch()) == 4 and measured.skipped_in_row == 2
+            measured.check()
+    assert len(measured.fetch()) == 2 and measured.skipped_in_row == 0
+    with pytest.raises(TrainingError, match="step 5: .* has not been finite for 3 steps in a row"):
+        measured.check()
 
 
 class Copy:

@@ -100,7 +100,7 @@ def exported(home: Path, base: Path, method: Mapping[str, Any]) -> tuple[Held, P
     named = named_class(files, str(base), None)
     place = home / "adapter"
     prove = partial(check_acts, network=network, named=named)
-    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="", prove=prove)
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card=str, prove=prove)
     return held, place
 
 
@@ -246,7 +246,7 @@ def test_an_adapter_of_a_tower_that_does_something_is_kept(tmp_path: Path) -> No
     next(tensor for name, tensor in held.items() if "vision" in name and ".lora_B." in name).fill_(0.5)
     named, place = named_class(files, str(base), None), tmp_path / "adapter"
     prove = partial(check_acts, network=network, named=named)
-    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="", prove=prove)
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card=str, prove=prove)
     assert load_file(place / "adapter_model.safetensors").keys() == set(stored_names(network).values())
     found = _begun_with(tmp_path, base, LORA, place)
     assert found.shapes() == held.shapes()
@@ -272,7 +272,7 @@ def test_an_adapter_that_does_something_else_is_not_exported(tmp_path: Path) -> 
     named = named_class(files, str(base), None)
     prove = partial(check_acts, network=network, named=named)
     place = tmp_path / "adapter"
-    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card="", prove=prove)
+    export_adapter(held, Held(), network, named, files, place, base=str(base), revision=None, card=str, prove=prove)
     values = json.loads((place / "adapter_config.json").read_text())
     for wrong in ({"use_rslora": True}, {"target_modules": ["model.language_model.layers.1.self_attn.q_proj"]}):
         (place / "adapter_config.json").write_text(json.dumps({**values, **wrong}))

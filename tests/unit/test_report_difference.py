@@ -68,6 +68,26 @@ def test_a_line_that_is_written_otherwise_and_one_that_is_damaged_are_no_differe
     assert found.unknown == ("1 step(s) in between are on one record only, and were not compared.",)
 
 
+def with_digest(run: Path, step: int, digit: str) -> Path:
+    """The record of an exact run in which one step has a digest."""
+    before, begin, after = (run / "metrics.jsonl").read_text().partition(f'{{"step": {step}, ')
+    digests = f', "digest": "{digit * 64}", "digest_of_everything": "{digit * 64}"}}'
+    (run / "metrics.jsonl").write_text(before + begin + after.replace("}", digests, 1))
+    return run
+
+
+def test_a_digest_counts_where_both_have_one(tmp_path: Path) -> None:
+    a, b, c = (with_digest(write_run(tmp_path / digit, 10, loss=falling), 7, digit) for digit in "abc")
+    with_digest(b, 3, "b")
+    found = difference(a, b)
+    assert found.equal == 6 and found.step == 7 and found.rounding and found.exact_step is None
+    assert found.keys == dict.fromkeys(("digest", "digest_of_everything"), ("a" * 64, "b" * 64))
+    with_digest(c, 2, "c")
+    (c / "metrics.jsonl").write_text((c / "metrics.jsonl").read_text().replace("c" * 64, "a" * 64))
+    for one, other in ((a, c), (c, a), (c, write_run(tmp_path / "none", 10, loss=falling))):
+        assert difference(one, other).words == "The trajectories of all 10 steps that both have are equal, bit by bit."
+
+
 def test_runs_without_a_common_step_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", 4, loss=falling), write_run(tmp_path / "b", 8, loss=falling)
     lines = (b / "metrics.jsonl").read_bytes().splitlines(keepends=True)

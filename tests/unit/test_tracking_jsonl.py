@@ -7,12 +7,13 @@ import math
 import random
 import struct
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.batch import Digest, StepMetrics
 from raytune_fsdp.base.errors import RaytuneError, TrainingError
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, read_metrics, read_trajectory
 from raytune_fsdp.record.tracker import RunStart
@@ -54,6 +55,17 @@ def test_a_line_has_the_trajectory_and_the_rest_beside_it(tmp_path: Path) -> Non
         "rank_memory_bytes": [], "reserved_bytes": None, "host_memory_bytes": None, "gpu_utilization": None,
         "expert_load": [], "experts_idle": None, "nodes": [], "predicted": [],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_digest_is_in_the_trajectory_if_any_number_of_ranks_has_it(tmp_path: Path, exact: bool) -> None:
+    digest = Digest(weights="a1" * 32, everything="b2" * 32)
+    tracker = begin(tmp_path)
+    tracker.steps([step(1), replace(step(2), digest=digest, exact=exact)], world_size=2, attempt=1)
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    found = {"digest": "a1" * 32, "digest_of_everything": "b2" * 32}
+    there, other = (second["trajectory"], second) if exact else (second, second["trajectory"])
+    assert found.items() <= there.items() and not found.keys() & {*other, *first, *first["trajectory"]}
 
 
 def test_steps_that_are_written_together_have_the_times_at_which_they_ended(tmp_path: Path) -> None:

@@ -459,6 +459,24 @@ def test_tables_are_sent_now_and_then_and_whole_at_the_end(tmp_path: Path, serve
     assert [row[3] for row in rows] == [*range(1, 61), None], "a commit of each step, and the end of the attempt"
 
 
+def test_digests_are_a_table_and_the_newest_is_a_tag(tmp_path: Path, server: FakeServer) -> None:
+    """Of a step that was trained again, the last one."""
+    attempt = Attempt(tmp_path, start_of(1, 0, total_steps=60)).train(1, 20, evaluate=False)
+    for step_, digit in ((10, "x"), (5, "a"), (10, "b")):
+        attempt.both.event("digested", step=step_, digest=digit * 64, everything="e" * 64)
+    attempt.both.event("saved", step=10, digest="b" * 64, everything="e" * 64)
+    attempt.finish()
+    found = json.loads(server.texts[the_run(server), "digests.json"])
+    assert found["columns"] == ["step", "of", "weights", "everything"]
+    assert [(*row[:2], row[2][0]) for row in found["data"]] == [
+        (5, "step", "a"), (10, "step", "b"), (10, "checkpoint", "b")
+    ]  # fmt: skip
+    tags = server.runs[the_run(server)].data.tags
+    assert tags["raytune_fsdp.digest"] == f"{'b' * 64} after step 10"
+    listed = [each["path"] for each in json.loads(tags["mlflow.loggedArtifacts"])]
+    assert listed == ["events.json", "digests.json"], "those that there are"
+
+
 def test_a_server_that_needs_long_for_a_request_gets_smaller_ones(tmp_path: Path, server: FakeServer) -> None:
     """Otherwise a slow server and a short timeout would never come to an end."""
     takes = server.log_batch

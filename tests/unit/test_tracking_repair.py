@@ -7,11 +7,12 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.batch import Digest, StepMetrics
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.record.copies.following import Position, RecordReader, Sent
 from raytune_fsdp.record.jsonl import JsonlTracker, read_evaluations, read_metrics
@@ -40,7 +41,8 @@ def write(directory: Path) -> Lines:
     tracker.evaluation(0, {"eval/x/loss": 9.0})
     tracker.steps([step(i) for i in range(1, 6)], world_size=2, attempt=1)
     tracker.evaluation(5, {"eval/x/loss": 3.0})
-    tracker.steps([step(6, float("nan")), *(step(i) for i in range(7, 11))], world_size=2, attempt=1)
+    digested = replace(step(7), digest=Digest(weights="a1" * 32, everything="b2" * 32), exact=True)
+    tracker.steps([step(6, float("nan")), digested, *(step(i) for i in range(8, 11))], world_size=2, attempt=1)
     tracker.evaluation(10, {"eval/x/loss": float("inf"), "eval/ü {y}/loss": 1.0})
     tracker.finish("finished")
     return (directory / "metrics.jsonl").read_bytes().splitlines(keepends=True)

@@ -36,6 +36,11 @@ class RunConfig(Section):
     """With `exact` on CPUs: threads of each rank, which decide how products are added up. Null: those that the first attempt
     has (its machine's cores, divided by its ranks there); later attempts keep them."""
 
+    digest_every: int | None = Field(default=None, ge=1)
+    """Put a digest of all weights, of the optimizer's state and of the place in the data into the record after every so many
+    steps, as a checkpoint has one, without writing a checkpoint. Training waits meanwhile. Null: only checkpoints of runs
+    with `exact` have a digest. It may change at any time."""
+
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint, or starts from scratch if there is none; `never` refuses a
     directory that has a checkpoint; `always` refuses one that has none."""

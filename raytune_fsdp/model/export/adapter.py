@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.model.adapters.attach import ADAPTER, added_rows_of
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.adapters.names import acts_outside, check_loads, keys_there, targets_there
@@ -27,7 +28,7 @@ from raytune_fsdp.model.directory.known_files import (
 from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.model.export.mark import new_export
-from raytune_fsdp.model.export.write import copy_known, finish
+from raytune_fsdp.model.export.write import StoredTensors, copy_known, finish
 from raytune_fsdp.model.weights.source import Weights
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,19 @@ def _not_served(network: PreTrainedModel) -> str:
     return " and ".join(what for what, has in found.items() if has)
 
 
+def stored_adapter(adapter: Weights, initial: Weights, network: PreTrainedModel, named: NamedClass) -> StoredTensors:
+    """Return the tensors that `export_adapter` writes, which takes the same."""
+    keys = keys_there(network, named, outside=acts_outside(named, adapter, initial))
+    held = PlainAdapter(adapter, initial, network) if initial.shapes() else adapter
+    shapes = {key: tuple(held.shapes()[name]) for name, key in keys.items()}
+
+    def make() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, key in keys.items():
+            yield key, held.read(name, 0, shapes[key][0]).float()
+
+    return StoredTensors(shapes=shapes, types=dict.fromkeys(shapes, torch.float32), make=make)
+
+
 def export_adapter(
     adapter: Weights,
     initial: Weights,
@@ -72,14 +86,15 @@ def export_adapter(
     *,
     base: str,
     revision: str | None,
-    card: str,
+    card: Callable[[str], str],
     prove: Callable[[Path], None],
 ) -> None:
     """Write the adapter of `network` in fp32, for the base model at `base`, with the tokenizer of the run.
 
     `initial`: the adapter's initial values, if these were taken out of the base; PEFT then gets an adapter of twice the
-    rank. `named`: the class that the base's config names, whose names are written. `prove` is called with the directory
-    before it is renamed to its place, and raises if the export is no good.
+    rank. `named`: the class that the base's config names, whose names are written. `card`: returns the text of the card
+    for the digest of all tensors that are written. `prove` is called with the directory before it is renamed to its
+    place, and raises if the export is no good.
     """
     check_tokenizer_files(model_files)
     outside = acts_outside(named, adapter, initial)
@@ -90,8 +105,7 @@ def export_adapter(
         "revision": revision,
     }
     if initial.shapes():
-        adapter = PlainAdapter(adapter, initial, network)
-        config |= adapter.config
+        config |= PlainAdapter(adapter, initial, network).config
     if named.unbuilt is not None:
         logger.warning(
             "%s, so the adapter has the names of a %s: what builds the other class, such as vLLM, may load none of it; "
@@ -108,15 +122,15 @@ def export_adapter(
         # Whole names: PEFT compares the ends of names, and another module's name may end alike.
         modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}
         config["trainable_token_indices"] = modules
-    keys = keys_there(network, named, outside=outside)
+    stored, digests = stored_adapter(adapter, initial, network, named), dict[str, str]()
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
-        (staging / CARD_FILE).write_text(card, encoding="utf-8")
         put_adapter_config(network, staging, **config, inference_mode=True)
-        shapes = {key: adapter.shapes()[name] for name, key in keys.items()}
-        file = TensorFile(staging / WEIGHTS_FILE, shapes, dict.fromkeys(shapes, torch.float32))
-        for name, key in keys.items():
-            file.write(key, adapter.read(name, 0, shapes[key][0]).float())
+        file = TensorFile(staging / WEIGHTS_FILE, stored.shapes, stored.types)
+        for key, tensor in stored.each(digests):
+            file.write(key, tensor)
+            del tensor
+        (staging / CARD_FILE).write_text(card(root(digests)), encoding="utf-8")
         finish(staging / WEIGHTS_FILE, file)
-        check_loads(staging, named, shapes)
+        check_loads(staging, named, stored.shapes)
         prove(staging)

@@ -1,4 +1,5 @@
-"""Send MLflow what a run has besides metrics: a run for each attempt, tables of events and answers, and the report."""
+"""Send MLflow what a run has besides metrics: a run for each attempt, tables of events, answers and digests, and the
+report."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, REPORT
 from raytune_fsdp.record.copies.mlflow_run import MlflowRun, Point, RefusedError
 from raytune_fsdp.record.jsonl import read_events
-from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED
+from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED, DIGESTED, SAVED
 
 logger = logging.getLogger(__name__)
 
 _NUM_EVENTS, _REPORT = "raytune_fsdp.events", "raytune_fsdp.report"
 """Tags: how many events the table has, and the hash of the report that is there."""
+DIGEST = "raytune_fsdp.digest"
+"""Tag: the newest digest of the weights, and its step. MLflow's metrics are numbers, so none can hold it."""
 _LISTED = "mlflow.loggedArtifacts"
 """MLflow's own tag: it makes its pages show a file as a table."""
 _EVERY_SECONDS, _SHARE = 60.0, 50
@@ -88,7 +91,7 @@ class AttemptRuns:
 
 
 class Tables:
-    """Events and answers of a run as tables in its MLflow run; an attempt's events also in that of the attempt."""
+    """Events, answers and digests of a run as tables in its MLflow run; an attempt's events also in the attempt's."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / EVENTS_FILE
@@ -113,7 +116,10 @@ class Tables:
         self.stale = False
         try:
             if events:
-                _put(run, {"events.json": events_table(events), "answers.json": answers_table(events)}, len(events))
+                digests = digests_of(events)
+                tables = {"events.json": events_table(events), "answers.json": answers_table(events)}
+                tables["digests.json"] = _table(_DIGESTS, digests[-_MOST_ROWS:]) if digests else None
+                _put(run, tables, len(events), {DIGEST: "{2} after step {0}".format(*digests[-1])} if digests else {})
             own = [event for event in events if event["attempt"] == attempt]
             if own:
                 _put(attempts.of(run, attempt), {"events.json": events_table(own)}, len(own))
@@ -125,12 +131,14 @@ class Tables:
             self._next = now + max(_EVERY_SECONDS, _SHARE * (now - began))
 
 
-def _put(run: MlflowRun, tables: Mapping[str, str | None], num_events: int) -> None:
+def _put(
+    run: MlflowRun, tables: Mapping[str, str | None], num_events: int, tags: Mapping[str, str] | None = None
+) -> None:
     there = [name for name, text in tables.items() if text is not None]
     for name in there:
         run.add_text(str(tables[name]), name)
     listed = json.dumps([{"path": name, "type": "table"} for name in there])
-    run.set_tags({_LISTED: listed, _NUM_EVENTS: str(num_events)})
+    run.set_tags({_LISTED: listed, **(tags or {}), _NUM_EVENTS: str(num_events)})
 
 
 def events_table(events: Sequence[Event]) -> str:
@@ -154,6 +162,21 @@ def answers_table(events: Iterable[Event]) -> str | None:
             prompt, answer = (_text(fields.get(key)) for key in ("prompt", "answer"))
             answers[prompt, _text(fields.get("step"))] = [fields.get("step"), prompt, answer]
     return _table(["step", "prompt", "answer"], list(answers.values())[-_MOST_ROWS:]) if answers else None
+
+
+_DIGESTS = ["step", "of", "weights", "everything"]
+
+
+def digests_of(events: Iterable[Event]) -> list[list[Any]]:
+    """Return the digests of saves and of steps as rows of a table; the last one of a step that was trained again."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for event in events:
+        fields, of = event["fields"], {SAVED: "checkpoint", DIGESTED: "step"}.get(event["event"])
+        if of is not None and isinstance(fields.get("digest"), str):
+            key = of, _text(fields.get("step"))
+            found.pop(key, None)  # the order is that of the newest
+            found[key] = [fields.get("step"), of, fields["digest"], fields.get("everything")]
+    return list(found.values())
 
 
 def _text(value: object) -> str:

@@ -124,6 +124,21 @@ def model_card(
     return "\n".join(parts) + "\n"
 
 
+def with_digest(card: str, digest: str, *, mean: bool = False, merged: str | None = None) -> str:
+    """Return the card of an export with the digest of the tensors that it has.
+
+    `mean`: they are those of several checkpoints. `merged`: the digest of the adapters that were merged into them, as
+    their checkpoint has them.
+    """
+    said = (
+        f"The tensors of this directory have the digest `{digest}`, in whatever files they are: `raytune-fsdp digest` "
+    )
+    said += "computes it from them" + ("." if mean else ", and with `--as-export` from the checkpoint.")
+    if merged is not None:
+        said += f" The adapters that were merged have the digest `{merged}` in their checkpoint."
+    return f"{card}\n{said}\n"
+
+
 def is_of_same_run(export: Path, state: RunState) -> bool:
     """Return whether a model directory is a complete export of this state's run.
 

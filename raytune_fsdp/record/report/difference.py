@@ -28,7 +28,7 @@ from raytune_fsdp.plan.run_dir import (
 )
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, raw_steps
-from raytune_fsdp.record.lines import read_line
+from raytune_fsdp.record.lines import DIGESTS, read_line
 from raytune_fsdp.record.report.history import check_run, config_of, json_map
 from raytune_fsdp.record.tracker import flatten
 
@@ -36,8 +36,10 @@ ROUNDING = 1e-4
 """Relative. Two numbers of ranks, or two kernels, make a run differ by less in fp32 (docs/architecture.md, "How
 exact")."""
 
-_ROUNDED = {"loss", "grad_norm"}
-"""These are rounded. All else in a trajectory is the same, bit by bit, at any number of ranks."""
+_NUMBERS = {"loss", "grad_norm"}
+_ROUNDED = {*_NUMBERS, *DIGESTS}
+"""These are rounded, or tell of every rounding. All else in a trajectory is the same, bit by bit, at any number of
+ranks."""
 _SAMPLES = {"samples", "tokens", "target_tokens"}
 _DECIDING: tuple[str, ...] = (
     "model.",
@@ -130,7 +132,8 @@ def difference(run_a: Path, run_b: Path) -> Difference:
             unknown=tuple(unknown),
         )  # fmt: skip
     keys = _differing(lines)
-    rounding = keys.keys() <= _ROUNDED and all(math.isclose(*pair, rel_tol=ROUNDING) for pair in keys.values())
+    near = all(math.isclose(*pair, rel_tol=ROUNDING) for key, pair in keys.items() if key in _NUMBERS)
+    rounding = keys.keys() <= _ROUNDED and near
     exact: tuple[Line, Line] | None = lines
     if keys.keys() <= _ROUNDED:
         _, exact, _ = _first_difference(*records, _exact)
@@ -190,9 +193,10 @@ def _exact(raw: bytes) -> bytes:
 
 
 def _differing(lines: tuple[Line, Line]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys that differ between two lines of a step, with both values."""
+    """Return the keys that differ between two lines of a step, with both values. Digests count where both have them."""
     left, right = (line["trajectory"] for line in lines)
-    return {key: (left[key], right.get(key)) for key in left if not _same(left[key], right.get(key))}
+    keys = [key for key in left if key in right or key not in DIGESTS]
+    return {key: (left[key], right.get(key)) for key in keys if not _same(left[key], right.get(key))}
 
 
 def _step_line(raw: bytes) -> Line | None:

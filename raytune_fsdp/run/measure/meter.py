@@ -72,6 +72,8 @@ class Meter:
         self._experts = experts
         """The number of layers whose experts are watched, and of the experts of each."""
         self.skipped_in_row = skipped_in_row
+        """Updates that were skipped in a row, up to the last fetched step."""
+        self._diverged: TrainingError | None = None
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
         # A GPU computes one step while the host queues the next. The metrics of the latest step would make the host
         # wait until it has nothing left to do.
@@ -118,6 +120,10 @@ class Meter:
             for pending in ready
         ]
         rows[-1] = replace(rows[-1], nodes=nodes)
+        for row in rows:
+            self.skipped_in_row = self.skipped_in_row + 1 if row.skipped else 0
+            if self.skipped_in_row >= self._max_skipped:
+                self._diverged = self._diverged or self._too_many(row)
         self._pending = self._pending[len(ready) :]
         self._since = now
         return rows if self._forecast is None else self._forecast.compared(rows)
@@ -126,16 +132,17 @@ class Meter:
         """Return how a prediction compares with its measurement, if that was found since the last call."""
         return [] if self._forecast is None else self._forecast.news()
 
-    def check(self, rows: list[StepMetrics]) -> None:
-        """Count skipped updates in a row, and stop the run at `optim.max_skipped`."""
-        for row in rows:
-            self.skipped_in_row = self.skipped_in_row + 1 if row.skipped else 0
-            if self.skipped_in_row >= self._max_skipped:
-                raise TrainingError(
-                    f"step {row.step}: loss {row.loss} or gradient norm {row.grad_norm} has not been finite for "
-                    f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}); "
-                    f"{ways_out_of_divergence(self._checkpoints, row.step - self.skipped_in_row)}"
-                )
+    def check(self) -> None:
+        """Stop the run if `optim.max_skipped` updates in a row were skipped in the steps that were fetched."""
+        if self._diverged is not None:
+            raise self._diverged
+
+    def _too_many(self, row: StepMetrics) -> TrainingError:
+        return TrainingError(
+            f"step {row.step}: loss {row.loss} or gradient norm {row.grad_norm} has not been finite for "
+            f"{self.skipped_in_row} steps in a row (optim.max_skipped={self._max_skipped}); "
+            f"{ways_out_of_divergence(self._checkpoints, row.step - self.skipped_in_row)}"
+        )
 
     def slow(self) -> list[dict[str, Any]]:
         """Return the ranks that the others have begun to wait for since the last call."""

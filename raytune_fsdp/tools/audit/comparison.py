@@ -17,6 +17,7 @@ from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import each_event
+from raytune_fsdp.record.lines import DIGESTS
 from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, KERNELS, SETTINGS_CHANGED
 from raytune_fsdp.step.accumulation import AS_WEIGHTS
 from raytune_fsdp.tools.audit.segment import Segment, steps_of
@@ -72,7 +73,8 @@ def compare(
     bounds = BOUNDS.get(precision, _OTHER_BOUNDS)
     for step in sorted(record):
         there, here = record[step]["trajectory"], repeated[step]["trajectory"]
-        for key in (*EXACT, *bounds):
+        digests = [key for key in DIGESTS if key in there and key in here and not found.why_not_exact]
+        for key in (*EXACT, *bounds, *digests):
             off = 0.0 if there[key] == here[key] else _relative(there[key], here[key])
             if key in bounds:
                 found.largest[key] = max(found.largest.get(key, 0.0), off)
