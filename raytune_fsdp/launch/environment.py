@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import platform
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.plan.run_dir import cache_of
 
 _lock = Lock()
 _held: Counter[str] = Counter()
@@ -39,3 +44,36 @@ def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[s
     # mode, but only if that is on when the group is made.
     alike = config.run.repeats_bits and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
     return {"NCCL_ALGO": "^NVLS"} if alike else {}
+
+
+def place_of_compiled_code(config: FinetuneConfig, device: str) -> dict[str, str]:
+    """Return the variable that has torch keep what it compiles in the run's cache, where any node finds it again.
+
+    Nothing is returned if layers are not compiled on this type of device, or if compiled code cannot be kept there.
+    torch then keeps it among the machine's temporary files, which a new container does not have.
+    """
+    asked = config.parallel.compile
+    if config.run.exact or not (asked is True or (asked == "auto" and device == "cuda")):
+        return {}
+    # Of this user alone, as it is run: others may write to the cache, too.
+    place = cache_of(config) / f"compiled-{os.geteuid()}"
+    if not _keeps_code(place):
+        return {}
+    from torch.backends.cpu import get_cpu_capability  # here, as a command that starts ranks does without torch
+
+    # What is compiled for a CPU with wide registers is wrong on another one, and torch's keys do not tell them apart.
+    return {"TORCHINDUCTOR_CACHE_DIR": str(place / f"{platform.machine()}-{get_cpu_capability()}")}
+
+
+def _keeps_code(place: Path) -> bool:
+    """Return whether this directory, which is made, is ours alone, and can have locks and programs."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = place.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            return False
+        with open(place / ".lock", "a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return not os.statvfs(place).f_flag & os.ST_NOEXEC
+    except OSError:
+        return False
