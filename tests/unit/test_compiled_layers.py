@@ -16,13 +16,14 @@ import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
 from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.launch import worker
-from raytune_fsdp.launch.environment import environment, place_of_compiled_code
+from raytune_fsdp.launch.environment import compiled_code_kept, place_of_compiled_code
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER, settings_restored
@@ -135,10 +136,12 @@ def test_all_layers_share_two_graphs(
 
 # --- Compiled code ----------------------------------------------------------------------------------------------------
 
+TORCHS = os.path.abspath(default_cache_dir())
+
 
 def started(values: dict[str, Any]) -> tuple[int, list[str], str | None]:
     config = FinetuneConfig.model_validate(values)
-    with environment(place_of_compiled_code(config, "cpu")):
+    with compiled_code_kept(config, "cpu"):
         return train(config)
 
 
@@ -150,9 +153,9 @@ def test_a_second_start_compiles_nothing(
 ) -> None:
     """With the compiler itself, in new processes: the second one finds everything, and writes no program."""
     pytest.importorskip("torchao")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     config = config_of(tmp_path, method, precision)
-    place = Path(place_of_compiled_code(config, "cpu")["TORCHINDUCTOR_CACHE_DIR"])
+    place = place_of_compiled_code(config, "cpu")
+    assert place is not None
     written = []
     for _ in range(2):
         assert run_ranks(started, 1, config.model_dump(), seconds=1200) == [(2, [], None)]
@@ -162,8 +165,8 @@ def test_a_second_start_compiles_nothing(
 
 def compiled_in(directory: Path, device: str = "cuda", **changes: Any) -> Path | None:
     config = make_config(directory, **changes)
-    found = place_of_compiled_code(config, device).get("TORCHINDUCTOR_CACHE_DIR")
-    return None if found is None else Path(found).parent  # in which each kind of CPU has a directory
+    found = place_of_compiled_code(config, device)
+    return None if found is None else found.parent  # in which each kind of CPU has a directory
 
 
 def test_compiled_code_is_kept_where_the_next_attempt_finds_it(tmp_path: Path) -> None:
@@ -209,24 +212,30 @@ def test_storage_without_locks_or_programs_is_no_place_for_compiled_code(
     assert compiled_in(tmp_path) is None
 
 
-@pytest.mark.parametrize(("dry", "own"), [(False, None), (False, "/own"), (True, None)])
+@pytest.mark.parametrize(
+    ("dry", "own"),
+    [(False, None), (False, TORCHS), (False, "/own"), (True, TORCHS)],
+    ids=["unset", "torch", "own", "dry"],
+)
 def test_a_rank_says_where_while_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry: bool, own: str | None
 ) -> None:
-    """What a user has said holds; and the cache of a dry run is removed with it."""
+    """What a user says holds; torch says something itself when it is imported. A dry run's cache is removed with it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     if own is not None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
-    inside: list[str | None] = []
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    inside: list[list[str | None]] = []
 
     def assemble(*_: object) -> None:
-        inside.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        inside.append([os.environ.get(name) for name in names])
         raise ModelError("as far as this")
 
     monkeypatch.setattr(worker, "assemble", assemble)
     config, nothing = make_config(tmp_path, parallel={"compile": True}), cast(Any, None)
     with pytest.raises(ModelError, match="as far as this"):
         worker.work(config, cast(Any, SimpleNamespace(dry=dry)), nothing, CPU, lambda: None, own_log=True)
-    ours = place_of_compiled_code(config, "cpu")["TORCHINDUCTOR_CACHE_DIR"]
-    assert inside == [own or (None if dry else ours)]
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == own
+    ours, place = own in (None, TORCHS) and not dry, place_of_compiled_code(config, "cpu")
+    assert inside == [[str(place), f"{place}/triton"] if ours else [own, None]]
+    assert [os.environ.get(name) for name in names] == [None if ours else own, None]
