@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER, settings_restored
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.loss import micro_batch_loss
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import assume_kernels
@@ -57,7 +60,7 @@ def micro_batch(lengths: tuple[tuple[int, ...], ...]) -> MicroBatch:
 
 
 def built(config: FinetuneConfig) -> Build:
-    """The network of a rank, compiled where the config says so. Its weights are all alike."""
+    """The network of a rank, with weights drawn at random, compiled where the config says so."""
     spec, plan = ModelSpec.of(config), resolve(config, 1)
 
     def kernels(model: Any) -> dict[str, KernelChoice]:
@@ -66,22 +69,39 @@ def built(config: FinetuneConfig) -> Build:
 
     found = build(config, spec.hf_config, spec.needs, Site.of_rank(plan, CPU), kernels)
     fill(found.model, None, "empty", CPU)
-    with torch.no_grad():
-        for parameter in found.model.parameters():
-            parameter.fill_(0 if parameter.dtype == torch.uint8 else 0.02)
+    draw = torch.Generator().manual_seed(0)
+    for module in found.model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            piece = local_piece(parameter)
+            if isinstance(module, QuantizedLayer) and name == "packed":
+                rows = torch.randn(len(piece), module.numbers, generator=draw) / 4
+                piece.copy_(quantize(rows, module.kind))
+            else:
+                mean = 1.0 if piece.ndim < 2 else 0.0
+                piece.copy_(torch.randn(piece.shape, generator=draw) / 8 + mean)
     return found
 
 
-def train(config: FinetuneConfig) -> tuple[int, list[str], str | None]:
-    """Forward and backward of every micro-batch: how many graphs, what broke them, and why the compiler gave way."""
+@dataclass(frozen=True)
+class Trained:
+    graphs: int
+    breaks: list[str]
+    failure: str | None
+    """Why the compiler gave way."""
+    gradients: dict[str, torch.Tensor]
+
+
+def train(config: FinetuneConfig) -> Trained:
+    """Forward and backward of every micro-batch."""
     counters.clear()
+    torch.manual_seed(0)
     with settings_restored():
         found = built(config)
-        assert found.compiler is not None
         for lengths in DOCUMENTS:
             micro_batch_loss(found.model.train(), micro_batch(lengths)).total.backward()  # type: ignore[no-untyped-call]
-        graphs, failure = found.compiler.news()
-    return graphs, list(counters["graph_break"]), failure
+        graphs, failure = found.compiler.news() if found.compiler is not None else (0, None)
+    gradients = {name: local_piece(p.grad).double() for name, p in found.model.named_parameters() if p.grad is not None}
+    return Trained(graphs, list(counters["graph_break"]), failure, gradients)
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -105,8 +125,8 @@ OFTEN = {("full", "fp8"), ("nf4", "bf16")}
 """The cells that every change is tried on."""
 
 
-def config_of(directory: Path, method: str, precision: str) -> FinetuneConfig:
-    parallel = {**PRECISIONS[precision], "compile": True}
+def config_of(directory: Path, method: str, precision: str, *, compiled: bool = True) -> FinetuneConfig:
+    parallel = {**PRECISIONS[precision], "compile": compiled}
     return make_config(directory, DEEP, method=METHODS[method], parallel=parallel)
 
 
@@ -123,15 +143,20 @@ def config_of(directory: Path, method: str, precision: str) -> FinetuneConfig:
 def test_all_layers_share_two_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, precision: str
 ) -> None:
-    """One for the lengths of the first documents, and one for any."""
+    """One for the lengths of the first documents, and one for any. They compute what the layers do."""
     if precision.startswith("fp8"):
         pytest.importorskip("torchao")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # inductor takes a minute
     with alone(CPU):
-        graphs, breaks, failure = train(config_of(tmp_path, method, precision))
+        found = train(config_of(tmp_path, method, precision))
+        eager = train(config_of(tmp_path, method, precision, compiled=False))
     torch._dynamo.reset()
-    assert failure is None and not breaks
-    assert graphs == 2
+    assert found.failure is None and not found.breaks
+    assert (found.graphs, eager.graphs) == (2, 0)
+    assert found.gradients.keys() == eager.gradients.keys()
+    for name, right in eager.gradients.items():
+        apart = (found.gradients[name] - right).norm() / right.norm()
+        assert apart < 1e-6, name  # each operation is run as it is
 
 
 # --- Compiled code ----------------------------------------------------------------------------------------------------
@@ -140,9 +165,11 @@ TORCHS = os.path.abspath(default_cache_dir())
 
 
 def started(values: dict[str, Any]) -> tuple[int, list[str], str | None]:
+    """What comes of it in a process of its own: graphs, breaks, and whether the compiler gave way."""
     config = FinetuneConfig.model_validate(values)
     with compiled_code_kept(config, "cpu"):
-        return train(config)
+        found = train(config)
+    return found.graphs, found.breaks, found.failure
 
 
 @pytest.mark.slow

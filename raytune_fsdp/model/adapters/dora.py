@@ -31,6 +31,10 @@ def _layer_class() -> type[nn.Module]:
             result: torch.Tensor = super().forward(x, base_layer=_Dequantizable(base_layer), **others)  # type: ignore[no-untyped-call]
             return result
 
+        def _cache_clear(self) -> None:
+            if self._dora_cache:  # a layer that is computed again may change nothing else, not even what is empty
+                super()._cache_clear()  # type: ignore[no-untyped-call]
+
     return TraceableDora
 
 
