@@ -360,7 +360,9 @@ def reduce_by_sum(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            # For one rank it is 1 by itself. Named, it is divided by, into another copy of every gradient.
+            if dist.get_world_size() > 1:
+                module.set_gradient_divide_factor(1.0)
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool, config: ParallelConfig) -> None:

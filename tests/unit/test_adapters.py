@@ -26,8 +26,10 @@ from raytune_fsdp.model.adapters.attach import (
 from raytune_fsdp.model.adapters.config_file import adapter_method, put_adapter_config
 from raytune_fsdp.model.adapters.merge import MergedWeights
 from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
+from raytune_fsdp.model.fill import init_buffers
 from raytune_fsdp.model.network import build_base, build_network, load_architecture
 from raytune_fsdp.model.objective.routers import routers_of
+from raytune_fsdp.model.precision.quantized import quantize_layers
 from raytune_fsdp.model.weights.source import RandomWeights
 from raytune_fsdp.run.network_checks import CHECKS
 from raytune_fsdp.run.starting_weights import first_weights, without_adapters
@@ -426,6 +428,35 @@ def test_an_adapter_begins_alike_whoever_reads_it_and_changes_nothing() -> None:
     name = next(name for name in whole.shapes() if ".lora_A." in name)
     other = AdaptedWeights(base, model, 8).read(name, 0, 4)
     assert not torch.equal(other, whole.read(name, 0, 4)), "by the seed of the run"
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_dora_computes_as_pefts_own(method: str) -> None:
+    """Its class is another one, for the compiler; every bit is the same."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    model = network("llama", {"type": method, "rank": 4, "dora": True})
+    if method == "qlora":
+        quantize_layers(model, "int8")
+    names = list(model.state_dict())
+    model.to_empty(device="cpu")
+    init_buffers(model, torch.device("cpu"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.random_(1, 60) if parameter.dtype == torch.uint8 else parameter.normal_(std=0.2)
+    results = []
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(input_ids=torch.arange(16)[None], use_cache=False).logits
+        logits.square().mean().backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        changed = [module for module in model.modules() if isinstance(module, DoraLinearLayer)]
+        for module in changed:
+            module.__class__ = DoraLinearLayer
+    assert changed and len(results[0]) > 3 * len(changed) and results[0][0].isfinite().all()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert list(model.state_dict()) == names
 
 
 def refused(method: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(worker, "assemble", assemble)
     limit = torch._dynamo.config.recompile_limit
     config = make_config(tmp_path, run={"deterministic": True})
-    nothing: Any = None
+    prepared: Any = SimpleNamespace(dry=False)
     with (
         torch._dynamo.config.patch(recompile_limit=limit + 100, fail_on_recompile_limit_hit=False),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=False),
@@ -89,7 +90,7 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.
     ):
         before = settings()
         with pytest.raises(ModelError, match="as far as this"):
-            worker.work(config, nothing, nothing, CPU, lambda: None, own_log=True)
+            worker.work(config, prepared, prepared, CPU, lambda: None, own_log=True)
         assert settings() == before
     (there,) = inside
     kept = ["CUBLAS_WORKSPACE_CONFIG"] if own is not None else []

@@ -24,6 +24,7 @@ from raytune_fsdp.base.errors import ConfigError, ModelError, first_line, pip_in
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMethod
+from raytune_fsdp.model.adapters.dora import make_traceable
 from raytune_fsdp.model.adapters.targets import is_expression, read_past, routers_of_method, targets_of
 from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
 from raytune_fsdp.model.weights.keys import owned_tensors
@@ -69,6 +70,7 @@ def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[
     except Exception as error:  # nothing matched, or PEFT cannot adapt what did, which can fail in many ways
         raise _unfit(network, method, error) from error
     _check_each(network, method, routers)
+    make_traceable(network)
     for parameter in adapter_tensors(network).values():
         parameter.data = parameter.data.to(dtype)
 

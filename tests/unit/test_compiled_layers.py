@@ -1,0 +1,268 @@
+"""Layers are compiled once, whatever the method and the precision, and the next attempt finds what was compiled."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
+from raytune_fsdp.base.errors import ModelError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.launch import worker
+from raytune_fsdp.launch.environment import compiled_code_kept, place_of_compiled_code
+from raytune_fsdp.launch.worker import alone
+from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER, settings_restored
+from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.objective.loss import micro_batch_loss
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.model.precision.quantized import QuantizedLayer, quantize
+from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.predict.subject import ModelSpec
+from raytune_fsdp.predict.trace.trace import assume_kernels
+from raytune_fsdp.run.build import Build, Site, build
+from tests.ranks import run_ranks
+from tests.runs import LLAMA, make_config
+
+CPU = torch.device("cpu")
+DEEP = {**LLAMA, "num_hidden_layers": 18, "tie_word_embeddings": False}
+"""More layers than a function may have graphs."""
+
+DOCUMENTS = ((7, 3, 9), (11, 8)), ((2, 3, 3, 4, 7), (18, 1)), ((5, 14), (6, 6, 7))
+"""Lengths of the documents of each sample, by micro-batch: no two have as many documents, or as long a one."""
+
+
+def micro_batch(lengths: tuple[tuple[int, ...], ...]) -> MicroBatch:
+    samples = []
+    for row in lengths:
+        ids = np.arange(3, 3 + sum(row), dtype=np.int32)
+        positions = np.concatenate([np.arange(length, dtype=np.int32) for length in row])
+        labels = np.where(positions == 0, IGNORE, ids).astype(np.int32)
+        samples.append(
+            PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
+        )
+    return to_batch(samples, index=0, after=Cursor())
+
+
+def built(config: FinetuneConfig) -> Build:
+    """The network of a rank, with weights drawn at random, compiled where the config says so."""
+    spec, plan = ModelSpec.of(config), resolve(config, 1)
+
+    def kernels(model: Any) -> dict[str, KernelChoice]:
+        blocks = KernelChoice(name=COMPILED if config.parallel.compile is True else EAGER, why="")
+        return {**assume_kernels(config, spec.needs, "cpu", model), "blocks": blocks}
+
+    found = build(config, spec.hf_config, spec.needs, Site.of_rank(plan, CPU), kernels)
+    fill(found.model, None, "empty", CPU)
+    draw = torch.Generator().manual_seed(0)
+    for module in found.model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            piece = local_piece(parameter)
+            if isinstance(module, QuantizedLayer) and name == "packed":
+                rows = torch.randn(len(piece), module.numbers, generator=draw) / 4
+                piece.copy_(quantize(rows, module.kind))
+            else:
+                mean = 1.0 if piece.ndim < 2 else 0.0
+                piece.copy_(torch.randn(piece.shape, generator=draw) / 8 + mean)
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    graphs: int
+    breaks: list[str]
+    failure: str | None
+    """Why the compiler gave way."""
+    gradients: dict[str, torch.Tensor]
+
+
+def train(config: FinetuneConfig) -> Trained:
+    """Forward and backward of every micro-batch."""
+    counters.clear()
+    torch.manual_seed(0)
+    with settings_restored():
+        found = built(config)
+        for lengths in DOCUMENTS:
+            micro_batch_loss(found.model.train(), micro_batch(lengths)).total.backward()  # type: ignore[no-untyped-call]
+        graphs, failure = found.compiler.news() if found.compiler is not None else (0, None)
+    gradients = {name: local_piece(p.grad).double() for name, p in found.model.named_parameters() if p.grad is not None}
+    return Trained(graphs, list(counters["graph_break"]), failure, gradients)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"type": "full"},
+    "freeze": {"type": "freeze", "trained": ["mlp", "lm_head"]},
+    "lora": {"type": "lora", "rank": 4, "dropout": 0.1},
+    "dora": {"type": "lora", "rank": 4, "dora": True},
+    "ia3": {"type": "ia3"},
+    "nf4": {"type": "qlora", "rank": 4, "target_modules": ["q_proj", "down_proj"]},
+    "int8": {"type": "qlora", "rank": 4, "quantization": "int8"},
+    "nf4-dora": {"type": "qlora", "rank": 4, "dora": True},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    **{name: {"precision": name} for name in ("bf16", "fp32", "fp64", "fp16", "bf16_pure")},
+    "fp8": {"precision": "fp8"},
+    "fp8-rowwise": {"precision": "fp8", "fp8_scaling": "rowwise"},
+    "bf16-selective": {"precision": "bf16", "activation_checkpointing": "selective"},
+    "bf16-full": {"precision": "bf16", "activation_checkpointing": "full"},
+}
+OFTEN = {("full", "fp8"), ("nf4", "bf16")}
+"""The cells that every change is tried on."""
+
+
+def config_of(directory: Path, method: str, precision: str, *, compiled: bool = True) -> FinetuneConfig:
+    parallel = {**PRECISIONS[precision], "compile": compiled}
+    return make_config(directory, DEEP, method=METHODS[method], parallel=parallel)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("method", "precision"),
+    [
+        pytest.param(method, precision, marks=[] if (method, precision) in OFTEN else pytest.mark.slow)
+        for method in METHODS
+        for precision in PRECISIONS
+        if method in ("full", "freeze") or not precision.startswith("fp8")
+    ],
+)
+def test_all_layers_share_two_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, precision: str
+) -> None:
+    """One for the lengths of the first documents, and one for any. They compute what the layers do."""
+    if precision.startswith("fp8"):
+        pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # inductor takes a minute
+    with alone(CPU):
+        found = train(config_of(tmp_path, method, precision))
+        eager = train(config_of(tmp_path, method, precision, compiled=False))
+    torch._dynamo.reset()
+    assert found.failure is None and not found.breaks
+    assert (found.graphs, eager.graphs) == (2, 0)
+    assert found.gradients.keys() == eager.gradients.keys()
+    for name, right in eager.gradients.items():
+        apart = (found.gradients[name] - right).norm() / right.norm()
+        assert apart < 1e-6, name  # each operation is run as it is
+
+
+# --- Compiled code ----------------------------------------------------------------------------------------------------
+
+TORCHS = os.path.abspath(default_cache_dir())
+
+
+def started(values: dict[str, Any]) -> tuple[int, list[str], str | None]:
+    """What comes of it in a process of its own: graphs, breaks, and whether the compiler gave way."""
+    config = FinetuneConfig.model_validate(values)
+    with compiled_code_kept(config, "cpu"):
+        found = train(config)
+    return found.graphs, found.breaks, found.failure
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("method", "precision"), sorted(OFTEN))
+def test_a_second_start_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, precision: str
+) -> None:
+    """With the compiler itself, in new processes: the second one finds everything, and writes no program."""
+    pytest.importorskip("torchao")
+    config = config_of(tmp_path, method, precision)
+    place = place_of_compiled_code(config, "cpu")
+    assert place is not None
+    written = []
+    for _ in range(2):
+        assert run_ranks(started, 1, config.model_dump(), seconds=1200) == [(2, [], None)]
+        written.append({path for path in place.rglob("*") if path.suffix in (".so", ".cpp", ".py")})
+    assert written[0] and written[1] == written[0]
+
+
+def compiled_in(directory: Path, device: str = "cuda", **changes: Any) -> Path | None:
+    config = make_config(directory, **changes)
+    found = place_of_compiled_code(config, device)
+    return None if found is None else found.parent  # in which each kind of CPU has a directory
+
+
+def test_compiled_code_is_kept_where_the_next_attempt_finds_it(tmp_path: Path) -> None:
+    name = f"compiled-{os.geteuid()}"
+    assert compiled_in(tmp_path) == tmp_path / "runs" / "cache" / name
+    shared = tmp_path / "shared"
+    assert compiled_in(tmp_path, data={"cache": {"path": str(shared)}}) == shared / name
+    assert stat.S_IMODE((shared / name).stat().st_mode) == 0o700
+    assert compiled_in(tmp_path, "cpu", parallel={"compile": True}) is not None
+    assert compiled_in(tmp_path, "cpu") is None, "auto compiles on GPUs"
+    assert compiled_in(tmp_path, parallel={"compile": False}) is None
+    assert compiled_in(tmp_path, run={"exact": True}) is None
+
+
+def test_compiled_code_is_run_only_from_a_directory_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write there could have us run anything."""
+    place = compiled_in(tmp_path)
+    assert place is not None
+    place.chmod(0o770)
+    assert compiled_in(tmp_path) is None
+    place.chmod(0o700)
+    assert compiled_in(tmp_path) == place
+    another = os.geteuid() + 1
+    place.rename(place.with_name(f"compiled-{another}"))
+    place.symlink_to(tmp_path)
+    assert compiled_in(tmp_path) is None, "a link"
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    assert compiled_in(tmp_path) is None, "another user's"
+
+
+@pytest.mark.parametrize("refused", ["lock", "program"])
+def test_storage_without_locks_or_programs_is_no_place_for_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if refused == "lock":
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    else:
+        facts = os.statvfs(tmp_path)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=facts.f_flag | os.ST_NOEXEC))
+    assert compiled_in(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("dry", "own"),
+    [(False, None), (False, TORCHS), (False, "/own"), (True, TORCHS)],
+    ids=["unset", "torch", "own", "dry"],
+)
+def test_a_rank_says_where_while_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry: bool, own: str | None
+) -> None:
+    """What a user says holds; torch says something itself when it is imported. A dry run's cache is removed with it."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    inside: list[list[str | None]] = []
+
+    def assemble(*_: object) -> None:
+        inside.append([os.environ.get(name) for name in names])
+        raise ModelError("as far as this")
+
+    monkeypatch.setattr(worker, "assemble", assemble)
+    config, nothing = make_config(tmp_path, parallel={"compile": True}), cast(Any, None)
+    with pytest.raises(ModelError, match="as far as this"):
+        worker.work(config, cast(Any, SimpleNamespace(dry=dry)), nothing, CPU, lambda: None, own_log=True)
+    ours, place = own in (None, TORCHS) and not dry, place_of_compiled_code(config, "cpu")
+    assert inside == [[str(place), f"{place}/triton"] if ours else [own, None]]
+    assert [os.environ.get(name) for name in names] == [None if ours else own, None]
