@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from raytune_fsdp.config.sections.optimizers import MuonOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.matrices import Parts
 from raytune_fsdp.step.optim.pieces import Split, in_parts
-from raytune_fsdp.step.optim.update import Optimizer, Trained, decayed, replace, update_dtype
+from raytune_fsdp.step.optim.update import Optimizer, Trained, decayed, replace, update_dtype, write
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration. Muon's authors chose them to raise small singular values fastest, to between
@@ -30,12 +32,19 @@ class Muon:
     """Muon for hidden matrices, and another optimizer for the rest."""
 
     def __init__(
-        self, weights: Trained, parts: Mapping[str, Parts], rest: Optimizer | None, chosen: MuonOptimizer
+        self,
+        weights: Trained,
+        parts: Mapping[str, Parts],
+        rest: Optimizer | None,
+        chosen: MuonOptimizer,
+        execution: Execution = BY_OPERATION,
     ) -> None:
         self._trained = weights
         self._parts = parts
         self._rest = rest
         self._chosen = chosen
+        self._execution = execution
+        self._untried = execution.needs_trial
         self.groups = weights.groups
         self._split = Split.of(next(iter(weights.named.values())))
 
@@ -55,7 +64,18 @@ class Muon:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
         skip = self._trained.skipped(found_inf)
+        if self._untried:
+            self._take(lr_factor, torch.ones_like(skip))
+            self._execution.agree()
+            self._untried = False
+        self._take(lr_factor, skip)
+        self._trained.drop_gradients()
+        if self._rest is not None:
+            self._rest.step(lr_factor, found_inf)
+
+    def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = dict(self._trained.taken())
+        self._trained.count(list(taken), skip)
         flat = [name for name in taken if self._trained.named[name].ndim == 2]
         # Sorted by shapes of whole matrices, so that every rank has the same list.
         flat.sort(key=lambda name: (-self._cost(name), name))
@@ -65,9 +85,6 @@ class Muon:
         for name, group in taken.items():
             if name not in flat:
                 self._experts(name, group, lr_factor, skip)
-        self._trained.drop_gradients()
-        if self._rest is not None:
-            self._rest.step(lr_factor, found_inf)
 
     def _cost(self, name: str) -> int:
         shape = self._trained.named[name].shape
@@ -110,23 +127,42 @@ class Muon:
         # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and communicate on GPUs.
         place = local.device.type if mesh is None else mesh.device_type
         found = torch.empty_like(local, dtype=_works_in(local, place))
-        for rows in in_parts(parameter):
-            share, old = self._chosen.momentum, rows.of(momentum)
-            gradient = rows.of(parameter.grad).to(update_dtype(old))
-            mean = old.to(gradient.dtype) * share + gradient * (1 - share)
-            replace(old, mean, skip)
-            mean = gradient * (1 - share) + mean * share if self._chosen.nesterov else mean
-            rows.of(found).copy_(mean)
+        for rows in in_parts(parameter, at_once=self._execution.at_once):
+            into, share = (rows.of(momentum), rows.of(found)), self._chosen.momentum
+            self._execution(_mean, into, rows.of(parameter.grad), share, self._chosen.nesterov, skip)
         return found if place == found.device.type else found.to(place)
 
     def _write(self, name: str, update: torch.Tensor, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
         parameter = self._trained.named[name]
         update = update.to(local_piece(parameter).device)
-        step, lr = self._trained.count(name, skip), self._trained.rate(group, lr_factor)
-        for rows in in_parts(parameter):
-            weight = rows.of(parameter)
-            moved = rows.of(update).to(update_dtype(weight)) * lr
-            self._trained.write(name, weight, decayed(weight, lr, group.weight_decay) - moved, step, rows, skip)
+        step, lr = self._trained.state[name]["step"], self._trained.rate(group, lr_factor)
+        numbers = [self._execution.number(value, step.device) for value in (lr, 1 - lr * group.weight_decay)]
+        for rows in in_parts(parameter, at_once=self._execution.at_once):
+            noise = self._trained.noise_of_weight(name, rows)
+            self._execution(_move, rows.of(parameter), rows.of(update), numbers, noise, step, skip)
+
+
+def _mean(
+    into: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor, share: float, nesterov: bool, skip: torch.Tensor
+) -> None:
+    """Move the momentum by a gradient, and write what is to be made orthogonal."""
+    old, found = into
+    gradient = gradient.to(update_dtype(old))
+    mean = old.to(gradient.dtype) * share + gradient * (1 - share)
+    replace(old, mean, skip)
+    found.copy_(gradient * (1 - share) + mean * share if nesterov else mean)
+
+
+def _move(
+    weight: torch.Tensor,
+    update: torch.Tensor,
+    numbers: Sequence[Any],
+    noise: torch.Tensor | None,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    lr, remains = numbers
+    write(weight, decayed(weight, remains) - update.to(update_dtype(weight)) * lr, noise, step, skip)
 
 
 def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:

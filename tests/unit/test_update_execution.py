@@ -1,0 +1,178 @@
+"""Updates as one kernel: as few bytes as a fused one, the bits of their operations, and what is on record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.updates import BOUND, CASES, COLUMNS, ROWS, as_kernel, by_operation
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.config import OptimConfig
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler, settings_restored
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.run.beginning import beginning_of, put_beginning
+from raytune_fsdp.run.trials import update
+from raytune_fsdp.run.trials.update import choose_update, why_update_differs
+from raytune_fsdp.step.optim.build import build_optimizer
+from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Execution
+
+CPU = torch.device("cpu")
+KINDS: dict[str, dict[str, Any]] = {
+    "8bit": {"optimizer": {"type": "adamw", "moments": "8bit"}},
+    "bf16": {"optimizer": {"type": "adamw", "moments": "bf16"}},
+    "sgd": {"optimizer": {"type": "sgd", "nesterov": True}},
+    "lion": {"optimizer": {"type": "lion"}},
+    "muon": {"optimizer": {"type": "muon"}},
+    "adafactor": {"optimizer": {"type": "adafactor"}},
+}
+
+
+def optim(kind: str, **values: Any) -> OptimConfig:
+    return OptimConfig.model_validate({**KINDS[kind], "lr": 0.01, "weight_decay": 0.1, **values})
+
+
+@pytest.fixture
+def without_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Graphs are made as on a GPU, and run operation by operation: inductor takes many seconds for its code. Returns
+    the number of each graph's operations."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+
+    made: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        made.append(len(graph.graph.nodes))
+        return aot_autograd(fw_compiler=nop)(graph, inputs)
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda change, fullgraph, options: compiled(
+        change, fullgraph=fullgraph, backend=backend
+    ))  # fmt: skip
+    with settings_restored():
+        yield made
+    torch._dynamo.reset()
+
+
+# ---- bytes, by count ----
+
+NEEDED = {
+    "AdamW, moments in 8 bits": 16.1,
+    "AdamW, moments in bf16": 20,
+    "AdamW, bf16 weights, rounded stochastically": 14,
+    "AdamW, both of these": 10.1,
+    "Lion": 20,
+    "SGD with momentum": 20,
+    "Adafactor, without its sums": 12,
+    "Muon, without its products": 32,
+}
+"""Bytes of a number."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "AdamW" in case else []) for case in CASES]
+)
+def test_a_kernel_moves_what_a_fused_update_needs(case: str) -> None:
+    """By count, as inductor schedules it for a GPU. Operation by operation it is 5 to 80 times as much."""
+    with settings_restored():
+        found, (before, needed) = as_kernel(case), by_operation(case)
+    assert found.kernels == (2 if "Muon" in case else 1), "the momentum and the weight of Muon are apart in time"
+    assert found.nbytes / (64 * COLUMNS) <= BOUND * needed / (ROWS * COLUMNS)
+    assert before.nbytes > 4 * needed and before.kernels > 8
+    assert round(needed / ROWS / COLUMNS, 1) == NEEDED[case], "weights, gradients and moments, in their types"
+
+
+# ---- bits ----
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.thorough if kind == "8bit" else pytest.mark.slow) for kind in KINDS]
+)
+def test_graphs_have_the_bits_of_the_operations(kind: str, without_code: list[int]) -> None:
+    """And there are few: one for each width of weights and way to keep them, whatever their rows and the step."""
+    dtype = torch.float32 if kind == "muon" else torch.bfloat16
+    asked = optim(kind, stochastic_rounding=dtype == torch.bfloat16)
+    assert why_update_differs(asked, CPU, dtype, exact=True) is None
+    assert 1 <= len(without_code) <= 6
+
+
+def after(kind: str, execution: Execution) -> dict[str, torch.Tensor]:
+    """Weights and state of a small matrix after two steps, the first of which is skipped."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(8, 600, generator=generator).bfloat16() for _ in range(3)]
+    model = nn.Linear(600, 8, bias=False, dtype=torch.bfloat16)
+    model.weight = nn.Parameter(values[0])
+    optimizer: Any = build_optimizer(model, optim(kind, stochastic_rounding=True), execution=execution)  # type: ignore[arg-type]
+    for gradient, bad in zip(values[1:], (1.0, 0.0), strict=True):
+        model.weight.grad = gradient
+        optimizer.step(1.0, torch.tensor(bad))
+    return {"weight": model.weight.detach(), **optimizer.state_tensors()}
+
+
+@pytest.mark.thorough
+def test_noise_is_looked_up_by_place_in_graphs_too(without_code: list[int]) -> None:
+    """600 columns are two groups and a shorter one; parts of 512 numbers are some of one row."""
+    whole, kernel = after("8bit", BY_OPERATION), AsKernel(Compiler(), alone=True)
+    kernel.at_once = 512
+    parts = after("8bit", kernel)
+    assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert len(without_code) == 3, "of two groups, of the shorter one, and of what one row is alone"
+
+
+# ---- what gives way, and what is on record ----
+
+
+def test_a_compiler_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no code for this one")
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda change, **_: compiled(change, fullgraph=True, backend=backend))
+    with settings_restored():
+        compiler = Compiler("the update of a weight")
+        found, whole = after("lion", AsKernel(compiler, alone=True)), after("lion", BY_OPERATION)
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        assert compiler.failure is not None and "no code for this one" in compiler.failure
+        assert len([each for each in caplog.records if each.name.startswith("raytune_fsdp")]) == 1, "said once"
+        assert compiler.news() == (0, compiler.failure)
+        why = why_update_differs(optim("lion"), CPU, torch.float32, exact=False)
+    assert why is not None and "no code for this one" in why
+
+
+def test_graphs_of_updates_are_not_those_of_layers(without_code: list[int]) -> None:
+    layers, updates = Compiler(), Compiler("the update of a weight")
+    after("sgd", AsKernel(updates, alone=True))
+    assert updates.news() == (1, None) and layers.news() == (0, None)
+
+
+def test_a_kernel_that_computes_something_else_is_found(
+    without_code: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Off(AsKernel):
+        def number(self, value: float, device: torch.device) -> torch.Tensor:
+            return super().number(value * self.by, device)
+
+    monkeypatch.setattr(update, "AsKernel", Off)
+    for by, exact, why in ((1.01, False, "is off by 0.0"), (1 + 1e-7, True, "run.exact: "), (1 + 1e-7, False, None)):
+        Off.by = by  # type: ignore[attr-defined]
+        found = why_update_differs(optim("lion"), CPU, torch.float32, exact=exact)
+        assert found is None if why is None else found is not None and why in found
+
+
+def test_a_run_begun_before_keeps_its_operations(tmp_path: Path) -> None:
+    def chosen(asked: bool | str, kept: str | None, fails: str | None = None) -> tuple[str, str]:
+        choice = choose_update(asked, kept=kept, fails=lambda: fails)
+        return choice.name, choice.why
+
+    assert chosen("auto", None)[0] == chosen(True, COMPILED)[0] == COMPILED
+    assert chosen("auto", EAGER) == chosen(True, EAGER) == (EAGER, "as the run began")
+    assert chosen(False, COMPILED) == (EAGER, "as parallel.compile says")
+    assert chosen("auto", COMPILED, "no Triton") == (EAGER, "no Triton")
+    place = RunDir(tmp_path / "again", "")
+    for kernels, began in (({"attention": "sdpa"}, EAGER), ({"update": COMPILED}, COMPILED)):
+        put_beginning(place, RunState(kernels=kernels))
+        assert beginning_of(place)[0].kernels["update"] == began, "what an audit repeats begins as its run did"
