@@ -22,6 +22,7 @@ import torch
 import torch._inductor.config
 from torch import nn
 from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import WeakDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
@@ -126,7 +127,7 @@ def scheduled(run: Callable[[], None]) -> list[Count]:
 
     def count(graph: GraphLowering) -> None:
         there = _on_a_gpu(graph)
-        found.append(Count(len(there.scheduler.nodes), there.count_bytes()[0]))
+        found.append(Count(len(there.scheduler.nodes), _moved(there)))
         raise NotImplementedError("counted")
 
     with (
@@ -165,6 +166,20 @@ def _on_a_gpu(graph: GraphLowering) -> GraphLowering:
         there.init_wrapper_code()
         there._update_scheduler()
     return there
+
+
+def _moved(graph: GraphLowering) -> int:
+    """Return the bytes that its kernels read and write: what is made and used in one kernel alone is neither."""
+    total = 0
+    for node in graph.scheduler.nodes:
+        own, outputs = node.get_operation_names(), node.get_outputs()
+        read = {each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}
+        read -= {each.get_name() for each in outputs}
+        kept = {each.get_name() for each in outputs if any(user.get_name() not in own for user in each.users)}
+        for name in read | kept:
+            tensor = graph.graph_inputs.get(name) or graph.get_buffer(name)
+            total += int(graph.sizevars.optimization_hint(tensor.get_numel())) * tensor.get_dtype().itemsize
+    return total
 
 
 class _Scheduled(ByOperation):

@@ -24,7 +24,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "gradients": lambda value: value in (AS_WEIGHTS, FP32),
     "adapters": lambda value: value is None or isinstance(value, list) and all(isinstance(each, str) for each in value),
     "threads": lambda value: value is None or isinstance(value, str),  # looked at where they are set
-    "update": lambda value: value in (None, COMPILED, EAGER),
+    "update": lambda value: value in (COMPILED, EAGER),
 }
 
 _BEGAN = {"gradients": AS_WEIGHTS, "threads": None, "update": EAGER}
@@ -51,7 +51,7 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
         if not isinstance(values, dict):
             raise UnsoundError("is not a JSON object")
         check_format(values.pop("format", None))
-        values.setdefault("update", None)  # written before there was a choice
+        values.setdefault("update", EAGER)  # versions without this choice wrote none
         if values.keys() != _RULES.keys():
             raise UnsoundError(f"has the entries {shown(sorted(values))}")
         for key, value in values.items():

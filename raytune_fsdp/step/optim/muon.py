@@ -27,6 +27,9 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration. Muon's authors chose them to raise small singular values fastest, to between
 0.7 and 1.2."""
 
+_AT_ONCE = 1 << 26
+"""Numbers of experts that are made orthogonal at once, where that is done."""
+
 
 class Muon:
     """Muon for hidden matrices, and another optimizer for the rest."""
@@ -47,6 +50,7 @@ class Muon:
         self._untried = execution.needs_trial
         self.groups = weights.groups
         self._split = Split.of(next(iter(weights.named.values())))
+        self._many = Many()
 
     def init_state(self) -> None:
         for name, parameter in self._trained.named.items():
@@ -114,9 +118,12 @@ class Muon:
 
     def _experts(self, name: str, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
         """Update this rank's experts. They are whole, since rows of three-dimensional weights are experts."""
-        update = self._direction(name, skip)
-        for expert in update:
-            expert.copy_(_orthogonal_parts(expert.contiguous(), self._parts[name], self._chosen.iterations))
+        update, parts = self._direction(name, skip), self._parts[name]
+        for some in update.split(max(1, _AT_ONCE // max(1, update[:1].numel()))):
+            for same in zip(*(parts(expert) for expert in some), strict=True):
+                made = self._many([_flat(piece) for piece in same], self._chosen.iterations)
+                for piece, value in zip(same, made, strict=True):
+                    piece.copy_(_sized(value).view(piece.shape))
         self._write(name, update, group, lr_factor, skip)
 
     def _direction(self, name: str, skip: torch.Tensor) -> torch.Tensor:
@@ -200,18 +207,67 @@ def _orthogonal_parts(matrix: torch.Tensor, parts: Parts, iterations: int) -> to
     """Make each matrix in it orthogonal, and as large as an update of AdamW: 0.2 in the root mean square."""
     made = torch.empty_like(matrix)
     for piece, place in zip(parts(matrix), parts(made), strict=True):
-        flat = piece.reshape(-1, piece.shape[-1])
-        place.copy_((orthogonal(flat, iterations) * (0.2 * math.sqrt(max(flat.shape)))).view(piece.shape))
+        place.copy_(_sized(orthogonal(_flat(piece), iterations)).view(piece.shape))
     return made
+
+
+def _flat(piece: torch.Tensor) -> torch.Tensor:
+    return piece.reshape(-1, piece.shape[-1])
+
+
+def _sized(orthogonal: torch.Tensor) -> torch.Tensor:
+    return orthogonal * (0.2 * math.sqrt(max(orthogonal.shape)))
+
+
+class Many:
+    """Makes matrices of one shape orthogonal: all at once, where that gives the bits of one after the other.
+
+    That is tried once for each shape and number of matrices, and only on GPUs: they start kernels slowly.
+    """
+
+    kinds: tuple[str, ...] = ("cuda",)
+
+    def __init__(self) -> None:
+        self.alike: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, matrices: Sequence[torch.Tensor], iterations: int) -> Sequence[torch.Tensor]:
+        first, count = matrices[0], len(matrices)
+        if count > 1 and first.device.type in self.kinds:
+            key = count, first.shape, first.dtype, iterations
+            if key not in self.alike:
+                # The host waits here, in the first step.
+                drawn = torch.Generator(first.device).manual_seed(0)
+                some = [torch.randn(first.shape, generator=drawn, device=first.device) for _ in matrices]
+                some = [each.to(first.dtype) for each in some]
+                pairs = zip(_at_once(some, iterations), some, strict=True)
+                self.alike[key] = all(torch.equal(a, orthogonal(b, iterations)) for a, b in pairs)
+            if self.alike[key]:
+                return _at_once(matrices, iterations)
+        return [orthogonal(each, iterations) for each in matrices]
+
+
+def _at_once(matrices: Sequence[torch.Tensor], iterations: int) -> Sequence[torch.Tensor]:
+    tall = matrices[0].shape[0] > matrices[0].shape[1]
+    stack = torch.stack([_normed(each) for each in matrices])
+    for _ in range(iterations):
+        stack = _iterated(stack)
+    return (stack.mT if tall else stack).unbind()
 
 
 def orthogonal(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     """Raise a matrix's singular values to about 1 by the Newton-Schulz iteration: products of matrices only."""
-    a, b, c = _COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    value: torch.Tensor = (matrix.mT if tall else matrix).contiguous()
-    value = value / value.norm().clamp(min=1e-7)
+    tall, value = matrix.shape[0] > matrix.shape[1], _normed(matrix)
     for _ in range(iterations):
-        square = value @ value.mT
-        value = value * a + (square * b + (square @ square) * c) @ value
+        value = _iterated(value)
     return value.mT if tall else value
+
+
+def _normed(matrix: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = (matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix).contiguous()
+    return value / value.norm().clamp(min=1e-7)
+
+
+def _iterated(value: torch.Tensor) -> torch.Tensor:
+    a, b, c = _COEFFICIENTS
+    square = value @ value.mT
+    return value * a + (square * b + (square @ square) * c) @ value
