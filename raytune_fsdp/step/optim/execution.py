@@ -7,7 +7,7 @@ it relies on it (run/trials/update.py).
 
 A rule is a function `change(into, *args)` of tensors: it reads them all, and writes only those in `into`. It has the
 signature that torch.compile follows best: module-level, no numbers that differ from weight to weight, and whatever it
-computes at one place of a weight depends on that place alone.
+computes at one place of a weight depends on that place alone, or on its group.
 """
 
 from __future__ import annotations
