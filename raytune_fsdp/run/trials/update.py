@@ -58,7 +58,7 @@ def why_update_differs(optim: OptimConfig, device: torch.device, dtype: torch.dt
         off += float((compiled[name].double() - plain[name].double()).square().sum())
         gone += float((plain[name].double() - start.double()).square().sum())
     if not off <= _FAR**2 * gone:
-        return f"an update as one kernel is off by {(off / gone) ** 0.5:.1g} of its way here"
+        return f"an update as one kernel is off by {(off / max(gone, 1e-300)) ** 0.5:.1g} of its way here"
     return None
 
 
