@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.updates import BOUND, CASES, COLUMNS, ROWS, as_kernel, by_operation
@@ -27,6 +28,8 @@ from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Execution
 from tests.unit.test_planner_memory import LLAMA, config_of
+
+pytestmark = pytest.mark.thorough
 
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
@@ -115,7 +118,7 @@ def test_a_plan_counts_an_update_on_a_gpu_as_one_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.thorough if kind == "8bit" else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[] if kind == "8bit" else pytest.mark.slow) for kind in KINDS]
 )
 def test_graphs_have_the_bits_of_the_operations(kind: str, without_code: list[int]) -> None:
     """And there are few: one for each width of weights and way to keep them, whatever their rows and the step."""
@@ -126,19 +129,18 @@ def test_graphs_have_the_bits_of_the_operations(kind: str, without_code: list[in
 
 
 def after(kind: str, execution: Execution) -> dict[str, torch.Tensor]:
-    """Weights and state of a small matrix after two steps, the first of which is skipped."""
+    """Weights and state of a small matrix after three steps, the second of which is skipped."""
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(8, 600, generator=generator).bfloat16() for _ in range(3)]
+    values = [torch.randn(8, 600, generator=generator).bfloat16() for _ in range(4)]
     model = nn.Linear(600, 8, bias=False, dtype=torch.bfloat16)
     model.weight = nn.Parameter(values[0])
     optimizer: Any = build_optimizer(model, optim(kind, stochastic_rounding=True), execution=execution)  # type: ignore[arg-type]
-    for gradient, bad in zip(values[1:], (1.0, 0.0), strict=True):
+    for gradient, bad in zip(values[1:], (0.0, 1.0, 0.0), strict=True):
         model.weight.grad = gradient
         optimizer.step(1.0, torch.tensor(bad))
     return {"weight": model.weight.detach(), **optimizer.state_tensors()}
 
 
-@pytest.mark.thorough
 def test_noise_is_looked_up_by_place_in_graphs_too(without_code: list[int]) -> None:
     """600 columns are two groups and a shorter one; parts of 512 numbers are some of one row."""
     whole, kernel = after("8bit", BY_OPERATION), AsKernel(Compiler(), alone=True)
@@ -175,6 +177,28 @@ def test_a_compiler_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch, caplog
         assert compiler.news() == (0, compiler.failure)
         why = why_update_differs(optim("lion"), CPU, torch.float32, exact=False)
     assert why is not None and "BackendCompilerFailed" in why
+
+
+def test_the_first_step_is_tried_without_effect_and_agreed_on(without_code: list[int]) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Elsewhere(Compiler):
+        """On another rank nothing can be compiled."""
+
+        def agree(self) -> None:
+            super().agree()
+            self.give_up("torch.compile has failed on another rank")
+
+    whole = after("sgd", BY_OPERATION)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        for kind in (Compiler, Elsewhere):
+            compiler = kind("the update of a weight")
+            found = after("sgd", AsKernel(compiler))
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+            assert compiler.news()[0] == 1, "compiled before anything was agreed on"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_graphs_of_updates_are_not_those_of_layers(without_code: list[int]) -> None:
