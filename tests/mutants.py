@@ -99,14 +99,14 @@ FAULTS = (
     ),
     Fault(
         "step/optim/update.py",
-        "step.add_(1 - skip.to(step.dtype))",
-        "step.add_(1)",
+        "[1 - skip.to(steps[0].dtype)]",
+        "[torch.ones_like(steps[0])]",
         "distributed/test_optimizers.py::test_what_is_kept_is_what_was_asked_for",
     ),
     Fault(
         "step/optim/update.py",
-        "places = torch.arange(first, first + rows,",
-        "places = torch.arange(0, rows,",
+        "+ (noise[2] + noise[1])",
+        "+ noise[1]",
         "distributed/test_optimizers.py::test_from_the_same_gradients_every_world_makes_the_same[2]",
     ),
     Fault(

@@ -115,14 +115,16 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "the layers of this network") -> None:
         self.failure: str | None = None
         """Why it gave up."""
+        self._what = what
+        self._called = False
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
         # The reset has removed these callbacks if they were there.
         callback_handler.register_start_callback(_begins)
         callback_handler.register_end_callback(_ends)
-        self._before = self._graphs = counters["stats"]["unique_graphs"]
+        self._graphs = self._told = 0
         self._said = False
         # These settings hold for the process until `settings_restored` ends. Past the limit torch would only log a line
         # and run eagerly what does not fit its graphs. What fails in backward could not be repeated without the
@@ -133,21 +135,30 @@ class Compiler:
         # The compiler's own random numbers differ: with dropout, a compiled layer would compute something else.
         torch._inductor.config.fallback_random = True
 
-    def compiled(self, forward: Forward) -> Forward:
-        """Return `forward`, compiled as long as that works."""
-        fast = torch.compile(forward)
+    def compiled(
+        self, forward: Forward, *, draws: bool = True, whole: bool = False, options: dict[str, Any] | None = None
+    ) -> Forward:
+        """Return `forward`, compiled as long as that works.
+
+        `draws`: it may draw random numbers. `whole`: it must be one graph. `options`: inductor's.
+        """
+        fast = torch.compile(forward, fullgraph=whole, options=options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.failure is None:
-                before = _random_state()
+                before, graphs = _random_state() if draws else None, counters["stats"]["unique_graphs"]
+                self._called = True
                 try:
                     return fast(*args, **kwargs)
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                     self.give_up(error)
+                finally:
+                    self._graphs += counters["stats"]["unique_graphs"] - graphs
                 # The error is raised while something compiles: the whole function, or what comes after a break in its
                 # graph. In the second case the part before the break has run, and has drawn random numbers that the
                 # whole function is to draw again.
-                _set_random_state(before)
+                if before is not None:
+                    _set_random_state(before)
             return forward(*args, **kwargs)
 
         return run
@@ -159,9 +170,9 @@ class Compiler:
 
     def agree(self) -> None:
         """Give up on all ranks if one did, or if there was nothing to compile in the first steps. Collective."""
-        if counters["stats"]["unique_graphs"] == self._before and self.failure is None:
+        if self._called and not self._graphs and self.failure is None:
             # A layer's code may keep torch from following it, which raises nothing.
-            self.give_up("torch.compile finds nothing to compile in the layers of this network")
+            self.give_up(f"torch.compile finds nothing to compile in {self._what}")
         gave_up = torch.tensor(float(self.failure is not None))
         dist.all_reduce(gave_up)
         if gave_up and self.failure is None:
@@ -169,6 +180,6 @@ class Compiler:
 
     def news(self) -> tuple[int, str | None]:
         """Return how many graphs were compiled since the last call, and why this gave up if it did since then."""
-        graphs, self._graphs = counters["stats"]["unique_graphs"] - self._graphs, counters["stats"]["unique_graphs"]
+        graphs, self._told = self._graphs - self._told, self._graphs
         failure, self._said = None if self._said else self.failure, self.failure is not None
         return graphs, failure

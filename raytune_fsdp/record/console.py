@@ -191,7 +191,8 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
     rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
     if name in _WORDS:
-        more = ", mixers {mixers} ({mixers_why})" if name == names.KERNELS and "mixers" in fields else ""
+        also = [key for key in ("mixers", "update") if key in fields] if name == names.KERNELS else []
+        more = "".join(f", {key} {{{key}}} ({{{key}_why}})" for key in also)
         return f"{_WORDS[name]}{more}".format_map(defaultdict(lambda: "?", fields))
     match name:
         case names.SAVED:

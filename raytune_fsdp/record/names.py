@@ -50,7 +50,8 @@ ATTEMPT_ENDED = "attempt_ended"
 rank 0 was killed."""
 KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (whether layers are compiled
-or eager), in packed hybrids mixers (how their state mixers get documents), and for each the reason."""
+or eager), in packed hybrids mixers (how their state mixers get documents), on GPUs update (whether an update that torch
+has no kernel for is compiled), and for each the reason."""
 SHARDED = "sharded"
 """Which weights an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when);
 and what a rank receives in a step: weights_bytes, gradients_bytes, and, where ranks share samples, attention_bytes
@@ -134,7 +135,7 @@ SETTINGS_CHANGED = "settings_changed"
 """A run continues with other settings, which do not affect the result. Fields: old and new value of each."""
 KERNELS_CHANGED = "kernels_changed"
 """A run continues with another attention, loss or way to call its state mixers than it was trained with, or with its
-layers newly compiled or no longer compiled: the same up to rounding. Fields: what, was, now, why."""
+layers or updates newly compiled or no longer compiled: the same up to rounding. Fields: what, was, now, why."""
 BITS_MAY_DIFFER = "bits_may_differ"
 """A run with run.exact continues on something else than it was trained on, or its ranks compute on different things, so
 that its bits from here on need not be those that it would have had; or the attempt after one whose ranks did continues

@@ -131,6 +131,7 @@ def assemble(
         objective=objective,
         sums=sums_of(built, config, plan),
         compiler=built.compiler,
+        updates=built.updates,
         generates_with=generating(model, prepared.needs),
         tokenizer=prepared.tokenizer,
         optimizer=saves.saver.guard(optimizer, device),

@@ -11,6 +11,7 @@ from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, reason, shown
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.data.mixture import is_known, order_of
+from raytune_fsdp.model.compile_layers import COMPILED, EAGER
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event
@@ -23,17 +24,21 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "gradients": lambda value: value in (AS_WEIGHTS, FP32),
     "adapters": lambda value: value is None or isinstance(value, list) and all(isinstance(each, str) for each in value),
     "threads": lambda value: value is None or isinstance(value, str),  # looked at where they are set
+    "update": lambda value: value in (COMPILED, EAGER),
 }
+
+_BEGAN = {"gradients": AS_WEIGHTS, "threads": None, "update": EAGER}
+"""The kernels that a run keeps for good, with what runs had whose states name none."""
 
 
 def gradients_of(state: RunState) -> str:
     """Return the type in which a run with this saved state adds gradients of micro-batches, where it has a choice."""
-    return state.kernels.get("gradients", AS_WEIGHTS)  # before there was a choice, states named none
+    return state.kernels.get("gradients", AS_WEIGHTS)
 
 
 def put_beginning(place: RunDir, state: RunState, adapters: Sequence[str] | None = None) -> None:
     """Make a run that does not exist yet begin like the run that saved this state, with these `adapted_modules`."""
-    kernels = {"gradients": gradients_of(state), "threads": state.kernels.get("threads")}
+    kernels = {key: state.kernels.get(key, began) for key, began in _BEGAN.items()}
     values = {"format": 1, **orders_of(state), **kernels, "adapters": adapters}
     place.path.mkdir(parents=True, exist_ok=True)
     replace_durably(place.beginning, json.dumps(values))
@@ -46,6 +51,7 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
         if not isinstance(values, dict):
             raise UnsoundError("is not a JSON object")
         check_format(values.pop("format", None))
+        values.setdefault("update", EAGER)  # versions without this choice wrote none
         if values.keys() != _RULES.keys():
             raise UnsoundError(f"has the entries {shown(sorted(values))}")
         for key, value in values.items():
@@ -61,7 +67,7 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
     state = RunState(
         identity={"data.order_version": values["order_version"]},
         newest_order=values["newest_order"],
-        kernels={key: values[key] for key in ("gradients", "threads") if values[key] is not None},
+        kernels={key: values[key] for key in _BEGAN if values[key] is not None},
     )
     return state, values["adapters"]
 

@@ -54,6 +54,7 @@ from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.operations import count_architecture, count_asleep
 from raytune_fsdp.step.optim.build import build_optimizer
+from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Execution
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.parallel import (
     SharingGroups,
@@ -135,6 +136,9 @@ class Build:
     """For each layer of the whole network, the one here that is like it."""
     routers: Routers | None
     compiler: Compiler | None
+    """Compiles the layers; None: they run as they are."""
+    updates: Compiler | None
+    """Compiles updates of weights that torch has no kernel for; None: these run operation by operation."""
     traffic: Traffic | None
     """What travels in a step; None: nothing is spread."""
     levels: Levels | None
@@ -164,7 +168,10 @@ def build(
     model = build_network(copy.deepcopy(hf_config), config, added, adapted)
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
-    compiler = Compiler() if kernels["blocks"].name == COMPILED else None
+    compiler, updates = (
+        Compiler(what) if key in kernels and kernels[key].name == COMPILED else None
+        for key, what in (("blocks", "the layers of this network"), ("update", "the update of a weight"))
+    )
     # Hooks would break the graphs of layers that are compiled.
     watched = site.real and compiler is None
     routers = watch_routers(model, config.train, groups.sequence) if watched else None
@@ -190,6 +197,7 @@ def build(
         stands_for=stands_for,
         routers=routers,
         compiler=compiler,
+        updates=updates,
         traffic=traffic,
         levels=None if per_node is None or not config.run.exact else Levels.of(mesh, per_node),
         sharding=sharding,
@@ -257,14 +265,20 @@ def _spread(
     shard(model, mesh, parallel, units, per_node=per_node, exact=exact)
 
 
-def optimizer_of(built: Build, config: FinetuneConfig, micro_batches: int | None = None) -> Optimizer:
+def optimizer_of(
+    built: Build, config: FinetuneConfig, micro_batches: int | None = None, execution: Execution | None = None
+) -> Optimizer:
     """Build the optimizer of a network that has its memory, and have gradients added as the run began to.
 
-    `micro_batches` of a rank in a step, if they are not those of the run.
+    `micro_batches` of a rank in a step, if they are not those of the run. `execution`: how written-out updates run;
+    None: as the kernels say that were chosen.
     """
     count = built.site.division.full_rounds if micro_batches is None else micro_batches
     add_gradients(built.kernels.get("gradients"), built.model, built.units, built.parallel, built.site.layout, count)
-    return build_optimizer(built.model, config.optim, config.method, seed=config.run.seed, exact=config.run.exact)
+    return build_optimizer(
+        built.model, config.optim, config.method, seed=config.run.seed, exact=config.run.exact,
+        execution=execution or (BY_OPERATION if built.updates is None else AsKernel(built.updates)),
+    )  # fmt: skip
 
 
 def sums_of(built: Build, config: FinetuneConfig, plan: Plan) -> Sums:

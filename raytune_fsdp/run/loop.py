@@ -47,6 +47,8 @@ class RankRun:
     sums: Sums
     compiler: Compiler | None
     """None: the layers run as they are."""
+    updates: Compiler | None
+    """None: an update runs operation by operation, or torch has a kernel for it."""
     generates_with: str
     """The attention of transformers that writes answers."""
     tokenizer: PreTrainedTokenizerBase
@@ -134,13 +136,13 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
         parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
-    if parts.compiler is not None:
-        parts.compiler.agree()
-        graphs, failure = parts.compiler.news()
+    for what, compiler in _compilers(parts).items():
+        compiler.agree()
+        graphs, failure = compiler.news()
         if graphs:
             parts.tracker.event(names.COMPILED, step=step, graphs=graphs)
         if failure is not None:
-            parts.tracker.event(names.KERNELS_CHANGED, what="blocks", was=COMPILED, now=EAGER, why=failure)
+            parts.tracker.event(names.KERNELS_CHANGED, what=what, was=COMPILED, now=EAGER, why=failure)
     for fields in parts.meter.slow():
         parts.tracker.event(names.SLOW_RANK, step=step, **fields)
     for fields in parts.meter.forecast():
@@ -157,6 +159,12 @@ def _fetched(parts: RankRun, step: int, *, last: bool) -> list[StepMetrics]:
         rows = parts.digests.with_digest(rows, _state_after(parts, parts.state, step))
         parts.meter.restart_clock()
     return rows
+
+
+def _compilers(parts: RankRun) -> dict[str, Compiler]:
+    """Return the compilers of this run, by what the record calls that which they compile."""
+    found = {"blocks": parts.compiler, "update": parts.updates}
+    return {what: compiler for what, compiler in found.items() if compiler is not None}
 
 
 def _evaluate(parts: RankRun, step: int) -> None:
@@ -188,8 +196,8 @@ def _saved(parts: RankRun, state: RunState, step: int) -> RunState:
 
 def _state_after(parts: RankRun, before: RunState, step: int) -> RunState:
     """Return everything that is not a tensor, after a step whose metrics have been fetched."""
-    scale, compiler = parts.scale, parts.compiler
-    gave_up = {"blocks": EAGER} if compiler is not None and compiler.failure is not None else {}
+    scale = parts.scale
+    gave_up = {what: EAGER for what, compiler in _compilers(parts).items() if compiler.failure is not None}
     return replace(
         before,
         step=step,

@@ -28,8 +28,14 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     assert beginning_of(place) == (RunState(newest_order=5), None), "a new one"
     older = RunState(step=9, identity={"data.order_version": 2}, kernels={"attention": "sdpa"})
     put_beginning(place, older)
-    assert beginning_of(place) == (RunState(identity={"data.order_version": 2}, kernels={"gradients": "bf16"}), None)
-    later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels={"gradients": "fp32"})
+    kernels = {"gradients": "bf16", "update": "eager"}
+    assert beginning_of(place) == (RunState(identity={"data.order_version": 2}, kernels=kernels), None)
+    values = json.loads(place.beginning.read_text())
+    assert values.pop("update") == "eager"
+    place.beginning.write_text(json.dumps(values))
+    assert beginning_of(place)[0].kernels == kernels, "as a version without that choice wrote it"
+    kernels = {"gradients": "fp32", "update": "compiled"}
+    later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels=kernels)
     put_beginning(place, later)
     assert beginning_of(place)[0] == later
     adapters = adapted_modules(["model.q.lora_A.default.weight", "model.q.lora_B.default.weight", "model.norm.weight"])
@@ -52,7 +58,7 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
             for change in (
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
                 {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"adapters": [7]}, {"base": {}},
-                {"threads": 7}, {"format": 1.0},
+                {"threads": 7}, {"update": "fused"}, {"update": None}, {"format": 1.0},
             )
         ),
     ],

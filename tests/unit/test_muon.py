@@ -11,7 +11,9 @@ import torch
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.step.optim import muon
 from raytune_fsdp.step.optim.matrices import check_matrices, hidden_matrices
+from raytune_fsdp.step.optim.muon import orthogonal
 from tests.models import build
 from tests.runs import LLAMA, make_config
 
@@ -56,3 +58,26 @@ def test_it_is_refused_before_a_run(tmp_path: Path) -> None:
     method = {"type": "freeze", "trained": ["embed_tokens", "norm"]}
     with pytest.raises(ConfigError, match=NONE):
         prepare(make_config(tmp_path, LLAMA, method=method, optim={"optimizer": {"type": "muon"}}), 1)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_many_matrices_at_once_have_the_bits_of_each(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they have not, they are made orthogonal one after the other."""
+    generator, many = torch.Generator().manual_seed(1), muon.Many()
+    matrices = [torch.randn(shape, generator=generator) for _ in range(5)]
+    wanted = [orthogonal(each, 5) for each in matrices]
+    together: list[int] = []
+    at_once = muon._at_once
+    monkeypatch.setattr(muon, "_at_once", lambda some, times: together.append(len(some)) or at_once(some, times))
+    many(matrices, 5)
+    assert not together, "on a CPU nothing is tried"
+    monkeypatch.setattr(many, "kinds", ("cpu",))
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(many(matrices, 5), wanted, strict=True))
+    (alike,) = many.alike.values()
+    assert together == ([5, 5, 5] if alike else [5]), "tried once"
+    monkeypatch.setattr(muon, "_at_once", lambda some, times: [orthogonal(each, times) * 1.01 for each in some])
+    other = muon.Many()
+    monkeypatch.setattr(other, "kinds", ("cpu",))
+    assert all(torch.equal(a, b) for a, b in zip(other(matrices, 5), wanted, strict=True))
+    assert list(other.alike.values()) == [False]

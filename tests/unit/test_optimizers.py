@@ -226,24 +226,42 @@ def test_bf16_is_right_on_average() -> None:
 
 
 @pytest.mark.parametrize("squares", [False, True])
-@pytest.mark.parametrize("columns", [700, 256, 40])
+@pytest.mark.parametrize("columns", [768, 256, 40])
 def test_eight_bits_are_near_and_right_on_average(squares: bool, columns: int) -> None:
     kept = EightBit(squares=squares)
-    value = torch.randn(60, columns, generator=torch.Generator().manual_seed(0)) ** (2 if squares else 1) * 1e-9
+    tables, groups = kept.tables(torch.device("cpu")), (60, -(-columns // 256), min(256, columns))
+    value = torch.randn(groups, generator=torch.Generator().manual_seed(0)) ** (2 if squares else 1) * 1e-9
     value[3] = 0.0
-    noise = Noise(0, "w", "exp_avg").of(torch.tensor(1.0), 0, 60, columns)
-    stored = kept.write(value, noise)
-    assert stored[""].dtype == torch.uint8 and stored["_scale"].shape == (60, -(-columns // 256))
-    back = kept.read(stored, torch.float32)
+    noise = Noise(0, "w", "exp_avg").of(torch.tensor(1.0), 0, 60, columns).view(groups)
+    stored = kept.write(value, tables, noise)
+    assert stored[""].dtype == torch.uint8 and stored["_scale"].shape == (*groups[:2], 1)
+    back = kept.read(stored, tables, torch.float32)
     root, wanted = (back.sqrt(), value.sqrt()) if squares else (back, value)
-    largest = stored["_scale"].repeat_interleave(min(256, columns), 1)[:, :columns]
+    largest = stored["_scale"]
     assert bool(((root - wanted).abs() <= (0.0079 if squares else 0.0158) * largest).all())
     assert abs(float(((root - wanted) / largest.clamp(min=1e-38)).mean())) < 2e-4
     assert bool((back[3] == 0).all())
     if squares:
         assert bool((root[value > 0] > 0).all()), "else a first moment would be divided by eps alone"
-    shares = kept.write(value[10:13], noise[10:13])
+    shares = kept.write(value[10:13], tables, noise[10:13])
     assert torch.equal(shares[""], stored[""][10:13]), "a rank that has some rows keeps the same of them"
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_code_is_the_last_level_that_is_not_above(squares: bool) -> None:
+    """It is found by a root; at levels and just beside them a search finds the same."""
+    kept = EightBit(squares=squares)
+    tables = kept.tables(torch.device("cpu"))
+    levels = tables["levels"]
+    beside = [torch.nextafter(levels, torch.full_like(levels, way)).clamp(-1, 1) for way in (-2.0, 2.0)]
+    share = torch.cat([levels, *beside, torch.rand(4096) * 2 - 1, torch.tensor([1.0, math.nan])])
+    share = share.abs() if squares else share
+    below = torch.searchsorted(levels, share, right=True).sub(1).clamp(0, len(levels) - 2)
+    # Each in a group of its own, beside a 1 that makes the scale 1; in fp64, in which squares of fp32 are exact.
+    groups = torch.stack([share, torch.ones_like(share)], -1)[:, None].double()
+    never_up = torch.full(groups.shape, LEVELS)
+    codes = kept.write(groups**2 if squares else groups, tables, never_up)[""][:, 0, 0].long()
+    assert torch.equal(codes, torch.where((below == 0) & (share > 0), 1, below) if squares else below)
 
 
 def test_small_weights_are_not_quantized() -> None:

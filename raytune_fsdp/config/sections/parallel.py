@@ -81,7 +81,8 @@ class ParallelConfig(Section):
     """How many layers are gathered and freed together. More than one: fewer and larger messages, more memory."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Compile each layer with torch.compile. `auto`: on GPUs where it works; a run that continues keeps what it began with."""
+    """Compile each layer with torch.compile, and on GPUs updates that torch has no kernel for. `auto`: layers on GPUs,
+    where it works; a run that continues keeps what it began with."""
 
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """The type in which gradients are summed over the ranks. `auto`: fp32, or fp64 with `precision: fp64`. `bf16`: half

@@ -36,6 +36,7 @@ from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
+from raytune_fsdp.predict.trace.work import Operation, tensors_in
 from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.mixers import choose_mixers
@@ -43,6 +44,7 @@ from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
+from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Change, Execution
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
@@ -217,7 +219,7 @@ def trace(
         _allocate(model, fake)
         model.train()
         with fake:
-            optimizer = optimizer_of(built, config, passes)
+            optimizer = optimizer_of(built, config, passes, _execution(config, device, live))
             optimizer.init_state()
             recorder, sums = Recorder(live, model, built.layers, optimizer), sums_of(built, config, plan)
             recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU, sums))
@@ -236,6 +238,12 @@ def trace(
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
         offloaded=built.parallel.cpu_offload and device != "cpu",
     )
+
+
+def _execution(config: FinetuneConfig, device: str, live: MemoryTrace) -> Execution:
+    """Return how written-out updates run on such devices."""
+    compiled = device == "cuda" and config.parallel.compile is not False and not config.parallel.cpu_offload
+    return _OneKernel(live) if compiled else BY_OPERATION
 
 
 def sharding_of(
@@ -272,6 +280,20 @@ def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> N
         for module, buffers in real:
             kept = {name: buffer for name, buffer in buffers.items() if buffer is None or not buffer.is_meta}
             module._buffers.update(kept)
+
+
+class _OneKernel(AsKernel):
+    """Counts an update as one kernel: it reads each tensor once, and writes once what changes."""
+
+    needs_trial = False
+
+    def __init__(self, live: MemoryTrace) -> None:
+        self._live = live
+        self._numbers = {}
+
+    def __call__(self, change: Change, into: Any, *args: Any) -> None:
+        changed, read = (sum(each.nbytes for each in tensors_in(given)) for given in (into, args))
+        self._live.timeline.operations.append(Operation("rest", 0.0, 2 * changed + read, 4))
 
 
 class _ToHost:

@@ -18,13 +18,16 @@ from raytune_fsdp.model.adapters.attach import why_not_compiled
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
+from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.trials.mixers import choose_mixers, why_borders_fail
+from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.accumulation import FP32
+from raytune_fsdp.step.optim.build import is_fused
 from raytune_fsdp.step.precision import compute_dtype
 
 
@@ -69,6 +72,7 @@ def kernels_of(
         "loss": "plain",
         "blocks": EAGER,
         "gradients": gradients_of(standing.state),
+        "update": EAGER,
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else standing.state.kernels
@@ -107,9 +111,23 @@ def kernels_of(
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)
+    if (update := _choose_update(config, kept.get("update"), device)) is not None:
+        found["update"] = update
     if config.run.exact and device.type == "cpu":
         found["threads"] = _set_threads(config, kept.get("threads"))
     return found
+
+
+def _choose_update(config: FinetuneConfig, kept: str | None, device: torch.device) -> KernelChoice | None:
+    """Choose how updates run that are written out; None: there are none on a GPU."""
+    master, exact = MASTER_DTYPE[config.parallel.precision], config.run.exact
+    fused = is_fused(config.optim, fp32=master == torch.float32)
+    if device.type != "cuda" or config.parallel.cpu_offload or fused:
+        return None
+    return choose_update(
+        config.parallel.compile, kept=kept,
+        fails=lambda: why_on_any_rank(lambda: why_update_differs(config.optim, device, master, exact=exact)),
+    )  # fmt: skip
 
 
 def _set_threads(config: FinetuneConfig, kept: str | None) -> KernelChoice:

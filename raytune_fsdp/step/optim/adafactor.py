@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from raytune_fsdp.config.sections.optimizers import AdafactorOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
 from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, split_like
-from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype
+from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype, write
 
 _LEAST = 1e-30
 """Added to squares, so that a row whose gradients are all 0 is not divided by 0."""
@@ -25,22 +26,34 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of a weight, and the root of their second moment by its factors."""
+    """Some rows of a weight, its gradient, and the factors of their second moment."""
 
     rows: Rows
     weight: torch.Tensor
     gradient: torch.Tensor
-    root: torch.Tensor
-    """The divisor of the gradient."""
+    factors: tuple[torch.Tensor, ...]
+
+    def scaled(self) -> torch.Tensor:
+        """Return the gradient divided by the root of its second moment."""
+        return _scaled(self.gradient, self.factors)
 
 
 class Adafactor:
     """Adafactor without relative steps, first moments and scaling by the weight's size: the schedule's rate is used."""
 
-    def __init__(self, weights: Trained, chosen: AdafactorOptimizer, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Trained,
+        chosen: AdafactorOptimizer,
+        execution: Execution = BY_OPERATION,
+        *,
+        exact: bool = False,
+    ) -> None:
         """Sum squares over rows with `exact` so that no number of ranks changes a bit."""
         self._trained = weights
         self._chosen = chosen
+        self._execution = execution
+        self._untried = execution.needs_trial
         self._exact = exact
         self.groups = weights.groups
 
@@ -68,19 +81,29 @@ class Adafactor:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
         skip = self._trained.skipped(found_inf)
-        taken = self._trained.taken()
-        names = [name for name, _ in taken]
-        self._factors(names, skip)
-        sizes = self._sizes(names)
-        for (name, group), size in zip(taken, sizes, strict=True):
-            lr, step = self._trained.rate(group, lr_factor), self._trained.state[name]["step"]
-            for part in self._parts(name):
-                update = part.gradient / part.root / (size / self._chosen.clip).clamp(min=1.0).to(part.root.dtype)
-                value = decayed(part.weight, lr, group.weight_decay) - update * lr
-                self._trained.write(name, part.weight, value, step, part.rows, skip)
+        if self._untried:
+            self._take(lr_factor, torch.ones_like(skip))
+            self._execution.agree()
+            self._untried = False
+        self._take(lr_factor, skip)
         self._trained.drop_gradients()
 
-    def _factors(self, names: Sequence[str], skip: torch.Tensor) -> None:
+    def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
+        taken = self._trained.taken()
+        names = [name for name, _ in taken]
+        steps = self._trained.count(names, skip)
+        self._factors(names, steps, skip)
+        for (name, group), step, size in zip(taken, steps, self._sizes(names), strict=True):
+            lr = self._trained.rate(group, lr_factor)
+            numbers = [self._execution.number(value, step.device) for value in (lr, 1 - lr * group.weight_decay)]
+            clip = (size / self._chosen.clip).clamp(min=1.0)
+            for part in self._parts(name):
+                noise = self._trained.noise_of_weight(name, part.rows)
+                self._execution(
+                    _move_weight, part.weight, part.gradient, part.factors, clip, numbers, noise, step, skip
+                )
+
+    def _factors(self, names: Sequence[str], steps: Sequence[torch.Tensor], skip: torch.Tensor) -> None:
         """Update the factors with the gradients of this step."""
         matrices = [name for name in names if self._trained.named[name].ndim == 2]
         if self._exact:
@@ -91,11 +114,11 @@ class Adafactor:
         else:
             sums = self._summed([self._column_sums(name) for name in matrices])
         columns = dict(zip(matrices, sums, strict=True))
-        for name in names:
+        for name, step in zip(names, steps, strict=True):
             parameter, state = self._trained.named[name], self._trained.state[name]
             assert parameter.grad is not None
             # In a weight's first update the old factors, which are 0, have no share.
-            share = self._trained.count(name, skip).double() ** -self._chosen.decay_power
+            share = step.double() ** -self._chosen.decay_power
             if parameter.ndim == 2:
                 _move(state["column"], columns[name] / parameter.shape[0] + _LEAST, share, skip)
             for rows in in_parts(parameter, whole_rows=True):
@@ -126,7 +149,7 @@ class Adafactor:
         many = [self._trained.named[name].numel() for name in names]
         if self._exact:
             summed = self._exactly(
-                lambda name: ((part.gradient / part.root).double().square().view(-1, 1) for part in self._parts(name)),
+                lambda name: (part.scaled().double().square().view(-1, 1) for part in self._parts(name)),
                 {name: torch.Size([count, 1]) for name, count in zip(names, many, strict=True)},
             )
             return [(total[0] / count).sqrt() for total, count in zip(summed, many, strict=True)]
@@ -134,7 +157,7 @@ class Adafactor:
         for name in names:
             total = torch.zeros((), dtype=torch.float64, device=self._trained.named[name].device)
             for part in self._parts(name):
-                total += (part.gradient / part.root).double().square().sum()
+                total += part.scaled().double().square().sum()
             squares.append(total)
         return [(total / count).sqrt() for total, count in zip(self._summed(squares), many, strict=True)]
 
@@ -143,17 +166,15 @@ class Adafactor:
         assert parameter.grad is not None
         for rows in in_parts(parameter, whole_rows=True):
             place = slice(rows.start, rows.stop)
-            weight = rows.of(parameter)
-            gradient = rows.of(parameter.grad).to(update_dtype(weight))
+            weight, gradient = rows.of(parameter), rows.of(parameter.grad)
             if parameter.ndim < 2:
-                root = rows.of(state["square"]).sqrt()
-            else:
-                # The mean of all rows' means is that of the columns', which every rank has.
-                column = local_piece(state["column"])
-                column = column if parameter.ndim == 2 else column[place]
-                rest = column / column.mean(-1, keepdim=True)
-                root = local_piece(state["row"])[place].unsqueeze(-1).sqrt() * rest.unsqueeze(-2).sqrt()
-            yield _Part(rows, weight, gradient, root.reshape(gradient.shape))
+                yield _Part(rows, weight, gradient, (rows.of(state["square"]),))
+                continue
+            # The mean of all rows' means is that of the columns', which every rank has.
+            column = local_piece(state["column"])
+            column = column if parameter.ndim == 2 else column[place]
+            rest = column / column.mean(-1, keepdim=True)
+            yield _Part(rows, weight, gradient, (local_piece(state["row"])[place].unsqueeze(-1), rest.unsqueeze(-2)))
 
     def _exactly(
         self, squares: Callable[[str], Iterator[torch.Tensor]], shapes: Mapping[str, torch.Size]
@@ -194,6 +215,28 @@ class Adafactor:
             flat = at(flat.device, there)
         found = torch.split(flat, [value.numel() for value in values])
         return [each.view(value.shape) for each, value in zip(found, values, strict=True)]
+
+
+def _scaled(gradient: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    root = factors[0].sqrt()
+    if len(factors) == 2:
+        root = root * factors[1].sqrt()
+    return gradient.to(update_dtype(gradient)) / root.reshape(gradient.shape)
+
+
+def _move_weight(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    clip: torch.Tensor,
+    numbers: Sequence[Any],
+    noise: torch.Tensor | None,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    lr, remains = numbers
+    update = _scaled(gradient, factors)
+    write(weight, decayed(weight, remains) - update / clip.to(update.dtype) * lr, noise, step, skip)
 
 
 def _squares(gradient: torch.Tensor) -> torch.Tensor:

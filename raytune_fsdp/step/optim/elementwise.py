@@ -1,21 +1,35 @@
 """Optimizers that update every number by its own gradient and moments. Each is a rule, and `Elementwise` applies it.
 
-Every operation is one that IEEE rounds once, so a number's update has the same bits wherever the tensor is cut. `lerp`
-and `addcmul` are not used: vector units fuse them, but not always at the ends of a tensor's memory.
+Every operation is one that is rounded once, so a number's update has the same bits wherever the tensor is cut. `lerp`
+and `addcmul` are not used: vector units fuse them, but not always at the ends of a tensor's memory. For the same reason
+an update may run as one kernel (execution.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.sections.optimizers import LionOptimizer, SgdOptimizer
-from raytune_fsdp.step.optim.moments import MOMENT_GROUP, AsType, Bf16, EightBit, Kept, is_quantized
-from raytune_fsdp.step.optim.pieces import in_parts
-from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution, Scalars
+from raytune_fsdp.step.optim.groups import Group
+from raytune_fsdp.step.optim.moments import (
+    MOMENT_GROUP,
+    AsType,
+    Bf16,
+    EightBit,
+    Kept,
+    Tensors,
+    group_of,
+    is_quantized,
+)
+from raytune_fsdp.step.optim.pieces import Rows, columns_of, in_parts
+from raytune_fsdp.step.optim.update import Trained, decayed, drawn, replace, update_dtype, write
 
 Moments = Mapping[str, torch.Tensor]
 
@@ -26,8 +40,11 @@ class Rule(Protocol):
     def kept(self, parameter: torch.Tensor) -> Mapping[str, Kept]:
         """Return how each moment of a parameter is kept, by the moment's name."""
 
-    def direction(self, gradient: torch.Tensor, moments: Moments, step: torch.Tensor) -> tuple[torch.Tensor, Moments]:
-        """Return what to subtract at a learning rate of 1, and the new moments. `step` is 1 in the first step."""
+    def scalars(self, step: torch.Tensor) -> Scalars:
+        """Return what a direction needs to know of the step, or of each of several: it is 1 in the first."""
+
+    def direction(self, gradient: torch.Tensor, moments: Moments, scalars: Scalars) -> tuple[torch.Tensor, Moments]:
+        """Return what to subtract at a learning rate of 1, and the new moments."""
 
 
 class AdamWRule:
@@ -45,12 +62,16 @@ class AdamWRule:
         dtype = None if self._moments == "as_weights" else torch.float32
         return {"exp_avg": AsType(dtype), "exp_avg_sq": AsType(dtype)}
 
-    def direction(self, gradient: torch.Tensor, moments: Moments, step: torch.Tensor) -> tuple[torch.Tensor, Moments]:
+    def scalars(self, step: torch.Tensor) -> Scalars:
+        ages = step.double()
+        return 1 - self._beta1**ages, 1 - self._beta2**ages
+
+    def direction(self, gradient: torch.Tensor, moments: Moments, scalars: Scalars) -> tuple[torch.Tensor, Moments]:
         first = moments["exp_avg"] * self._beta1 + gradient * (1 - self._beta1)
         second = moments["exp_avg_sq"] * self._beta2 + gradient * gradient * (1 - self._beta2)
-        ages = step.double()
-        mean = first / (1 - self._beta1**ages)
-        root = (second / (1 - self._beta2**ages)).sqrt()
+        share_of_first, share_of_second = scalars
+        mean = first / share_of_first
+        root = (second / share_of_second).sqrt()
         return mean / (root + self._eps), {"exp_avg": first, "exp_avg_sq": second}
 
 
@@ -63,7 +84,10 @@ class SgdRule:
     def kept(self, parameter: torch.Tensor) -> Mapping[str, Kept]:
         return {"momentum": AsType()} if self._momentum else {}
 
-    def direction(self, gradient: torch.Tensor, moments: Moments, step: torch.Tensor) -> tuple[torch.Tensor, Moments]:
+    def scalars(self, step: torch.Tensor) -> Scalars:
+        return ()
+
+    def direction(self, gradient: torch.Tensor, moments: Moments, scalars: Scalars) -> tuple[torch.Tensor, Moments]:
         if not self._momentum:
             return gradient, {}
         sum_ = moments["momentum"] * self._momentum + gradient
@@ -79,7 +103,10 @@ class LionRule:
     def kept(self, parameter: torch.Tensor) -> Mapping[str, Kept]:
         return {"exp_avg": AsType()}
 
-    def direction(self, gradient: torch.Tensor, moments: Moments, step: torch.Tensor) -> tuple[torch.Tensor, Moments]:
+    def scalars(self, step: torch.Tensor) -> Scalars:
+        return ()
+
+    def direction(self, gradient: torch.Tensor, moments: Moments, scalars: Scalars) -> tuple[torch.Tensor, Moments]:
         mean = moments["exp_avg"]
         sign = (mean * self._beta1 + gradient * (1 - self._beta1)).sign()
         return sign, {"exp_avg": mean * self._beta2 + gradient * (1 - self._beta2)}
@@ -92,10 +119,12 @@ RULES: Mapping[str, Callable[[Any], Rule]] = {"sgd": SgdRule, "lion": LionRule}
 class Elementwise:
     """An optimizer that applies a rule to every weight."""
 
-    def __init__(self, weights: Trained, rule: Rule) -> None:
+    def __init__(self, weights: Trained, rule: Rule, execution: Execution = BY_OPERATION) -> None:
         self._trained = weights
         self._kept = {name: rule.kept(parameter) for name, parameter in weights.named.items()}
         self._rule = rule
+        self._execution = execution
+        self._untried = execution.needs_trial
         self.groups = weights.groups
 
     def init_state(self) -> None:
@@ -115,32 +144,78 @@ class Elementwise:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
         skip = self._trained.skipped(found_inf)
-        for name, group in self._trained.taken():
-            self._update(name, self._trained.rate(group, lr_factor), group.weight_decay, skip)
+        if self._untried:
+            self._take(lr_factor, torch.ones_like(skip))
+            self._execution.agree()
+            self._untried = False
+        self._take(lr_factor, skip)
         self._trained.drop_gradients()
 
-    def _update(self, name: str, lr: float, weight_decay: float, skip: torch.Tensor) -> None:
+    def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
+        taken = self._trained.taken()
+        # Counted as 0 if the first step is skipped: the result of 0/0 is not written.
+        steps = self._trained.count([name for name, _ in taken], skip)
+        scalars = self._execution.scalars(self._rule.scalars, steps)
+        for (name, group), step, of_step in zip(taken, steps, scalars, strict=True):
+            self._update(name, group, lr_factor, step, of_step, skip)
+
+    def _update(
+        self, name: str, group: Group, lr_factor: float, step: torch.Tensor, scalars: Scalars, skip: torch.Tensor
+    ) -> None:
         parameter, state, kept = self._trained.named[name], self._trained.state[name], self._kept[name]
         assert parameter.grad is not None
-        step = self._trained.count(name, skip)  # 0 if the first step is skipped: the result of 0/0 is not written
-        for rows in in_parts(parameter):
-            weight = rows.of(parameter)
-            dtype = update_dtype(weight)
+        lr, device = self._trained.rate(group, lr_factor), step.device
+        numbers = [self._execution.number(value, device) for value in (lr, 1 - lr * group.weight_decay)]
+        tables = {moment: each.tables(device) for moment, each in kept.items()}
+        grouped = any(each.grouped for each in kept.values())
+        size = group_of(columns_of(local_piece(parameter))) if grouped else 1
+        for rows in in_parts(parameter, at_once=self._execution.at_once, group=size):
+            part = partial(_in_groups, rows, min(size, rows.right - rows.left)) if grouped else rows.of
             stored = {
                 moment: {
-                    key.removeprefix(moment): rows.of(state[key], 1 if key == moment else MOMENT_GROUP) for key in keys
+                    key.removeprefix(moment): part(state[key]) if key == moment else _scales(rows, state[key])
+                    for key in keys
                 }
                 for moment, keys in _keys(state, kept).items()
             }
-            moments = {moment: kept[moment].read(stored[moment], dtype) for moment in kept}
-            gradient = rows.of(parameter.grad).to(dtype)
-            direction, new = self._rule.direction(gradient, moments, step)
-            value = decayed(weight, lr, weight_decay) - direction * lr
-            self._trained.write(name, weight, value, step, rows, skip)
-            for moment, each in kept.items():
-                noise = self._trained.noise(name, moment, step, rows, weight) if each.rounded else None
-                for suffix, tensor in each.write(new[moment], noise).items():
-                    replace(stored[moment][suffix], tensor, skip)
+            noise = {moment: self._trained.noise(name, moment, rows) for moment, each in kept.items() if each.rounded}
+            self._execution(
+                _change, (part(parameter), stored), part(parameter.grad), self._rule, kept, tables, numbers,
+                scalars, step, noise, self._trained.noise_of_weight(name, rows), skip,
+            )  # fmt: skip
+
+
+def _in_groups(rows: Rows, size: int, tensor: torch.Tensor) -> torch.Tensor:
+    return rows.of(tensor).view(rows.stop - rows.start, -1, size)
+
+
+def _scales(rows: Rows, tensor: torch.Tensor) -> torch.Tensor:
+    return rows.of(tensor, MOMENT_GROUP).unsqueeze(-1)
+
+
+def _change(
+    into: tuple[torch.Tensor, Mapping[str, Tensors]],
+    gradient: torch.Tensor,
+    rule: Rule,
+    kept: Mapping[str, Kept],
+    tables: Mapping[str, Tensors],
+    numbers: Sequence[Any],
+    scalars: Scalars,
+    step: torch.Tensor,
+    noise: Tensors,
+    noise_of_weight: torch.Tensor | None,
+    skip: torch.Tensor,
+) -> None:
+    """Update some rows of a weight and its moments. `numbers`: the learning rate, and what remains by decay."""
+    (weight, stored), (lr, remains) = into, numbers
+    dtype = update_dtype(weight)
+    moments = {moment: each.read(stored[moment], tables[moment], dtype) for moment, each in kept.items()}
+    direction, new = rule.direction(gradient.to(dtype), moments, scalars)
+    write(weight, decayed(weight, remains) - direction * lr, noise_of_weight, step, skip)
+    for moment, each in kept.items():
+        drawn_now = drawn(noise[moment], step, weight) if each.rounded else None
+        for suffix, tensor in each.write(new[moment], tables[moment], drawn_now).items():
+            replace(stored[moment][suffix], tensor, skip)
 
 
 def _keys(state: Mapping[str, torch.Tensor], kept: Mapping[str, Kept]) -> dict[str, list[str]]:

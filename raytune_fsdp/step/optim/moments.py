@@ -15,6 +15,8 @@ from raytune_fsdp.model.tables import constant_table
 from raytune_fsdp.step.optim.pieces import split_like
 from raytune_fsdp.step.optim.update import LEVELS, to_bf16
 
+Tensors = Mapping[str, torch.Tensor]
+
 MOMENT_GROUP = 256
 """Numbers that share a scale. Groups are parts of a row and so of a shard, whatever the number of ranks; groups of the
 flat tensor, as others have them, would be cut."""
@@ -28,21 +30,26 @@ class Kept(Protocol):
 
     rounded: bool
     """Whether writing it needs noise."""
+    grouped: bool
+    """Whether it is read and written in groups: rows x groups of each x numbers, and rows x groups x 1 of scales."""
 
     def zeros(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors of a moment that is 0, by the suffix that is added to its name."""
 
-    def read(self, kept: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def tables(self, device: torch.device) -> Tensors:
+        """Return the constants that reading and writing need."""
+
+    def read(self, kept: Tensors, tables: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers of some rows."""
 
-    def write(self, value: torch.Tensor, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def write(self, value: torch.Tensor, tables: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Return the tensors that keep the numbers of some rows."""
 
 
 class AsType:
     """Keeps a moment in a floating-point type; None: in that of the weights."""
 
-    rounded = False
+    rounded = grouped = False
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
@@ -50,10 +57,13 @@ class AsType:
     def zeros(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"": torch.zeros_like(parameter, dtype=self._dtype)}
 
-    def read(self, kept: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def tables(self, device: torch.device) -> Tensors:
+        return {}
+
+    def read(self, kept: Tensors, tables: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return kept[""].to(dtype)
 
-    def write(self, value: torch.Tensor, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def write(self, value: torch.Tensor, tables: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return {"": value}
 
 
@@ -65,7 +75,7 @@ class Bf16(AsType):
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
 
-    def write(self, value: torch.Tensor, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def write(self, value: torch.Tensor, tables: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
         assert noise is not None
         return {"": to_bf16(value.float(), noise)}
 
@@ -80,7 +90,7 @@ class EightBit:
     first moment would be divided by `eps` alone.
     """
 
-    rounded = True
+    rounded = grouped = True
 
     def __init__(self, *, squares: bool) -> None:
         self._squares = squares
@@ -88,28 +98,36 @@ class EightBit:
     def zeros(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         columns = parameter.shape[1:].numel()
         codes = torch.zeros_like(parameter, dtype=torch.uint8)
-        return {"": codes, "_scale": split_like(parameter, -(-columns // _block(columns)), dtype=torch.float32)}
+        return {"": codes, "_scale": split_like(parameter, -(-columns // group_of(columns)), dtype=torch.float32)}
 
-    def read(self, kept: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        codes = kept[""]
-        level = _levels(not self._squares, codes.device)
-        value = level.index_select(0, codes.flatten().int()).view(codes.shape)
-        value = value * _spread(kept["_scale"], codes.shape[1])
+    def tables(self, device: torch.device) -> Tensors:
+        return {"levels": _levels(not self._squares, device)}
+
+    def read(self, kept: Tensors, tables: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        value = _at(tables["levels"], kept[""]) * kept["_scale"]
         return (value * value if self._squares else value).to(dtype)
 
-    def write(self, value: torch.Tensor, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def write(self, value: torch.Tensor, tables: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
         assert noise is not None
+        levels, last = tables["levels"], len(tables["levels"]) - 1
         value = (value.sqrt() if self._squares else value).float()
-        scale = _largest(value)
-        level = _levels(not self._squares, value.device)
-        share = value / _spread(scale, value.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
-        below = torch.searchsorted(level, share, right=True, out_int32=True).sub_(1).clamp_(0, len(level) - 2)
-        low = level.index_select(0, below.flatten()).view(share.shape)
-        high = level.index_select(0, below.flatten() + 1).view(share.shape)
+        scale = value.abs().amax(-1, keepdim=True)
+        share = value / scale.clamp(min=torch.finfo(torch.float32).tiny)
+        # Levels are squares, so a root tells the nearest one or its neighbour, however a device rounds it. What is not
+        # a number is taken for the last: fmin prefers numbers.
+        most = last if self._squares else last // 2
+        root = torch.fmin((share.abs().sqrt() * most).round(), share.new_full((), most))
+        near = (root if self._squares else torch.where(share < 0, -root, root) + most).int()
+        below = near - ((_at(levels, near) > share) | (near == last)).int()
+        low, high = _at(levels, below), _at(levels, below + 1)
         up = (share - low) / (high - low) * LEVELS > noise
         if self._squares:
-            up |= (below == 0) & (share > 0)
+            up = up | ((below == 0) & (share > 0))
         return {"": (below + up).to(torch.uint8), "_scale": scale}
+
+
+def _at(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    return levels.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
@@ -118,21 +136,9 @@ def is_quantized(parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and parameter.shape[1:].numel() > 1 and parameter.numel() >= _FEW
 
 
-def _block(columns: int) -> int:
+def group_of(columns: int) -> int:
+    """Return how many numbers of a row share a scale, but for the last, if the row has so many columns."""
     return min(MOMENT_GROUP, columns)
-
-
-def _largest(value: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of every group; the last group of a row may be shorter."""
-    rows, columns = value.shape
-    size = _block(columns)
-    filled = torch.nn.functional.pad(value, (0, -columns % size))
-    return filled.view(rows, filled.shape[1] // size, size).abs().amax(-1)
-
-
-def _spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    rows, groups = scale.shape
-    return scale[:, :, None].expand(rows, groups, _block(columns)).reshape(rows, -1)[:, :columns]
 
 
 @constant_table

@@ -10,34 +10,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from raytune_fsdp.config.sections.optimizers import MuonOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.matrices import Parts
 from raytune_fsdp.step.optim.pieces import Split, in_parts
-from raytune_fsdp.step.optim.update import Optimizer, Trained, decayed, replace, update_dtype
+from raytune_fsdp.step.optim.update import Optimizer, Trained, decayed, replace, update_dtype, write
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration. Muon's authors chose them to raise small singular values fastest, to between
 0.7 and 1.2."""
+
+_AT_ONCE = 1 << 26
+"""Numbers of experts that are made orthogonal at once, where that is done."""
 
 
 class Muon:
     """Muon for hidden matrices, and another optimizer for the rest."""
 
     def __init__(
-        self, weights: Trained, parts: Mapping[str, Parts], rest: Optimizer | None, chosen: MuonOptimizer
+        self,
+        weights: Trained,
+        parts: Mapping[str, Parts],
+        rest: Optimizer | None,
+        chosen: MuonOptimizer,
+        execution: Execution = BY_OPERATION,
     ) -> None:
         self._trained = weights
         self._parts = parts
         self._rest = rest
         self._chosen = chosen
+        self._execution = execution
+        self._untried = execution.needs_trial
         self.groups = weights.groups
         self._split = Split.of(next(iter(weights.named.values())))
+        self._many = Many()
 
     def init_state(self) -> None:
         for name, parameter in self._trained.named.items():
@@ -55,7 +68,18 @@ class Muon:
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
         skip = self._trained.skipped(found_inf)
+        if self._untried:
+            self._take(lr_factor, torch.ones_like(skip))
+            self._execution.agree()
+            self._untried = False
+        self._take(lr_factor, skip)
+        self._trained.drop_gradients()
+        if self._rest is not None:
+            self._rest.step(lr_factor, found_inf)
+
+    def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = dict(self._trained.taken())
+        self._trained.count(list(taken), skip)
         flat = [name for name in taken if self._trained.named[name].ndim == 2]
         # Sorted by shapes of whole matrices, so that every rank has the same list.
         flat.sort(key=lambda name: (-self._cost(name), name))
@@ -65,9 +89,6 @@ class Muon:
         for name, group in taken.items():
             if name not in flat:
                 self._experts(name, group, lr_factor, skip)
-        self._trained.drop_gradients()
-        if self._rest is not None:
-            self._rest.step(lr_factor, found_inf)
 
     def _cost(self, name: str) -> int:
         shape = self._trained.named[name].shape
@@ -97,9 +118,12 @@ class Muon:
 
     def _experts(self, name: str, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
         """Update this rank's experts. They are whole, since rows of three-dimensional weights are experts."""
-        update = self._direction(name, skip)
-        for expert in update:
-            expert.copy_(_orthogonal_parts(expert.contiguous(), self._parts[name], self._chosen.iterations))
+        update, parts = self._direction(name, skip), self._parts[name]
+        for some in torch.split(update, max(1, _AT_ONCE // max(1, update[:1].numel()))):
+            for same in zip(*(parts(expert) for expert in some), strict=True):
+                made = self._many([_flat(piece) for piece in same], self._chosen.iterations)
+                for piece, value in zip(same, made, strict=True):
+                    piece.copy_(_sized(value).view(piece.shape))
         self._write(name, update, group, lr_factor, skip)
 
     def _direction(self, name: str, skip: torch.Tensor) -> torch.Tensor:
@@ -110,23 +134,42 @@ class Muon:
         # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and communicate on GPUs.
         place = local.device.type if mesh is None else mesh.device_type
         found = torch.empty_like(local, dtype=_works_in(local, place))
-        for rows in in_parts(parameter):
-            share, old = self._chosen.momentum, rows.of(momentum)
-            gradient = rows.of(parameter.grad).to(update_dtype(old))
-            mean = old.to(gradient.dtype) * share + gradient * (1 - share)
-            replace(old, mean, skip)
-            mean = gradient * (1 - share) + mean * share if self._chosen.nesterov else mean
-            rows.of(found).copy_(mean)
+        for rows in in_parts(parameter, at_once=self._execution.at_once):
+            into, share = (rows.of(momentum), rows.of(found)), self._chosen.momentum
+            self._execution(_mean, into, rows.of(parameter.grad), share, self._chosen.nesterov, skip)
         return found if place == found.device.type else found.to(place)
 
     def _write(self, name: str, update: torch.Tensor, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
         parameter = self._trained.named[name]
         update = update.to(local_piece(parameter).device)
-        step, lr = self._trained.count(name, skip), self._trained.rate(group, lr_factor)
-        for rows in in_parts(parameter):
-            weight = rows.of(parameter)
-            moved = rows.of(update).to(update_dtype(weight)) * lr
-            self._trained.write(name, weight, decayed(weight, lr, group.weight_decay) - moved, step, rows, skip)
+        step, lr = self._trained.state[name]["step"], self._trained.rate(group, lr_factor)
+        numbers = [self._execution.number(value, step.device) for value in (lr, 1 - lr * group.weight_decay)]
+        for rows in in_parts(parameter, at_once=self._execution.at_once):
+            noise = self._trained.noise_of_weight(name, rows)
+            self._execution(_move, rows.of(parameter), rows.of(update), numbers, noise, step, skip)
+
+
+def _mean(
+    into: tuple[torch.Tensor, torch.Tensor], gradient: torch.Tensor, share: float, nesterov: bool, skip: torch.Tensor
+) -> None:
+    """Move the momentum by a gradient, and write what is to be made orthogonal."""
+    old, found = into
+    gradient = gradient.to(update_dtype(old))
+    mean = old.to(gradient.dtype) * share + gradient * (1 - share)
+    replace(old, mean, skip)
+    found.copy_(gradient * (1 - share) + mean * share if nesterov else mean)
+
+
+def _move(
+    weight: torch.Tensor,
+    update: torch.Tensor,
+    numbers: Sequence[Any],
+    noise: torch.Tensor | None,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    lr, remains = numbers
+    write(weight, decayed(weight, remains) - update.to(update_dtype(weight)) * lr, noise, step, skip)
 
 
 def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:
@@ -164,18 +207,68 @@ def _orthogonal_parts(matrix: torch.Tensor, parts: Parts, iterations: int) -> to
     """Make each matrix in it orthogonal, and as large as an update of AdamW: 0.2 in the root mean square."""
     made = torch.empty_like(matrix)
     for piece, place in zip(parts(matrix), parts(made), strict=True):
-        flat = piece.reshape(-1, piece.shape[-1])
-        place.copy_((orthogonal(flat, iterations) * (0.2 * math.sqrt(max(flat.shape)))).view(piece.shape))
+        place.copy_(_sized(orthogonal(_flat(piece), iterations)).view(piece.shape))
     return made
+
+
+def _flat(piece: torch.Tensor) -> torch.Tensor:
+    return piece.reshape(-1, piece.shape[-1])
+
+
+def _sized(orthogonal: torch.Tensor) -> torch.Tensor:
+    return orthogonal * (0.2 * math.sqrt(max(orthogonal.shape)))
+
+
+class Many:
+    """Makes matrices of one shape orthogonal: all at once, where that gives the bits of one after the other.
+
+    That is tried once for each shape and number of matrices, and only on GPUs: they start kernels slowly.
+    """
+
+    kinds: tuple[str, ...] = ("cuda",)
+
+    def __init__(self) -> None:
+        self.alike: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, matrices: Sequence[torch.Tensor], iterations: int) -> Sequence[torch.Tensor]:
+        first, count = matrices[0], len(matrices)
+        if count > 1 and first.device.type in self.kinds:
+            key = count, first.shape, first.dtype, iterations
+            if key not in self.alike:
+                # The host waits here, in the first step.
+                drawn = torch.Generator(first.device).manual_seed(0)
+                some = [torch.randn(first.shape, generator=drawn, device=first.device) for _ in matrices]
+                some = [each.to(first.dtype) for each in some]
+                pairs = zip(_at_once(some, iterations), some, strict=True)
+                self.alike[key] = all(torch.equal(a, orthogonal(b, iterations)) for a, b in pairs)
+            if self.alike[key]:
+                return _at_once(matrices, iterations)
+        return [orthogonal(each, iterations) for each in matrices]
+
+
+def _at_once(matrices: Sequence[torch.Tensor], iterations: int) -> Sequence[torch.Tensor]:
+    tall = matrices[0].shape[0] > matrices[0].shape[1]
+    stack = torch.stack([_normed(each) for each in matrices])
+    for _ in range(iterations):
+        stack = _iterated(stack)
+    return (stack.mT if tall else stack).unbind()
 
 
 def orthogonal(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     """Raise a matrix's singular values to about 1 by the Newton-Schulz iteration: products of matrices only."""
-    a, b, c = _COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    value: torch.Tensor = (matrix.mT if tall else matrix).contiguous()
-    value = value / value.norm().clamp(min=1e-7)
+    tall, value = matrix.shape[0] > matrix.shape[1], _normed(matrix)
     for _ in range(iterations):
-        square = value @ value.mT
-        value = value * a + (square * b + (square @ square) * c) @ value
+        value = _iterated(value)
     return value.mT if tall else value
+
+
+def _normed(matrix: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = (matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix).contiguous()
+    normed: torch.Tensor = value / value.norm().clamp(min=1e-7)
+    return normed
+
+
+def _iterated(value: torch.Tensor) -> torch.Tensor:
+    a, b, c = _COEFFICIENTS
+    square = value @ value.mT
+    return value * a + (square * b + (square @ square) * c) @ value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -124,15 +125,19 @@ def columns_of(tensor: torch.Tensor) -> int:
     return tensor.shape[1:].numel()
 
 
-def in_parts(parameter: torch.Tensor, *, whole_rows: bool = False) -> Iterator[Rows]:
-    """Yield this rank's rows of a parameter, some at a time. A row that is too long comes in parts itself."""
-    local = local_piece(parameter)
+def in_parts(
+    parameter: torch.Tensor, *, at_once: int | None = None, whole_rows: bool = False, group: int = 1
+) -> Iterator[Rows]:
+    """Yield this rank's rows of a parameter, some at a time. A row that is too long comes in parts itself.
+
+    `at_once`: the most numbers of a part; None: `NUMBERS_AT_ONCE`. `group`: each part has whole groups of so many
+    columns, or the columns that are left at the end of rows.
+    """
+    local, numbers = local_piece(parameter), NUMBERS_AT_ONCE if at_once is None else at_once
     rows, piece, columns = local.shape[0] if local.ndim else 1, piece_of(parameter), columns_of(local)
-    at_once = max(1, NUMBERS_AT_ONCE // max(1, columns))
-    width = columns if whole_rows else min(columns, NUMBERS_AT_ONCE)
-    for start in range(0, rows, at_once):
-        for left in range(0, columns, max(1, width)):
-            yield Rows(
-                start, min(rows, start + at_once), piece.rows[0] + start,
-                left, min(columns, left + width), piece.first_column + left,
-            )  # fmt: skip
+    height = max(1, numbers // max(1, columns))
+    width = columns if whole_rows else min(columns, numbers)
+    edges = sorted({*range(0, columns, max(1, width)), columns - columns % group, columns})
+    for start in range(0, rows, height):
+        for left, right in pairwise(edges):
+            yield Rows(start, min(rows, start + height), piece.rows[0] + start, left, right, piece.first_column + left)

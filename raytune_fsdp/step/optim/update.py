@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -47,6 +48,7 @@ class Trained:
         self._lr = lr
         self._seed = seed
         self._stochastic = stochastic_rounding
+        self._noise: dict[tuple[str, str, int, int], torch.Tensor] = {}
 
     def taken(self) -> list[tuple[str, Group]]:
         """Return the weights that have a gradient, with their groups."""
@@ -63,23 +65,25 @@ class Trained:
         """Return the state that every weight has besides its moments."""
         return {"step": torch.zeros((), dtype=torch.float32, device=self.named[name].device)}
 
-    def count(self, name: str, skip: torch.Tensor) -> torch.Tensor:
-        """Count this update and return its number, which keys its noise. A skipped update is not counted."""
-        step = self.state[name]["step"]
-        step.add_(1 - skip.to(step.dtype))
-        return step
+    def count(self, names: Sequence[str], skip: torch.Tensor) -> list[torch.Tensor]:
+        """Count these updates and return their numbers, which key their noise. A skipped update is not counted."""
+        steps = [self.state[name]["step"] for name in names]
+        if steps:
+            torch._foreach_add_(steps, [1 - skip.to(steps[0].dtype)] * len(steps))
+        return steps
 
-    def noise(self, name: str, what: str, step: torch.Tensor, rows: Rows, like: torch.Tensor) -> torch.Tensor:
-        count, columns = like.shape
-        return Noise(self._seed, name, what).of(step, rows.first, count, columns, rows.first_column)
+    def noise(self, name: str, what: str, rows: Rows) -> torch.Tensor:
+        """Return what the noise of these rows depends on besides the step."""
+        key = name, what, rows.first, rows.first_column
+        if key not in self._noise:
+            device = self.named[name].device
+            self._noise[key] = Noise(self._seed, name, what).at(rows.first, rows.first_column, device)
+        return self._noise[key]
 
-    def write(
-        self, name: str, weight: torch.Tensor, value: torch.Tensor, step: torch.Tensor, rows: Rows, skip: torch.Tensor
-    ) -> None:
-        """Give these rows of a weight their new value, rounded to its type."""
-        if self._stochastic and weight.dtype == torch.bfloat16:
-            value = to_bf16(value.float(), self.noise(name, "weight", step, rows, value))
-        replace(weight, value, skip)
+    def noise_of_weight(self, name: str, rows: Rows) -> torch.Tensor | None:
+        """Return the same for the weight itself; None: its new values are rounded to the nearest."""
+        rounded = self._stochastic and self.named[name].dtype == torch.bfloat16
+        return self.noise(name, "weight", rows) if rounded else None
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         return {f"{name}.{key}": tensor for name in self.named for key, tensor in self.state.get(name, {}).items()}
@@ -94,15 +98,23 @@ def replace(tensor: torch.Tensor, value: torch.Tensor, skip: torch.Tensor) -> No
     tensor.copy_(torch.where(skip, tensor, value.to(tensor.dtype)))
 
 
+def write(
+    weight: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None, step: torch.Tensor, skip: torch.Tensor
+) -> None:
+    """Give rows of a weight their new value, rounded to its type: by `noise` if there is some."""
+    if noise is not None:
+        value = to_bf16(value.float(), drawn(noise, step, value))
+    replace(weight, value, skip)
+
+
 def update_dtype(weight: torch.Tensor) -> torch.dtype:
     """Return the type in which an update is computed: fp32 for 16-bit weights."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
-def decayed(weight: torch.Tensor, lr: float, weight_decay: float) -> torch.Tensor:
-    """Return the weight after decoupled decay, in the type of its update."""
-    wide = weight.to(update_dtype(weight))
-    return wide * (1 - lr * weight_decay) if weight_decay else wide
+def decayed(weight: torch.Tensor, kept: torch.Tensor | float) -> torch.Tensor:
+    """Return the weight after decoupled decay, in the type of its update. `kept`: what it is multiplied with."""
+    return weight.to(update_dtype(weight)) * kept
 
 
 # Rounding that is right on average, with noise that is keyed by seed, parameter, step and place.
@@ -124,14 +136,24 @@ class Noise:
         key = derive_key("rounding", seed, name, what)
         self._keys = tuple(_signed(key >> shift & 0xFFFFFFFF) for shift in (0, 32))
 
+    def at(self, first: int, left: int, device: torch.device) -> torch.Tensor:
+        """Return all that `drawn` needs to know of rows and columns that begin here, besides the step."""
+        return torch.tensor([*self._keys, first, left], dtype=torch.int32, device=device)
+
     def of(self, step: torch.Tensor, first: int, rows: int, columns: int, left: int = 0) -> torch.Tensor:
-        """Return the noise of these rows and columns (a matrix of int32) at a step, which is a number on the device."""
-        places = torch.arange(first, first + rows, device=step.device, dtype=torch.int32)
-        now = _mix(step.to(torch.int32) + self._keys[0])
-        lines = _mix(_mix(places + self._keys[1]) ^ now)
-        # Columns are hashed, too: added as they are, two rows with close hashes would have the same noise, shifted.
-        across = _mix(torch.arange(left, left + columns, device=step.device, dtype=torch.int32))
-        return (_mix(lines[:, None] ^ across) >> 16).bitwise_and_(_LOW)
+        """Return the noise of these rows and columns at a step, which is a number on the device."""
+        return drawn(self.at(first, left, step.device), step, torch.empty(rows, columns, device="meta"))
+
+
+def drawn(noise: torch.Tensor, step: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return noise (`Noise.at`) for a matrix like this, at a step: int32. Its columns may have any number of axes."""
+    rows, *columns = like.shape
+    places = torch.arange(rows, device=noise.device, dtype=torch.int32) + (noise[2] + noise[1])
+    lines = _mix(_mix(places) ^ _mix(step.to(torch.int32) + noise[0]))
+    # Columns are hashed, too: added as they are, two rows with close hashes would have the same noise, shifted.
+    across = _mix(torch.arange(math.prod(columns), device=noise.device, dtype=torch.int32) + noise[3])
+    lines, across = lines.view(rows, *(1 for _ in columns)), across.view(columns)
+    return (_mix(lines ^ across) >> 16).bitwise_and_(_LOW)
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:
