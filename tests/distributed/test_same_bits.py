@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from raytune_fsdp.base.collectives import make_device_mesh
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_digest
+from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import filler
@@ -30,7 +30,7 @@ from raytune_fsdp.record.names import ATTEMPT_STARTED, BITS_MAY_DIFFER, SAVED
 from raytune_fsdp.run.described import why_bits_changed, why_bits_differ
 from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.parallel import reduce_by_sum
-from tests.checkpoints import checkpoints, tensors_in
+from tests.checkpoints import checkpoints, place_of, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks, run_ranks
 from tests.runs import GPT2, LLAMA, make_config, train_rank
@@ -153,7 +153,7 @@ def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
     """The digest that the ranks have put into the last checkpoint, and what the events say of all."""
     place = Path(config.run.storage) / config.run.name
     last = checkpoints(place)[-1]
-    found = read_digest(storage_at(last.root), last.name)
+    found = read_manifest(storage_at(last.root), last.name).digest
     saved = {
         each["fields"]["step"]: each["fields"]["digest"]
         for each in read_events(place / "events.jsonl") if each["event"] == SAVED
@@ -196,12 +196,12 @@ def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
     forged = tmp_path / "checkpoints" / last.name
     shutil.copytree(last, forged)
     manifest = json.loads((forged / "manifest.json").read_text())
-    tensors = json.loads((forged / "tensors.json").read_text())["tensors"]
-    piece = tensors["model.model.norm.weight"]["pieces"][0]
-    content = bytearray((forged / piece["file"]).read_bytes())
-    content[piece["start"]] ^= 1
-    (forged / piece["file"]).write_bytes(content)
-    manifest["files"][piece["file"]]["xxh3"] = xxhash.xxh3_128_hexdigest(bytes(content))
+    (found,) = checkpoints(tmp_path)
+    file, start = place_of(found, "model.model.norm.weight")
+    content = bytearray(file.read_bytes())
+    content[start] ^= 1
+    file.write_bytes(content)
+    manifest["files"][file.name]["xxh3"] = xxhash.xxh3_128_hexdigest(bytes(content))
     (forged / "manifest.json").write_text(json.dumps(manifest))
     assert digest([str(forged), "--trust-places"]) == 2
     assert "has other numbers than the ranks had: the digest of its weights is " in capsys.readouterr().err
