@@ -208,7 +208,7 @@ def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
     manifest["digest"] = {"weights": "0" * 63 + "\n", "everything": 1}
     (forged / "manifest.json").write_text(json.dumps(manifest))
     assert digest([str(forged), "--trust-places"]) == 2
-    assert "its manifest is not what was written: it has the digest '000" in capsys.readouterr().err
+    assert "manifest.json is not what was written: it has the digest '000" in capsys.readouterr().err
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
