@@ -281,8 +281,9 @@ def run_of_today(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_what_is_forged_in_an_index_of_runs_is_refused_in_one_line(run_of_today: Path) -> None:
-    all_of("index of runs", run_of_today, code=2, lines=(1,))
+@pytest.mark.parametrize("kind", ["index of runs", "files", "manifest"])
+def test_what_is_forged_in_a_run_of_today_is_refused_in_one_line(kind: str, run_of_today: Path) -> None:
+    all_of(kind, run_of_today, code=2, lines=(1,))
 
 
 @pytest.mark.parametrize("kind", ["newer files", "newer manifest"])
