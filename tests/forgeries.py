@@ -114,15 +114,18 @@ def device(file: str) -> Forge:
     return lambda place: ((place / file).unlink(), (place / file).symlink_to("/dev/zero"))[1]
 
 
+NOT_JSON = {
+    "empty": b"", "a list": b"[]", "null": b"null", "a number": b"7", "torn": b'{"format": 1',
+    "not text": b"\xff\xfe", "a pickle": b"cposix\nsystem\n(S'true'\ntR.",
+    "deep lists": DEEP_LIST, "deep maps": DEEP_MAP,
+    "a long number": b'{"format": ' + LONG_NUMBER + b"}", "many values": b"[" + b"[]," * 3_000_000 + b"[]]",
+}  # fmt: skip
+"""What JSON with an object in it may be instead."""
+
+
 def not_json(file: str) -> dict[str, Forge]:
     """What a JSON file with an object in it may be instead."""
-    contents = {
-        "empty": b"", "a list": b"[]", "null": b"null", "a number": b"7", "torn": b'{"format": 1',
-        "not text": b"\xff\xfe", "a pickle": b"cposix\nsystem\n(S'true'\ntR.",
-        "deep lists": DEEP_LIST, "deep maps": DEEP_MAP,
-        "a long number": b'{"format": ' + LONG_NUMBER + b"}", "many values": b"[" + b"[]," * 3_000_000 + b"[]]",
-    }  # fmt: skip
-    return {f"{file} is {what}": text(file, content) for what, content in contents.items()}
+    return {f"{file} is {what}": text(file, content) for what, content in NOT_JSON.items()}
 
 
 # ---- a checkpoint ----
@@ -207,6 +210,7 @@ INDEX: dict[str, Forge] = {
     "a name of two lines": put(_INDEX, "tensors", "x\nerror: y", to=_EMPTY),
     "no name": put(_INDEX, "tensors", "", to=_EMPTY),
     "another format": put(_INDEX, "format", to=2),
+    "a format of tomorrow": put(_INDEX, "format", to=3),
     "format true": put(_INDEX, "format", to=True),
     "tensors in a list": put(_INDEX, "tensors", to=[]),
     "tensors are gone": changed(_INDEX, lambda values: {"format": 1}),
@@ -214,6 +218,125 @@ INDEX: dict[str, Forge] = {
     "tensors twice": changed(_INDEX, _twice(b'{"format"', b'{"tensors": {}, "format"')),
     "an index larger than its files": changed(_INDEX, lambda values: b" " * (2 << 20) + json.dumps(values).encode()),
     "an index of 100 MB": sparse(_INDEX, 100 << 20),
+}  # fmt: skip
+
+
+def _run(key: str, to: Any) -> Forge:
+    return put(_INDEX, "tensors", _NAME, "pieces", 0, key, to=to)
+
+
+def _file(number: int, to: Any) -> Forge:
+    return put(_INDEX, "files", number, to=to)
+
+
+def _table(change: Callable[[Any], Any]) -> Forge:
+    """The table at the end of the first file, after a change; with its length in the index."""
+
+    def forge(place: Path) -> None:
+        index = json.loads((place / _INDEX).read_text())
+        (name, length), content = index["files"][0], (place / index["files"][0][0]).read_bytes()
+        values = json.loads(content[-length:])
+        made = change(values)
+        table = made if isinstance(made, bytes) else json.dumps(made or values).encode()
+        _write(place / name, content[:-length] + table)
+        put(_INDEX, "files", 0, 1, to=len(table))(place)
+
+    return forge
+
+
+def _place(*, of: str = _NAME, to: Any) -> Forge:
+    return _table(lambda values: values.__setitem__(of, to))
+
+
+def _moved(start: int, first: int, length: int) -> Forge:
+    """The place of a piece, moved by so many bytes."""
+
+    def change(values: Any) -> None:
+        values[_NAME] = [each + by for each, by in zip(values[_NAME], (start, first, length), strict=True)]
+
+    return _table(change)
+
+
+# Of format 2, of two ranks.
+RUNS: dict[str, Forge] = {
+    **not_json(_INDEX),
+    "pieces twice": _entry(lambda e: e["pieces"].append(e["pieces"][0]) or True),
+    "no pieces": _entry(lambda e: e["pieces"].clear() or True),
+    "a piece too few": _run("count", 1),
+    "a piece too many": _run("count", 3),
+    "no piece": _run("count", 0),
+    "more pieces than anybody has": _run("count", 1 << 62),
+    "a negative count": _run("count", -2),
+    "a count true": _run("count", True),
+    "a fraction as count": _run("count", 2.0),
+    "pieces in a file that is not there": _run("file", 1),
+    "a negative file": _run("file", -1),
+    "a file by its name": _run("file", "__0_1.distcp"),
+    "a step of nothing": _run("step", 0),
+    "a negative step": _run("step", -1),
+    "a step far away": _run("step", 1 << 62),
+    "both pieces in one file": put(_INDEX, "tensors", _NAME, "pieces", to=[
+        {"offset": [row, 0], "shape": [32, 16], "count": 1, "file": 0, "step": 1} for row in (0, 32)
+    ]),
+    "one piece instead of two": put(_INDEX, "tensors", _NAME, "pieces", to=[
+        {"offset": [0, 0], "shape": [64, 16], "count": 1, "file": 0, "step": 1}
+    ]),
+    "overlapping pieces": _run("shape", [48, 16]),
+    "pieces without numbers": _run("shape", [0, 16]),
+    "a negative offset": _run("offset", [-32, 0]),
+    "an offset outside": _run("offset", [32, 0]),
+    "an offset true": _run("offset", [False, 0]),
+    "sides beyond 63 bits": _run("shape", [1 << 63, 1 << 63]),
+    "a run with more": _run("pickle", "x"),
+    "a run without a count": _entry(lambda e: e["pieces"][0].pop("count")),
+    "a run that is a list": put(_INDEX, "tensors", _NAME, "pieces", 0, to=[]),
+    "a larger shape": put(_INDEX, "tensors", _NAME, "shape", to=[HUGE, 16]),
+    "a tensor of terabytes in one file": put(_INDEX, "tensors", "x", to={
+        "dtype": "int8", "shape": [1 << 40], "pieces": [
+            {"offset": [0], "shape": [1 << 40], "count": 1, "file": 0, "step": 1}
+        ],
+    }),
+    "a tensor that is in no table": put(_INDEX, "tensors", "x", to={
+        "dtype": "int8", "shape": [1], "pieces": [{"offset": [0], "shape": [1], "count": 1, "file": 0, "step": 1}],
+    }),
+    "a tensor too few": changed(_INDEX, lambda values: values["tensors"].pop(_NAME) and None),
+    "another type": put(_INDEX, "tensors", _NAME, "dtype", to="complex128"),
+    "files in a map": put(_INDEX, "files", to={}),
+    "no files": changed(_INDEX, lambda values: values.pop("files") and None),
+    "a file less": changed(_INDEX, lambda values: values["files"].pop() and None),
+    "a file twice": changed(_INDEX, lambda values: values["files"].append(values["files"][0])),
+    "a file elsewhere": _file(0, ["../../../../etc/passwd", 10]),
+    "a file without tensors": _file(0, [_STATE, 10]),
+    "a file of another checkpoint": _file(0, ["__7_1.distcp", 10]),
+    "a file alone": _file(0, "__0_1.distcp"),
+    "a file with a table of nothing": _file(0, ["__0_1.distcp", 0]),
+    "a file with a negative table": _file(0, ["__0_1.distcp", -1]),
+    "a file with a table true": _file(0, ["__0_1.distcp", True]),
+    "a file with a table larger than it": _file(0, ["__0_1.distcp", 10**9]),
+    "a file with half a table": _file(0, ["__0_1.distcp", 100]),
+    "files changed": changed(_INDEX, lambda values: values["files"].reverse()),
+    "a format of tomorrow": put(_INDEX, "format", to=3),
+    "the older format": put(_INDEX, "format", to=1),
+    "format true": put(_INDEX, "format", to=True),
+    "format twice": changed(_INDEX, _twice(b'"format": 2', b'"format": 2, "format": 2')),
+    **{f"a table that is {what}": _table(lambda _, made=made: made) for what, made in NOT_JSON.items() if made},
+    "a table without a tensor": _table(lambda values: values.pop(_NAME) and None),
+    "a table with a tensor more": _place(of="x", to=[0, 0, 0]),
+    "a table with a tensor twice": _table(_twice(b'{"', b'{"' + _NAME.encode() + b'": [0, 0, 9], "')),
+    "a place of two numbers": _place(to=[704, 0]),
+    "a place in a map": _place(to={}),
+    "a place true": _place(to=[True, 0, 5000]),
+    "a place in fractions": _place(to=[704.0, 0, 5000]),
+    "a place beyond 63 bits": _place(to=[1 << 63, 0, 1 << 64]),
+    "a place not a number": _table(_twice(b"[", b"[NaN, ")),
+    "a negative place": _place(to=[-8, -8, 5000]),
+    "numbers before their piece": _moved(-10_000, 0, 0),
+    "numbers behind their piece": _moved(2_000, 0, 0),
+    "a piece of fewer bytes": _moved(0, 0, -2_000),
+    "a piece of more bytes, with those of another": _moved(0, 0, 64),
+    "a piece past the end": _moved(10**6, 10**6, 0),
+    "a piece in the table": _place(to=[0, 0, 10**7]),
+    "two tensors of the same bytes": _table(lambda values: values.update({_OTHER: values[_NAME]})),
 }  # fmt: skip
 
 STATE: dict[str, Forge] = {
@@ -275,7 +398,7 @@ def _of_state(key: str, to: Any) -> Forge:
 # These are not made to fit.
 MANIFEST: dict[str, Forge] = {
     **not_json(_MANIFEST),
-    "another format of the manifest": put(_MANIFEST, "format", to=2),
+    "another format of the manifest": put(_MANIFEST, "format", to=3),
     "files in a list": put(_MANIFEST, "files", to=["state.json"]),
     "no index in the manifest": _listed(lambda files: files.pop(_INDEX)),
     "a negative size": _of_state("bytes", -1),
@@ -307,8 +430,9 @@ def with_hashes(checkpoint: Path) -> None:
         for path in checkpoint.iterdir()
         if path.is_file() and not path.is_symlink() and path.name != _MANIFEST
     }
-    before = json.loads((checkpoint / _MANIFEST).read_text())["files"]
-    (checkpoint / _MANIFEST).write_text(json.dumps({"format": 1, "files": {**before, **files}}))
+    before = json.loads((checkpoint / _MANIFEST).read_text())
+    manifest = {"format": before["format"], "files": {**before["files"], **files}}
+    (checkpoint / _MANIFEST).write_text(json.dumps(manifest))
 
 
 GOOD_CHECKPOINT = "checkpoints/step-00000006.a1"

@@ -75,10 +75,10 @@ class TensorRows:
         return threads.map(self._hashed, cuts, parts)
 
     def _hashed(self, first: int, content: memoryview) -> HashedRows:
-        size, leaf, nodes, ends = self.row_bytes, self.leaf, _Stack(), []
+        size, leaf, count, nodes, ends = self.row_bytes, self.leaf, self.count, _Stack(), []
         stop = first + len(content) // size
         for number in range(first // leaf, -(-stop // leaf)):
-            whole = (number * leaf, min(self.count, (number + 1) * leaf))
+            whole = _rows_of(number, leaf, count)
             here = (max(first, whole[0]), min(stop, whole[1]))
             part = content[(here[0] - first) * size : (here[1] - first) * size]
             if here == whole:
@@ -107,11 +107,16 @@ class TensorRows:
             by_leaf.setdefault(first // self.leaf, []).append((first, content))
         for number, parts in by_leaf.items():
             whole = bytes.fromhex("".join(content for _, content in sorted(parts)))
-            rows = min(self.count, (number + 1) * self.leaf) - number * self.leaf
-            assert len(whole) == rows * self.row_bytes, (
+            start, stop = _rows_of(number, self.leaf, self.count)
+            assert len(whole) == (stop - start) * self.row_bytes, (
                 f"{self.name}: rows of leaf {number} are missing, or there twice"
             )
             yield 0, number, _sha256(whole)
+
+
+def _rows_of(number: int, leaf: int, count: int) -> tuple[int, int]:
+    """Return the rows of a leaf, by its number, how many rows a leaf has, and how many there are."""
+    return number * leaf, min(count, (number + 1) * leaf)
 
 
 def root(digests: Mapping[str, str]) -> str:

@@ -232,10 +232,11 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def check_format(version: object) -> None:
-    """Refuse a file of ours that another version has written."""
-    if type(version) is not int or version != 1:
-        raise UnsoundError(f"has format {shown(version)}, but this version reads only format 1")
+def check_format(version: object, *known: int) -> None:
+    """Refuse a file of ours that another version has written: its format is none of those `known`, by default 1."""
+    if type(version) is not int or version not in (known or (1,)):
+        formats = " and ".join(map(str, known or (1,)))
+        raise UnsoundError(f"has format {shown(version)}, but this version reads only format {formats}")
 
 
 def printable(text: str, keep: str = "") -> str:

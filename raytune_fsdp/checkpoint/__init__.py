@@ -11,13 +11,14 @@ In the order of a save:
     by_clock.py        when a recovery point is due
     save_in_flight.py  the life of one save: begun, written, committed or failed, reported; and the
                        messages of the ranks about it
-    writing.py         which rank writes which piece, a copy of its pieces, and its file, hashed as it is written
+    writing.py         which rank writes which piece, and the index that says so; a copy of a rank's pieces, and its
+                       file, hashed as it is written
     storage.py         the interface of a storage, and a file system; objects.py: an object store; location.py chooses
     manifest.py        size and hash of every file, written last
 
 Afterwards:
 
-    index.py           the index of all pieces, read and checked
+    index.py           which file has which piece, and where: read and checked
     catalogue.py       which checkpoints a run has and can trust, and the rule by which it keeps them
     reading.py         the tensors of a committed checkpoint, verified and loaded by all ranks together
     weights.py         a checkpoint as a source of weights: to generate, export, or begin another run

@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.untrusted import (
-    MAX_VALUES,
     MIB,
     UnsoundError,
     check_format,
@@ -22,43 +22,53 @@ from raytune_fsdp.base.untrusted import (
     reason,
     shown,
 )
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_BYTES, MANIFEST_FILE, STATE_BYTES, STATE_FILE, Storage
+from raytune_fsdp.checkpoint.storage import (
+    INDEX_FILE,
+    MANIFEST_BYTES,
+    MANIFEST_FILE,
+    PIECES,
+    STATE_BYTES,
+    STATE_FILE,
+    Storage,
+    index_limit,
+)
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.writing import Sum
 
-PIECES = ".distcp"
-"""Suffix of the files that hold tensors."""
 _CHUNK_BYTES = 1 << 20
-
-# A piece takes about 200 bytes and 12 values in the index, and in its file over 1000 bytes more than its numbers: the
-# zip that torch.save makes. So an index is never half as large as the files it describes. 70 billion weights with their
-# moments on 1000 ranks are 2.2 million pieces: 330 MB of index for files of 840 GB.
-_BYTES_PER_INDEX_BYTE = 2
-_BYTES_PER_VALUE = 32
-_INDEX_BYTES, _INDEX_VALUES = 512 * MIB, 50_000_000
-"""The most bytes and values of any index, as the sizes may be those of files without content."""
-_PIECE_BYTES = 16 << 10
-"""What a file may have of a piece besides its numbers: torch.save writes 1 to 2 kB, with its name."""
 _SOON_READ = 1 << 30
 """Less than this is hashed at once, whatever it is."""
 _SMALL_BYTES = 64 * MIB
 """What any file without tensors may have: .metadata, written for other tools, is about as large as the index."""
 _DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
+FORMAT = 2
+"""Of the manifest and of the index. In format 1 the index has the place of every piece."""
+
 
 def make_manifest(sums: Mapping[str, Sum], digest: Mapping[str, str] | None = None) -> str:
     """Return the manifest of these files, with the `digest` of their numbers if there is one."""
     files = {name: {"bytes": each.bytes, "xxh3": each.xxh3} for name, each in sorted(sums.items())}
-    return json.dumps({"format": 1, **({"digest": digest} if digest else {}), "files": files}, indent=1)
+    return json.dumps({"format": FORMAT, **({"digest": digest} if digest else {}), "files": files}, indent=1)
 
 
-Listed = Mapping[str, tuple[int, str]]
-"""Size and hash of every file of a checkpoint."""
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the manifest of a checkpoint says."""
+
+    files: Mapping[str, tuple[int, str]]
+    """Size and hash of every file."""
+    digest: Mapping[str, str]
+    """The digests that the ranks have computed of what they had: `weights` and `everything`; or nothing."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {file: size for file, (size, _) in self.files.items()}
 
 
-def read_manifest(storage: Storage, name: str) -> Listed:
-    """Return the files of a checkpoint as its manifest lists them.
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Return what the manifest of a checkpoint says.
 
     Raise ValueError if it is not a manifest, OSError if it cannot be read. Whoever could write a checkpoint has written
     this, too: it says what belongs together, not who made it.
@@ -66,7 +76,7 @@ def read_manifest(storage: Storage, name: str) -> Listed:
     read = parse_json(storage.read(name, MANIFEST_FILE, MANIFEST_BYTES))
     if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
         raise UnsoundError("has no list of files")
-    check_format(read.get("format"))
+    check_format(read.get("format"), 1, FORMAT)
     found = {}
     for file, each in read["files"].items():
         if not is_file_name(file) or file == MANIFEST_FILE:
@@ -78,13 +88,10 @@ def read_manifest(storage: Storage, name: str) -> Listed:
     missing = {STATE_FILE, INDEX_FILE} - found.keys()
     if missing:
         raise UnsoundError(f"does not list {sorted(missing)[0]}")
-    return found
+    return Manifest(found, _digest(read.get("digest")))
 
 
-def read_digest(storage: Storage, name: str) -> dict[str, str]:
-    """Return the digests that the ranks have put into a manifest: `weights` and `everything`; or nothing."""
-    read = parse_json(storage.read(name, MANIFEST_FILE, MANIFEST_BYTES))
-    found = read.get("digest") if isinstance(read, dict) else None
+def _digest(found: Any) -> Mapping[str, str]:
     if found is None:
         return {}
     if not isinstance(found, dict) or found.keys() != {"weights", "everything"}:
@@ -105,18 +112,18 @@ def check_files(
     nothing about the checkpoint.
     """
     try:
-        wanted = read_manifest(storage, name)
+        manifest = read_manifest(storage, name)
     except FileNotFoundError:
         return f"{MANIFEST_FILE} is gone"
     except ValueError as error:
         return f"{MANIFEST_FILE} is not what was written: {reason(error)}"
-    present = storage.sizes(name)
+    wanted, present = manifest.files, storage.sizes(name)
     for file, (size, _) in wanted.items():
         if file not in present:
             return f"{file} is gone, or is not a regular file with content"
         if present[file] != size:
             return f"{file} has {present[file]} bytes instead of {size}"
-    if (wrong := _too_large(storage, name, {file: size for file, (size, _) in wanted.items()}, hashes)) is not None:
+    if (wrong := _too_large(storage, name, manifest.sizes, hashes)) is not None:
         return wrong
     to_hash = {file: size for file, (size, _) in wanted.items() if hashes or not file.endswith(PIECES)}
     mine = share_of(to_hash, *share)
@@ -155,32 +162,13 @@ def _too_large(storage: Storage, name: str, sizes: Mapping[str, int], hashes: bo
     return None
 
 
-def _sizes_in(index: bytes, sizes: Mapping[str, int]) -> dict[str, int]:
+def _sizes_in(content: bytes, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return how large the files of tensors may be, by what an index says about them."""
-    read = parse_json(index, values=index_values(sizes), depth=None)
-    tensors = read.get("tensors") if isinstance(read, dict) else None
+    from raytune_fsdp.checkpoint.index import parse_index, room_of  # brings torch, which few callers need
+
     most = dict.fromkeys((file for file in sizes if file.endswith(PIECES)), MIB)
-    for entry in tensors.values() if isinstance(tensors, dict) else ():
-        pieces = entry.get("pieces") if isinstance(entry, dict) else None
-        for piece in pieces if isinstance(pieces, list) else ():
-            file, size = (piece.get("file"), piece.get("bytes")) if isinstance(piece, dict) else (None, None)
-            if isinstance(file, str) and file in most and is_count(size):
-                most[file] += size + _PIECE_BYTES
-    return most
-
-
-def index_limit(sizes: Mapping[str, int]) -> int:
-    """Return the most bytes that the index of these files may have."""
-    return max(MIB, min(_INDEX_BYTES, _bytes_of_pieces(sizes) // _BYTES_PER_INDEX_BYTE))
-
-
-def index_values(sizes: Mapping[str, int]) -> int:
-    """Return the most values that the index of these files may have."""
-    return max(MAX_VALUES, min(_INDEX_VALUES, _bytes_of_pieces(sizes) // _BYTES_PER_VALUE))
-
-
-def _bytes_of_pieces(sizes: Mapping[str, int]) -> int:
-    return sum(size for file, size in sizes.items() if file.endswith(PIECES))
+    index = parse_index(content, sizes)
+    return most | {file.name: room for file, (_, room) in zip(index.files, room_of(index), strict=True)}
 
 
 def hash_file(storage: Storage, name: str, file: str, size: int) -> str:

@@ -6,25 +6,23 @@ Nothing in a checkpoint is ever executed: the index is JSON, and only the number
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.errors import ResumeError, TransientError
-from raytune_fsdp.base.untrusted import UnsoundError, reason
+from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, verify
 from raytune_fsdp.checkpoint.contents import tensors_of
-from raytune_fsdp.checkpoint.index import Index, Place, parse_index
+from raytune_fsdp.checkpoint.index import Box, Index, parse_index
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import index_limit, read_manifest
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile
-from raytune_fsdp.checkpoint.writing import chunk_of
+from raytune_fsdp.checkpoint.manifest import read_manifest
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, MANIFEST_FILE, Readable, Storage, StoredFile, index_limit
+from raytune_fsdp.checkpoint.writing import box_of
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
 
@@ -33,7 +31,7 @@ def read_index(storage: Storage, name: str) -> Index:
     """Return the index of a checkpoint, checked against the sizes in its manifest."""
     file, kind = MANIFEST_FILE, "a manifest"
     try:
-        sizes = {each: size for each, (size, _) in read_manifest(storage, name).items()}
+        sizes = read_manifest(storage, name).sizes
         file, kind = INDEX_FILE, "an index"
         return parse_index(storage.read(name, file, index_limit(sizes)), sizes)
     except OSError as error:
@@ -52,9 +50,9 @@ def compare(tensors: Mapping[str, torch.Tensor], index: Index, where: str, *, wh
         problems += [f"{name} is not part of this model" for name in index.tensors if name not in tensors]
     for name, tensor in tensors.items():
         entry = index.tensors.get(name)
-        if entry is not None and (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
+        if entry is not None and (entry.shape, entry.dtype) != (tensor.shape, tensor.dtype):
             problems.append(
-                f"{name} is {list(entry.size)} {entry.properties.dtype} there, {list(tensor.shape)} {tensor.dtype} here"
+                f"{name} is {list(entry.shape)} {entry.dtype} there, {list(tensor.shape)} {tensor.dtype} here"
             )
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -72,45 +70,61 @@ def read_tensors(
 ) -> None:
     """Fill `tensors`; of DTensors, this rank's part. Nothing is cast or missing; if `whole`, nothing is left over."""
     compare(tensors, index, storage.where(name), whole=whole)
-    items = [
-        item
-        for each, tensor in tensors.items()
-        for item in create_read_items_for_chunk_list(each, index.tensors[each], [chunk_of(tensor)])
-    ]
-    _read_items(items, tensors, storage, name, index)
+    _read_items([(each, local_piece(tensor), box_of(tensor)) for each, tensor in tensors.items()], storage, name, index)
 
 
 @torch.no_grad()
 def read_rows(target: torch.Tensor, start: int, storage: Readable, name: str, tensor: str, index: Index) -> None:
     """Fill `target` with the rows of a tensor from `start` on; a tensor without dimensions is read whole."""
-    offset = torch.Size([start, *[0] * (target.ndim - 1)][: target.ndim])
-    items = create_read_items_for_chunk_list(
-        tensor, index.tensors[tensor], [ChunkStorageMetadata(offset, target.size())]
-    )
-    _read_items(items, {tensor: target}, storage, name, index)
+    offset = [start, *[0] * (target.ndim - 1)][: target.ndim]
+    _read_items([(tensor, target, (offset, target.shape))], storage, name, index)
 
 
-def _read_items(
-    found: Sequence[ReadItem], tensors: Mapping[str, torch.Tensor], storage: Readable, name: str, index: Index
-) -> None:
-    """Read file by file, each from its beginning to its end."""
-    by_file: dict[str, list[tuple[Place, ReadItem]]] = {}
-    for item in found:
-        place = index.places[item.storage_index]
-        by_file.setdefault(place[0], []).append((place, item))
+@dataclass(slots=True, kw_only=True)
+class _ReadItem:
+    """What is read of one stored piece, and into which part of which tensor."""
+
+    tensor: str
+    piece: Box
+    target: torch.Tensor
+    first: list[int]
+    """Where it begins in the stored piece; it has the shape of `target`."""
+
+
+def _read_items(wanted: Sequence[tuple[str, torch.Tensor, Box]], storage: Readable, name: str, index: Index) -> None:
+    """Fill local tensors, each of which is a box of a stored one. File by file, each from its beginning to its end."""
+    by_file: dict[int, list[_ReadItem]] = {}
+    for tensor, target, box in wanted:
+        if target.numel():
+            for number, piece in index.tensors[tensor].overlapping(*box):
+                by_file.setdefault(number, []).append(_item(tensor, piece, target, box))
     room = _Room()
     file = ""
     try:
-        for file, items in by_file.items():
-            items.sort(key=lambda each: each[0][1])
+        for number, items in sorted(by_file.items()):
+            file = index.files[number].name
             with storage.open(name, file) as source:
-                for place, item in items:
+                places = index.places_in(number, source)
+                starts = [places[item.tensor, tuple(item.piece[0])][0] for item in items]
+                for start, item in sorted(zip(starts, items, strict=True), key=lambda each: each[0]):
                     beat()
-                    _read(source, place, index, item, tensors[item.dest_index.fqn], room)
+                    _read(source, start, item, room)
     except OSError as error:
         raise TransientError(f"checkpoint {storage.where(name)} could not be read: {error}") from error
-    except UnsoundError as error:
-        raise ResumeError(f"checkpoint {storage.where(name)}: {file} {error}; use another checkpoint") from error
+    except ValueError as error:
+        raise ResumeError(
+            f"checkpoint {storage.where(name)}: {file} is not what was written ({reason(error)}); use another one"
+        ) from error
+
+
+def _item(tensor: str, piece: Box, target: torch.Tensor, box: Box) -> _ReadItem:
+    """Cut what a stored piece and a box have in common out of both."""
+    first = []
+    for axis, (stored, side, mine, length) in enumerate(zip(*piece, *box, strict=True)):
+        begin, end = max(stored, mine), min(stored + side, mine + length)
+        target = target.narrow(axis, begin - mine, end - begin)
+        first.append(begin - stored)
+    return _ReadItem(tensor=tensor, piece=piece, target=target, first=first)
 
 
 class _Room:
@@ -126,28 +140,19 @@ class _Room:
         return self._memory[:size]
 
 
-def _read(source: StoredFile, place: Place, index: Index, item: ReadItem, tensor: torch.Tensor, room: _Room) -> None:
+def _read(source: StoredFile, start: int, item: _ReadItem, room: _Room) -> None:
     """Read what a tensor needs of a stored piece; straight into its memory, if that is contiguous."""
-    target = local_piece(tensor)
-    for axis, length in enumerate(item.lengths):
-        target = target.narrow(axis, item.dest_offsets[axis], length)
-    if not target.numel():
-        return
-    chunks = index.tensors[item.storage_index.fqn].chunks
-    shape = next(chunk.sizes for chunk in chunks if chunk.offsets == item.storage_index.offset)
-    _, start, size = place
-    first, lengths = item.storage_offsets, item.lengths
-    if shape and lengths[1:] == shape[1:]:  # whole rows: they are contiguous in the file, so nothing else is read
-        row = size // shape[0]
-        start, size, shape = start + first[0] * row, lengths[0] * row, torch.Size(lengths)
-        first = torch.Size([0] * len(shape))
+    target, first, shape = item.target, item.first, torch.Size(item.piece[1])
+    if shape and target.shape[1:] == shape[1:]:  # whole rows: contiguous in the file, so nothing else is read
+        start, shape = start + first[0] * (shape[1:].numel() * target.element_size()), target.shape
+        first = [0] * len(shape)
     if target.device.type == "cpu" and target.is_contiguous() and shape == target.shape:
         source.read_into(start, _memory_of(target))
         return
-    raw = room.of(size)
+    raw = room.of(shape.numel() * target.element_size())
     source.read_into(start, _memory_of(raw))
     stored = raw.view(target.dtype).view(shape)
-    for axis, length in enumerate(lengths):
+    for axis, length in enumerate(target.shape):
         stored = stored.narrow(axis, first[axis], length)
     target.copy_(stored)
 

@@ -23,12 +23,11 @@ from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
 from raytune_fsdp.base.row_hashes import HashedRows
 from raytune_fsdp.checkpoint.contents import roots_of
-from raytune_fsdp.checkpoint.manifest import PIECES, make_manifest
+from raytune_fsdp.checkpoint.manifest import make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
-from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, Draft
+from raytune_fsdp.checkpoint.storage import INDEX_FILE, PIECES, STATE_FILE, Draft
 from raytune_fsdp.checkpoint.writing import (
-    METADATA_FILE,
     NotFiniteError,
     PieceLayout,
     Sum,
@@ -274,17 +273,17 @@ class SaveInFlight:
         """Write this rank's file; return the message about it for rank 0."""
         job = self.job
         if not job.layout.mine:
-            return {"file": None, "spans": [], "hashes": {}}
+            return {"file": None, "hashes": {}}
         file = f"__{job.rank}_{job.serial}{PIECES}"
         try:
             job.ready()
-            total, spans, hashes = write_pieces(job.draft, file, job.pieces, job.layout, hashes=job.digest is not None)
+            written = write_pieces(job.draft, file, job.pieces, job.layout, hashes=job.digest is not None)
         except NotFiniteError as error:
             return {"problem": f"{error} is not finite", "not_finite": True}
         except Exception as error:  # whatever a storage raises, training goes on
             return {"problem": in_one_line(error), "no_room": lacks_room(error)}
-        rows = {name: [(each.nodes, each.ends) for each in found] for name, found in hashes.items()}
-        return {"file": file, "sum": asdict(total), "spans": spans, "hashes": rows}
+        rows = {name: [(each.nodes, each.ends) for each in found] for name, found in written.hashes.items()}
+        return {"file": file, "sum": asdict(written.sum), "table": written.table, "hashes": rows}
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send rank 0 the message. If it cannot be sent, rank 0 waits until the time limit, and gives the save up."""
@@ -321,16 +320,13 @@ class SaveInFlight:
         return Outcome(step=job.step, ending="committed", saved=saved)
 
     def _commit(self, messages: list[dict[str, Any]]) -> tuple[int, Digest | None]:
-        """Write the index of all pieces and the rest of the state, then publish. Return the checkpoint's size and
+        """Write the index of all files and the rest of the state, then publish. Return the checkpoint's size and
         digest."""
         job = self.job
-        sums = {each["file"]: Sum(**each["sum"]) for each in messages if each["file"]}
-        files, spans = [each["file"] for each in messages], [each["spans"] for each in messages]
-        small = {
-            INDEX_FILE: job.layout.index(files, spans),
-            METADATA_FILE: job.layout.metadata_file(files, spans, job.path),
-            STATE_FILE: job.state.encode(),
-        }
+        written = [each for each in messages if each["file"]]
+        sums = {each["file"]: Sum(**each["sum"]) for each in written}
+        index = job.layout.index([(each["file"], each["table"]) for each in written])
+        small = {INDEX_FILE: index, STATE_FILE: job.state.encode()}
         sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
         digest = None
         if job.digest is not None:

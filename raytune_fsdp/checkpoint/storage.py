@@ -17,8 +17,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol, cast
 
-from raytune_fsdp.base.durable import sync_directory, write_durably
-from raytune_fsdp.base.untrusted import is_hollow, open_regular, read_file
+from raytune_fsdp.base.durable import replace_at_once, sync_directory, write_durably
+from raytune_fsdp.base.untrusted import MAX_VALUES, MIB, is_hollow, open_regular, read_file
 
 MANIFEST_FILE = "manifest.json"
 """The last file to be written; a directory without it is not a checkpoint."""
@@ -30,6 +30,20 @@ MANIFEST_BYTES = 16 << 20
 """The largest manifest that is read: a file of a rank takes 100 bytes in it, and a hundred thousand ranks 10 MB."""
 STATE_BYTES = 64 << 20
 """The largest state: that of a run over a hundred thousand files, with names and hashes, takes 20 MB; most, 5 kB."""
+PIECES = ".distcp"
+"""Suffix of the files that hold tensors."""
+
+# A piece takes 100 bytes and 4 values in its file's table, up to 200 bytes and 12 values in the index, and in its file
+# over 1000 bytes more than its numbers: the zip that torch.save makes. So an index is never half as large as the files
+# it describes, nor a table half as large as its file. An index of format 1 has every piece: 70 billion weights with
+# their moments on 1000 ranks are 2.2 million, 330 MB of index for files of 840 GB.
+_BYTES_PER_INDEX_BYTE = 2
+_BYTES_PER_VALUE = 32
+_INDEX_BYTES, _INDEX_VALUES = 512 * MIB, 50_000_000
+"""The most bytes and values of any index, as the sizes may be those of files without content."""
+PIECE_BYTES = 16 << 10
+"""What a file may have of a piece besides its numbers: torch.save writes 1 to 2 kB, with its name."""
+
 DAMAGED = ".damaged"
 """Suffix of what was set aside."""
 _NAME = re.compile(r"step-([0-9]{8,18})\.a([0-9]{1,18})(\.r)?")
@@ -48,6 +62,25 @@ def parse_directory_name(name: str) -> tuple[int, int, bool] | None:
     match = _NAME.fullmatch(name)
     found = (int(match[1]), int(match[2]), match[3] is None) if match else None
     return found if found and directory_name(*found) == name else None
+
+
+def index_limit(sizes: Mapping[str, int]) -> int:
+    """Return the most bytes that the index of these files may have."""
+    return max(MIB, min(_INDEX_BYTES, _bytes_of_pieces(sizes) // _BYTES_PER_INDEX_BYTE))
+
+
+def table_limit(size: int) -> int:
+    """Return the most bytes that the table at the end of a file of this size may have."""
+    return min(size, max(MIB, size // _BYTES_PER_INDEX_BYTE))
+
+
+def index_values(sizes: Mapping[str, int]) -> int:
+    """Return the most values that the index of these files may have."""
+    return max(MAX_VALUES, min(_INDEX_VALUES, _bytes_of_pieces(sizes) // _BYTES_PER_VALUE))
+
+
+def _bytes_of_pieces(sizes: Mapping[str, int]) -> int:
+    return sum(size for file, size in sizes.items() if file.endswith(PIECES))
 
 
 def at_once() -> None:
@@ -120,6 +153,9 @@ class Storage(Readable, Protocol):
 
     def read(self, name: str, file: str, limit: int) -> bytes:
         """Read a small file. Raise UnsoundError if it is no regular file, or has more bytes than `limit`."""
+
+    def put(self, name: str, file: str, content: bytes) -> None:
+        """Add a small file to a checkpoint, all of it at once."""
 
     def set_aside(self, name: str) -> str:
         """Rename a damaged checkpoint so that it no longer counts; return its new location, for messages."""
@@ -217,6 +253,9 @@ class PosixStorage:
     def open(self, name: str, file: str) -> Iterator[StoredFile]:
         with os.fdopen(open_regular(self._root / name / file), "rb", buffering=0) as source:
             yield _PosixSource(source)
+
+    def put(self, name: str, file: str, content: bytes) -> None:
+        replace_at_once(self._root / name / file, content)
 
     def set_aside(self, name: str) -> str:
         target, number = self._root / f"{name}{DAMAGED}", 1

@@ -26,7 +26,7 @@ class CheckpointWeights:
         self._index = read_index(storage, found.name)
         self._storage = _KeptOpen(storage)
         self._stored = {
-            name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+            name.removeprefix(prefix): (entry.shape, entry.dtype)
             for name, entry in self._index.tensors.items()
             if name.startswith(prefix)
         }

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
+import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
+from numpy.typing import NDArray
 
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
+from raytune_fsdp.checkpoint.index import Box, PieceRun, Place, check_covered
+from raytune_fsdp.checkpoint.manifest import FORMAT
 from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
@@ -38,17 +30,13 @@ from raytune_fsdp.step.optim.update import Optimizer
 
 logger = logging.getLogger(__name__)
 
-# Which rank writes which piece of which tensor, and the index that says where each piece is. index.py reads that.
+# Which rank writes which piece of which tensor. index.py reads the index that says so.
 #
-# Both follow from how the tensors are sharded, which does not change during an attempt, so they are worked out once,
-# with the planner of torch.distributed.checkpoint. Two indexes are written. `tensors.json` is the one that is read
-# here: JSON, which cannot execute anything. `.metadata` says the same as a pickle, for
-# `torch.distributed.checkpoint.load`.
-
-METADATA_FILE = ".metadata"
-
-Span = tuple[int, int, int, int]
-"""A piece in its rank's file: offset and length of what torch.save wrote, offset and length of the numbers in it."""
+# It follows from how the tensors are sharded, which does not change during an attempt, so it is worked out once, with
+# the index: a save adds only the names of the files. Where its pieces are in its file, each rank writes behind them. So
+# what rank 0 does in a save grows with the number of files, not with that of pieces. For a 70B with its moments on 512
+# ranks these are 1.1 million: as JSON, and as a pickle for torch.distributed.checkpoint, they would keep Python's lock
+# from training for many seconds (benchmarks/checkpoint_index.py).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,94 +45,128 @@ class PieceLayout:
     """The tensors whose piece this rank writes, in the order of its file. Replicated ones are shared out."""
     rows: Mapping[str, tuple[TensorRows, int]]
     """The rows of each tensor, and the first of this rank's piece."""
-    everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
-    """On rank 0: the pieces of every rank, in the same order."""
-    metadata: Metadata | None = None
-    """On rank 0: shapes, types and pieces of all tensors."""
+    tensors: str = ""
+    """On rank 0: what the index says of all tensors, in JSON."""
 
-    def index(self, files: Sequence[str], spans: Sequence[Sequence[Span]]) -> bytes:
-        """On rank 0: return `tensors.json` of a checkpoint whose ranks wrote these files, the pieces in order."""
-        assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
-        where = {
-            (index.fqn, index.offset): (file, start, size)
-            for file, pieces, places in zip(files, self.everyone, spans, strict=True)
-            for index, (_, _, start, size) in zip(pieces, places, strict=True)
-        }
-        tensors = {}
-        for name, entry in self.metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
-            places = {chunk.offsets: (chunk.sizes, where[name, chunk.offsets]) for chunk in entry.chunks}
-            tensors[name] = {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "shape": list(entry.size),
-                "pieces": [
-                    {"offset": list(offset), "shape": list(shape), "file": file, "start": start, "bytes": size}
-                    for offset, (shape, (file, start, size)) in places.items()
-                ],
-            }
-        return json.dumps({"format": 1, "tensors": tensors}).encode()
-
-    def metadata_file(self, files: Sequence[str], spans: Sequence[Sequence[Span]], checkpoint: str) -> bytes:
-        """Return `.metadata` of the same checkpoint. Only on rank 0."""
-        assert self.metadata is not None, "only rank 0 knows all ranks' pieces"
-        entries = {
-            index: _StorageInfo(file, offset, length)
-            for file, pieces, places in zip(files, self.everyone, spans, strict=True)
-            for index, (offset, length, _, _) in zip(pieces, places, strict=True)
-        }
-        whole = replace(
-            self.metadata, storage_data=entries, storage_meta=StorageMeta(checkpoint_id=checkpoint), version="1.0.0"
-        )
-        return pickle.dumps(whole)
+    def index(self, files: Sequence[tuple[str, int]]) -> bytes:
+        """On rank 0: return `tensors.json` of a checkpoint with these files; each has a table of so many bytes."""
+        assert self.tensors, "only rank 0 knows all ranks' pieces"
+        return f'{{"format": {FORMAT}, "files": {json.dumps(files)}, "tensors": {self.tensors}}}'.encode()
 
 
-def chunk_of(tensor: torch.Tensor) -> ChunkStorageMetadata:
+def box_of(tensor: torch.Tensor) -> Box:
     """Return where this rank's piece is in the whole tensor.
 
     A DTensor is not asked as torch.distributed.checkpoint asks it: for rows that ranks which share a layer have cut
     unevenly, and that are sharded then, it says other offsets than the shards have (torch 2.13).
     """
-    piece, size = piece_of(tensor), local_piece(tensor).size()
-    # A piece without numbers is behind all others: where it begins another one may, too.
-    first = piece.rows[0] if size.numel() or not tensor.ndim else tensor.shape[0]
-    offsets = [first, piece.first_column, *[0] * tensor.ndim][: tensor.ndim]
-    return ChunkStorageMetadata(torch.Size(offsets), size)
+    piece, shape = piece_of(tensor), local_piece(tensor).shape
+    return [piece.rows[0], piece.first_column, *[0] * tensor.ndim][: tensor.ndim], shape
 
 
-def _placed(item: WriteItem, tensor: torch.Tensor) -> WriteItem:
-    if item.tensor_data is None or not isinstance(tensor, DTensor):
-        return item
-    chunk = chunk_of(tensor)
-    return replace(
-        item,
-        index=MetadataIndex(item.index.fqn, chunk.offsets),
-        tensor_data=replace(item.tensor_data, chunk=chunk),
-    )
+_SMALL_BYTES = 4 << 10
 
 
 def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     """Return the layout of tensors sharded like these. Collective."""
-    planner = DefaultSavePlanner()  # it also decides which rank writes a tensor that several ranks hold
-    planner.set_up_planner(dict(tensors), is_coordinator=dist.get_rank() == 0)
-    local = planner.create_local_plan()
-    local = replace(local, items=[_placed(item, tensors[item.index.fqn]) for item in local.items])
-    world = dist.get_world_size()
-    plans: list[Any] = [None] * world
-    dist.gather_object(local, plans if dist.get_rank() == 0 else None)
-    names: list[Any] = [None] * world
-    everyone: tuple[tuple[MetadataIndex, ...], ...] = ()
-    metadata = None
-    if dist.get_rank() == 0:
-        plans, metadata = planner.create_global_plan(plans)
-        everyone = tuple(tuple(item.index for item in plan.items) for plan in plans)
-        names = [tuple(index.fqn for index in pieces) for pieces in everyone]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, names if dist.get_rank() == 0 else None)
+    boxes = np.array([_cut_of(*box_of(tensor)) for tensor in tensors.values()], np.int64).reshape(-1, 4)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    everyone: list[Any] = [None] * world
+    dist.gather_object((_hash_of(tensors), boxes), everyone if rank == 0 else None)
+    mine: list[Any] = [None] * world
+    index = ""
+    if rank == 0:
+        assert len({names for names, _ in everyone}) == 1, "all ranks have a part of the same tensors"
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        index, mine = arrange(shapes, np.stack([each for _, each in everyone]))
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, mine if rank == 0 else None)
     rows = {
         name: (TensorRows.of(name, tensor.dtype, tensor.shape), piece_of(tensor).rows[0])
         for name, tensor in tensors.items()
     }
-    return PieceLayout(mine=mine[0], rows=rows, everyone=everyone, metadata=metadata)
+    names = [*tensors]
+    return PieceLayout(mine=tuple(names[number] for number in own[0]), rows=rows, tensors=index)
+
+
+def _hash_of(names: Iterable[str]) -> str:
+    return xxhash.xxh3_128_hexdigest("\n".join(names).encode())
+
+
+def _cut_of(offset: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return first row, rows, first column and columns of a box: along other axes nothing is cut."""
+    (row, column), (rows, columns) = [*offset, 0, 0][:2], [*shape, 1, 1][:2]
+    return [row, rows, column, columns]
+
+
+def arrange(
+    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], boxes: NDArray[np.int64]
+) -> tuple[str, list[list[int]]]:
+    """Decide who writes which piece. Return the index of all tensors, in JSON, and the tensors of each rank, by number.
+
+    `boxes`: first row, rows, first column and columns that each rank has of each tensor. Pieces without numbers are
+    written by nobody.
+    """
+    load = np.zeros(len(boxes), np.int64)
+    found: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+    later = []
+    for number, (dtype, shape) in enumerate(shapes.values()):
+        held = boxes[:, number]
+        ranks = np.flatnonzero(held[:, 1] * held[:, 3])
+        pieces, which, copies = np.unique(held[ranks], axis=0, return_inverse=True, return_counts=True)
+        each = pieces[:, 1] * pieces[:, 3] * (math.prod(shape[2:]) * dtype.itemsize)
+        # As many sets of ranks as there are of the rarest piece, each of which has all pieces.
+        holders = ranks[np.argsort(which.reshape(-1), kind="stable")]
+        sets = holders[np.cumsum(copies)[:, None] - copies[:, None] + np.arange(copies.min() if len(copies) else 1)]
+        if sets.shape[1] == 1:
+            found[number] = pieces, sets[:, 0]
+            load[sets[:, 0]] += each
+        else:
+            later.append((int(each.sum()), number, pieces, sets, each))
+    # What several ranks hold is written by those that have least to write, the largest first. All pieces of a tensor by
+    # one set: then the index needs few entries. What is small, such as each parameter's count of steps, by the first:
+    # every rank reads it, and would else read some of every file.
+    for size, number, pieces, sets, each in sorted(later, key=lambda one: -one[0]):
+        owners = sets[:, 0 if size < _SMALL_BYTES else int(np.argmin(load[sets].max(axis=0, initial=0)))]
+        found[number] = pieces, owners
+        load[owners] += each
+    mine: list[list[int]] = [[] for _ in boxes]
+    for number in range(len(shapes)):
+        for rank in found[number][1].tolist():
+            mine[rank].append(number)
+    file_of = np.cumsum([bool(each) for each in mine]) - 1  # ranks that write nothing have no file
+    index = {
+        name: {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": [*shape],
+            "pieces": [asdict(run) for run in _runs(name, shape, found[number][0], file_of[found[number][1]])],
+        }
+        for number, (name, (dtype, shape)) in enumerate(shapes.items())
+    }
+    return json.dumps(index), mine
+
+
+def _runs(name: str, shape: Sequence[int], pieces: NDArray[np.int64], files: NDArray[np.int64]) -> list[PieceRun]:
+    """Join pieces that follow each other, of one shape, in files whose numbers grow by the same step."""
+    order = np.lexsort((pieces[:, 0], pieces[:, 2]))
+    pieces, files = pieces[order], files[order]
+    row, rows, column, columns = pieces.T
+    follows = (row[1:] == row[:-1] + rows[:-1]) & (rows[1:] == rows[:-1])
+    follows &= (column[1:] == column[:-1]) & (columns[1:] == columns[:-1])
+    steps = np.where(follows, np.diff(files), 0)
+    runs, first = [], 0
+    while first < len(pieces):
+        count, step = 1, 1
+        if first < len(steps) and steps[first] > 0:
+            step = int(steps[first])
+            others = np.flatnonzero(steps[first:] != step)
+            count = 1 + (int(others[0]) if len(others) else len(steps) - first)
+        offset = (int(row[first]), int(column[first]), *[0] * len(shape))[: len(shape)]
+        sides = (int(rows[first]), int(columns[first]), *shape[2:])[: len(shape)]
+        runs.append(PieceRun(offset, sides, count, int(files[first]), step))
+        first += count
+    check_covered(name, shape, [run.box for run in runs])
+    return runs
 
 
 # A copy of this rank's part of the state in host memory, so that training goes on while it is written.
@@ -302,33 +324,43 @@ class Hashing:
 _HASHERS = 2
 """Threads that hash rows while a file is written: each about 1.3 GB/s, which few storages take from a rank."""
 
-Hashes = dict[str, list[HashedRows]]
-"""The hashed rows of each tensor."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPieces:
+    """A rank's file."""
+
+    sum: Sum
+    table: int
+    """The bytes at its end that say where its pieces are."""
+    hashes: Mapping[str, Sequence[HashedRows]]
+    """The hashed rows of each tensor."""
 
 
 def write_pieces(
     draft: Draft, file: str, pieces: Mapping[str, torch.Tensor], layout: PieceLayout, *, hashes: bool
-) -> tuple[Sum, list[Span], Hashes]:
+) -> WrittenPieces:
     """Write this rank's file, each piece by torch.save, which is what torch.distributed.checkpoint reads.
 
     With `hashes`, the rows are hashed as well.
     """
 
-    def write() -> tuple[Sum, list[Span], Hashes]:
-        spans, found = [], {}
+    def write() -> WrittenPieces:
+        places, found = {}, {}
         with draft.create(file) as sink, ThreadPoolExecutor(_HASHERS) as threads:
             target = Hashing(sink)
             for name in layout.mine:
                 piece, (rows, first) = pieces[name].cpu(), layout.rows[name]
                 hashed = rows.hashed(first, piece, threads) if hashes else ()
-                spans.append(_write_piece(target, piece, name))
+                places[name] = _write_piece(target, piece, name)
                 found[name] = [*hashed]  # before the next one: each may be a copy of what a GPU has
-        return target.sum, spans, found
+            table = json.dumps(places).encode()
+            target.write(table)
+        return WrittenPieces(sum=target.sum, table=len(table), hashes=found)
 
     return _tried(draft, file, write)
 
 
-def _write_piece(target: Hashing, piece: torch.Tensor, name: str) -> Span:
+def _write_piece(target: Hashing, piece: torch.Tensor, name: str) -> Place:
     if not all_finite(piece):
         raise NotFiniteError(name)
     piece = piece.contiguous()
@@ -339,9 +371,9 @@ def _write_piece(target: Hashing, piece: torch.Tensor, name: str) -> Span:
         torch.save(piece, cast(IO[bytes], target))
     except RuntimeError as error:
         raise target.failure or error from error
-    if target.found is None and piece.nbytes:
+    if target.found is None:
         raise OSError(f"torch {torch.__version__} saves {name} in another way than this version expects")
-    return start, target.size - start, target.found or start, piece.nbytes
+    return target.found, start, target.size - start
 
 
 def write_small(draft: Draft, file: str, content: bytes) -> Sum:

@@ -1,4 +1,4 @@
-"""`raytune-fsdp checkpoint`: ask a run for a checkpoint now, list its checkpoints, verify them."""
+"""`raytune-fsdp checkpoint`: ask a run for a checkpoint now, list its checkpoints, verify them, let torch read them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _SILENT_SECONDS = 3.5
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
-    """Ask for, list or verify checkpoints; return the exit code."""
+    """Ask for, list, verify or index checkpoints; return the exit code."""
     parser = Parser(prog, "The checkpoints of a run.")
     parser.add_argument(
         "what",
-        choices=("now", "list", "verify"),
-        help="now: commit one at the next step; list: show all; verify: read all files",
+        choices=("now", "list", "verify", "metadata"),
+        help="now: commit one at the next step; list: show all; verify: read all files; metadata: write the .metadata "
+        "with which torch.distributed.checkpoint reads them",
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument(
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    return {"now": _now, "list": _list, "verify": _verify}[found.what](found)
+    return {"now": _now, "list": _list, "verify": _verify, "metadata": _metadata}[found.what](found)
 
 
 def _now(found: Namespace) -> int:
@@ -116,6 +117,15 @@ def _verify(found: Namespace) -> int:
         raise ResumeError(
             f"{damaged} of {len(there)} checkpoints are damaged; the run continues from the newest intact one"
         )
+    return 0
+
+
+def _metadata(found: Namespace) -> int:
+    from raytune_fsdp.tools.torch_metadata import METADATA_FILE, write_torch_metadata
+
+    for each in _committed(found):
+        said = "written" if write_torch_metadata(each) else "was there"
+        say(f"step {each.step:>8,}  {METADATA_FILE} {said}  {each.path}")
     return 0
 
 

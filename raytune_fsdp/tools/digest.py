@@ -13,7 +13,7 @@ from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.contents import roots_of
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_digest
+from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.state import STATE, digest_of_state, read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.model.directory.files import find_weights
@@ -29,7 +29,7 @@ def digests_of_checkpoint(found: CommittedCheckpoint) -> dict[str, str]:
     """
     digests = {**digests_of(CheckpointWeights(found, "")), STATE: digest_of_state(read_state(found))}
     try:
-        recorded = read_digest(storage_at(found.root), found.name)
+        recorded = read_manifest(storage_at(found.root), found.name).digest
     except (OSError, ValueError) as error:
         raise ResumeError(f"{found.path}: its manifest is not what was written: {reason(error)}") from error
     here = asdict(roots_of(digests))

@@ -17,7 +17,7 @@ import xxhash
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_trajectory
-from tests.checkpoints import checkpoints
+from tests.checkpoints import checkpoints, place_of, types_in
 from tests.forgeries import with_hashes
 from tests.ranks import resident_ranks, run_ranks
 from tests.runs import LLAMA, make_config, train_rank
@@ -151,15 +151,14 @@ def test_a_weight_that_was_changed_a_lot_shows_at_another_world(
 def _flip(run: Path, *, bit: int, byte: int) -> str:
     """Change a number in the second checkpoint; returns the name of its tensor."""
     (second,) = (each for each in checkpoints(run) if each.step == LAST)
-    index = json.loads((Path(second.path) / "tensors.json").read_text())
-    name, entry = next((name, entry) for name, entry in index["tensors"].items() if name.startswith("model."))
-    piece = entry["pieces"][0]
-    with open(Path(second.path) / piece["file"], "r+b") as file:
-        file.seek(piece["start"] + byte)
+    name = next(name for name in types_in(second) if name.startswith("model."))
+    path, start = place_of(second, name)
+    with open(path, "r+b") as file:
+        file.seek(start + byte)
         (before,) = file.read(1)
-        file.seek(piece["start"] + byte)
+        file.seek(start + byte)
         file.write(bytes([before ^ bit]))
-    return str(name)
+    return name
 
 
 def test_a_changed_row(honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path) -> None:

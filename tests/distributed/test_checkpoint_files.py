@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -17,6 +18,8 @@ import xxhash
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, newest
+from raytune_fsdp.cli.main import main
+from raytune_fsdp.tools.torch_metadata import write_torch_metadata
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, make_config, trajectory
@@ -177,12 +180,17 @@ def test_any_world_size_and_strategy_reads_any_other(tmp_path: Path) -> None:
         assert all((again[name].numpy() == values).all() for name, values in expected.items()), (world, parallel)
 
 
-def test_torch_reads_our_files_and_we_say_what_is_wrong_with_others(saved: Path) -> None:
-    """The files are in the format of torch.distributed.checkpoint."""
+def test_torch_reads_our_files(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are in the format of torch.distributed.checkpoint, once its index has been made."""
     from torch.distributed.checkpoint import load
 
-    found = checkpoints(saved)[-1]
+    found = checkpoints(run_dir)[-1]
     expected = tensors_in(found)
+    assert "__0_2.distcp" in os.listdir(found.path) and ".metadata" not in os.listdir(found.path)
+    for said in ("written", "was there"):
+        assert main(["checkpoint", "metadata", str(run_dir), "--trust-places"]) == 0
+        assert f".metadata {said}  {found.path}" in capsys.readouterr().out
+    assert newest(found.root, hashes=True) == (found, {})
     theirs = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     load(theirs, checkpoint_id=found.path, no_dist=True)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in expected.items())
@@ -196,19 +204,26 @@ def test_a_reader_written_from_the_documentation(saved: Path) -> None:
     for name, told in files.items():
         content = Path(found.path, name).read_bytes()
         assert (len(content), xxhash.xxh3_128_hexdigest(content)) == (told["bytes"], told["xxh3"])
-    index = json.loads(Path(found.path, "tensors.json").read_text())["tensors"]
-    assert index.keys() == expected.keys()
-    for name, tensor in index.items():
+    index = json.loads(Path(found.path, "tensors.json").read_text())
+    tables = {}
+    for name, length in index["files"]:
+        content = Path(found.path, name).read_bytes()
+        tables[name] = json.loads(content[len(content) - length :])
+    assert index["tensors"].keys() == expected.keys()
+    for name, tensor in index["tensors"].items():
         assert tensor["dtype"] == str(expected[name].dtype).removeprefix("torch.")
         whole = torch.zeros(tensor["shape"], dtype=expected[name].dtype)
-        for piece in tensor["pieces"]:
-            with open(Path(found.path, piece["file"]), "rb") as file:
-                file.seek(piece["start"])
-                numbers = torch.frombuffer(bytearray(file.read(piece["bytes"])), dtype=whole.dtype)
-            target = whole
-            for axis, (offset, size) in enumerate(zip(piece["offset"], piece["shape"], strict=True)):
-                target = target.narrow(axis, offset, size)
-            target.copy_(numbers.view(piece["shape"]))
+        for run in tensor["pieces"]:
+            for number in range(run["count"]):
+                file, _ = index["files"][run["file"] + number * run["step"]]
+                start, _, _ = tables[file][name]
+                content = Path(found.path, file).read_bytes()
+                size = math.prod(run["shape"]) * whole.element_size()
+                numbers = torch.frombuffer(bytearray(content[start : start + size]), dtype=whole.dtype)
+                target = whole
+                for axis, (offset, side) in enumerate(zip(run["offset"], run["shape"], strict=True)):
+                    target = target.narrow(axis, offset + (0 if axis else number * side), side)
+                target.copy_(numbers.view(run["shape"]))
         assert torch.equal(whole, expected[name])
 
 
@@ -233,12 +248,13 @@ def with_hashes(found: CommittedCheckpoint) -> None:
         for path in Path(found.path).iterdir()
         if path != manifest
     }
-    manifest.write_text(json.dumps({"format": 1, "files": files}))
+    manifest.write_text(json.dumps({"format": 2, "files": files}))
 
 
 def test_a_malicious_checkpoint_is_refused_and_nothing_is_run(run_dir: Path, tmp_path: Path) -> None:
     old, new = checkpoints(run_dir)
     ran = tmp_path / "ran"
+    assert write_torch_metadata(new)
     metadata = Path(new.path, ".metadata")
     genuine = metadata.read_bytes()
     os.system(f"touch {tmp_path / 'works'}")
@@ -262,12 +278,12 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_is_run(run_dir: Path, tmp
     changes: list[dict[str, Any]] = [
         {"dtype": "load"},
         {"shape": [10**9]},
-        {"pieces": [{**entry["pieces"][0], "bytes": 1}]},
+        {"pieces": [{**entry["pieces"][0], "count": 1}]},
         {"pieces": [{**entry["pieces"][0], "file": "../../../../etc/passwd"}]},
         {"pieces": []},
     ]
     contents = [json.dumps({**plain, "tensors": {**plain["tensors"], name: {**entry, **change}}}) for change in changes]
-    for content in (pickle.dumps(Payload(ran)), b"", b"[]", b'{"format": 2}', *(text.encode() for text in contents)):
+    for content in (pickle.dumps(Payload(ran)), b"", b"[]", b'{"format": 3}', *(text.encode() for text in contents)):
         index.write_bytes(content)
         with_hashes(new)
         with pytest.raises(ResumeError, match="is not an index of a checkpoint"):

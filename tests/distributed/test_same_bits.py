@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from raytune_fsdp.base.collectives import make_device_mesh
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_digest
+from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli.digest import main as digest
 from raytune_fsdp.cli.export import main as export
@@ -35,7 +35,7 @@ from raytune_fsdp.run.described import why_bits_changed, why_bits_differ
 from raytune_fsdp.run.open_record import _report_bits
 from raytune_fsdp.step.in_order import SumsInOrder
 from raytune_fsdp.step.parallel import reduce_by_sum
-from tests.checkpoints import checkpoints, tensors_in
+from tests.checkpoints import checkpoints, place_of, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks, run_ranks
 from tests.runs import GPT2, LLAMA, make_config, train_rank
@@ -159,7 +159,7 @@ def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
     step."""
     place = Path(config.run.storage) / config.run.name
     last = checkpoints(place)[-1]
-    found = read_digest(storage_at(last.root), last.name)
+    found = read_manifest(storage_at(last.root), last.name).digest
     said = {kind: {} for kind in (SAVED, DIGESTED)}  # type: dict[str, dict[int, tuple[str, str]]]
     for each in read_events(place / "events.jsonl"):
         if each["event"] in said:
@@ -210,19 +210,19 @@ def test_numbers_that_were_changed_afterwards_are_not_those_that_the_ranks_had(
     forged = tmp_path / "checkpoints" / last.name
     shutil.copytree(last, forged)
     manifest = json.loads((forged / "manifest.json").read_text())
-    tensors = json.loads((forged / "tensors.json").read_text())["tensors"]
-    piece = tensors["model.model.norm.weight"]["pieces"][0]
-    content = bytearray((forged / piece["file"]).read_bytes())
-    content[piece["start"]] ^= 1
-    (forged / piece["file"]).write_bytes(content)
-    manifest["files"][piece["file"]]["xxh3"] = xxhash.xxh3_128_hexdigest(bytes(content))
+    (found,) = checkpoints(tmp_path)
+    file, start = place_of(found, "model.model.norm.weight")
+    content = bytearray(file.read_bytes())
+    content[start] ^= 1
+    file.write_bytes(content)
+    manifest["files"][file.name]["xxh3"] = xxhash.xxh3_128_hexdigest(bytes(content))
     (forged / "manifest.json").write_text(json.dumps(manifest))
     assert digest([str(forged), "--trust-places"]) == 2
     assert "has other numbers than the ranks had: the digest of its weights is " in capsys.readouterr().err
     manifest["digest"] = {"weights": "0" * 63 + "\n", "everything": 1}
     (forged / "manifest.json").write_text(json.dumps(manifest))
     assert digest([str(forged), "--trust-places"]) == 2
-    assert "its manifest is not what was written: it has the digest '000" in capsys.readouterr().err
+    assert "manifest.json is not what was written: it has the digest '000" in capsys.readouterr().err
 
 
 def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:

@@ -37,6 +37,7 @@ TINY = {
     "optimizers": "--seeds 7 --epochs 1 --kinds 8bit",
     "planned_time": '--only "tiny, alone" --calibrations {directory}',
     "same_bits": "--rounds 1 --worlds 2",
+    "checkpoint_index": "--ranks 4 --layers 1 --older",
     "attention": "--rounds 1 --lengths 256 512",
     "chat_rows": "--rounds 1 --rows 32",
     "long_conversations": "--rounds 1 --turns 20 --base .",

@@ -211,6 +211,6 @@ def test_the_hash_is_of_what_was_written() -> None:
 
 def test_the_manifest_is_plain(tmp_path: Path) -> None:
     assert json.loads(make_manifest({"b": Sum(1, "aa"), "a": Sum(2, "bb")})) == {
-        "format": 1,
+        "format": 2,
         "files": {"a": {"bytes": 2, "xxh3": "bb"}, "b": {"bytes": 1, "xxh3": "aa"}},
     }

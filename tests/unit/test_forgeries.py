@@ -241,6 +241,7 @@ NEWER = "checkpoints/step-00000007.a1"
 Reader = Callable[[Path, Path], None]
 KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
     "index": (forgeries.inside(CHECKPOINT, forgeries.INDEX, fit=True), read_checkpoint),
+    "index of runs": (forgeries.inside(CHECKPOINT, forgeries.RUNS, fit=True), read_checkpoint),
     "state": (forgeries.inside(CHECKPOINT, forgeries.STATE, fit=True), read_checkpoint),
     "files": (forgeries.inside(CHECKPOINT, forgeries.FILES, fit=True), read_checkpoint),
     "manifest": (forgeries.inside(CHECKPOINT, forgeries.MANIFEST, fit=False), read_checkpoint),
@@ -263,6 +264,26 @@ KINDS: dict[str, tuple[Mapping[str, Forge], Reader]] = {
 @pytest.mark.parametrize("kind", ["index", "state", "files", "manifest", "run", "config.yaml"])
 def test_what_is_forged_in_a_run_is_refused_in_one_line(kind: str) -> None:
     all_of(kind, RUN, code=2, lines=(1,))
+
+
+@pytest.fixture(scope="module")
+def run_of_today(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with its checkpoint as two ranks write it today."""
+    from raytune_fsdp.checkpoint.catalogue import as_checkpoint
+    from tests.checkpoints import rows_of_ranks, tensors_in, write_as_ranks
+
+    place = Path(shutil.copytree(RUN, tmp_path_factory.mktemp("good") / "run"))
+    older = as_checkpoint(str(RUN / CHECKPOINT))
+    assert older is not None
+    tensors, state = tensors_in(older), (place / CHECKPOINT / "state.json").read_bytes()
+    shutil.rmtree(place / CHECKPOINT)
+    write_as_ranks((place / CHECKPOINT).parent, older.name, tensors, rows_of_ranks(tensors, 2), state)
+    return place
+
+
+@pytest.mark.parametrize("kind", ["index of runs", "files", "manifest"])
+def test_what_is_forged_in_a_run_of_today_is_refused_in_one_line(kind: str, run_of_today: Path) -> None:
+    all_of(kind, run_of_today, code=2, lines=(1,))
 
 
 @pytest.mark.parametrize("kind", ["newer files", "newer manifest"])

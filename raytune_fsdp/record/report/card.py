@@ -23,7 +23,7 @@ from raytune_fsdp.base.untrusted import MIB, UnsoundError, printable, read_json,
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_digest
+from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.model.directory.bounds import read_config
 from raytune_fsdp.model.directory.files import find_weights
@@ -261,9 +261,9 @@ def _audit(recipe: Mapping[str, Any]) -> Iterator[str]:
 
 def _digest(checkpoint: CommittedCheckpoint) -> Iterator[str]:
     """Name the numbers of the checkpoint, if the ranks that wrote it have hashed them."""
-    found: dict[str, str] = {}
+    found: Mapping[str, str] = {}
     with suppress(OSError, ValueError):  # a card can be without it
-        found = read_digest(storage_at(checkpoint.root), checkpoint.name)
+        found = read_manifest(storage_at(checkpoint.root), checkpoint.name).digest
     if found:
         yield from (
             "",

@@ -62,7 +62,7 @@ def copied_checkpoint(checkpoint: CommittedCheckpoint, root: Path) -> CommittedC
     target.mkdir(parents=True)
     try:
         # Only files that the manifest names: a stranger's directory may have a link to a whole disk.
-        listed = read_manifest(storage_at(checkpoint.root), checkpoint.name)
+        listed = read_manifest(storage_at(checkpoint.root), checkpoint.name).files
         for name in (*listed, MANIFEST_FILE):
             _take(Path(checkpoint.path) / name, target / name)
     except (OSError, ValueError) as error:
