@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -15,7 +15,6 @@ from raytune_fsdp.base.batch import Stop
 from raytune_fsdp.base.errors import DataError, HandedOver, Interrupted, TrainingError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.environment import compiled_code_kept
 from raytune_fsdp.launch.quiet import log_warnings
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
@@ -90,12 +89,7 @@ def work(
     `own_log`: this rank prints into a file of its own.
     """
     log_warnings(for_all=own_log or dist.get_rank() == 0)
-    with (
-        # The cache of a dry run is removed with it.
-        nullcontext() if prepared.dry else compiled_code_kept(config, device.type),
-        numerics(config.parallel, device, deterministic=config.run.repeats_bits),
-        settings_restored(),
-    ):
+    with numerics(config.parallel, device, deterministic=config.run.repeats_bits), settings_restored():
         try:
             parts = assemble(config, prepared, standing, device, hooks)
         except torch.OutOfMemoryError as error:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import stat
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
-from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.launch import worker
-from raytune_fsdp.launch.environment import compiled_code_kept, place_of_compiled_code
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER, settings_restored
@@ -161,108 +153,23 @@ def test_all_layers_share_two_graphs(
 
 # --- Compiled code ----------------------------------------------------------------------------------------------------
 
-TORCHS = os.path.abspath(default_cache_dir())
 
-
-def started(values: dict[str, Any]) -> tuple[int, list[str], str | None]:
+def started(values: dict[str, Any], place: str) -> tuple[int, list[str], str | None]:
     """What comes of it in a process of its own: graphs, breaks, and whether the compiler gave way."""
-    config = FinetuneConfig.model_validate(values)
-    with compiled_code_kept(config, "cpu"):
-        found = train(config)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
+    found = train(FinetuneConfig.model_validate(values))
     return found.graphs, found.breaks, found.failure
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(("method", "precision"), sorted(OFTEN))
-def test_a_second_start_compiles_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, precision: str
-) -> None:
+def test_a_second_start_compiles_nothing(tmp_path: Path, method: str, precision: str) -> None:
     """With the compiler itself, in new processes: the second one finds everything, and writes no program."""
     pytest.importorskip("torchao")
-    config = config_of(tmp_path, method, precision)
-    place = place_of_compiled_code(config, "cpu")
-    assert place is not None
+    config, place = config_of(tmp_path, method, precision), tmp_path / "compiled"
     written = []
     for _ in range(2):
-        assert run_ranks(started, 1, config.model_dump(), seconds=1200) == [(2, [], None)]
+        assert run_ranks(started, 1, config.model_dump(), str(place), seconds=1200) == [(2, [], None)]
         written.append({path for path in place.rglob("*") if path.suffix in (".so", ".cpp", ".py")})
     assert written[0] and written[1] == written[0]
-
-
-def compiled_in(directory: Path, device: str = "cuda", **changes: Any) -> Path | None:
-    config = make_config(directory, **changes)
-    found = place_of_compiled_code(config, device)
-    return None if found is None else found.parent  # in which each kind of CPU has a directory
-
-
-def test_compiled_code_is_kept_where_the_next_attempt_finds_it(tmp_path: Path) -> None:
-    name = f"compiled-{os.geteuid()}"
-    assert compiled_in(tmp_path) == tmp_path / "runs" / "cache" / name
-    shared = tmp_path / "shared"
-    assert compiled_in(tmp_path, data={"cache": {"path": str(shared)}}) == shared / name
-    assert stat.S_IMODE((shared / name).stat().st_mode) == 0o700
-    assert compiled_in(tmp_path, "cpu", parallel={"compile": True}) is not None
-    assert compiled_in(tmp_path, "cpu") is None, "auto compiles on GPUs"
-    assert compiled_in(tmp_path, parallel={"compile": False}) is None
-    assert compiled_in(tmp_path, run={"exact": True}) is None
-
-
-def test_compiled_code_is_run_only_from_a_directory_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever can write there could have us run anything."""
-    place = compiled_in(tmp_path)
-    assert place is not None
-    place.chmod(0o770)
-    assert compiled_in(tmp_path) is None
-    place.chmod(0o700)
-    assert compiled_in(tmp_path) == place
-    another = os.geteuid() + 1
-    place.rename(place.with_name(f"compiled-{another}"))
-    place.symlink_to(tmp_path)
-    assert compiled_in(tmp_path) is None, "a link"
-    monkeypatch.setattr(os, "geteuid", lambda: another)
-    assert compiled_in(tmp_path) is None, "another user's"
-
-
-@pytest.mark.parametrize("refused", ["lock", "program"])
-def test_storage_without_locks_or_programs_is_no_place_for_compiled_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    if refused == "lock":
-        monkeypatch.setattr(fcntl, "flock", no_locks)
-    else:
-        facts = os.statvfs(tmp_path)
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=facts.f_flag | os.ST_NOEXEC))
-    assert compiled_in(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("dry", "own"),
-    [(False, None), (False, TORCHS), (False, "/own"), (True, TORCHS)],
-    ids=["unset", "torch", "own", "dry"],
-)
-def test_a_rank_says_where_while_it_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry: bool, own: str | None
-) -> None:
-    """What a user says holds; torch says something itself when it is imported. A dry run's cache is removed with it."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    if own is not None:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    inside: list[list[str | None]] = []
-
-    def assemble(*_: object) -> None:
-        inside.append([os.environ.get(name) for name in names])
-        raise ModelError("as far as this")
-
-    monkeypatch.setattr(worker, "assemble", assemble)
-    config, nothing = make_config(tmp_path, parallel={"compile": True}), cast(Any, None)
-    with pytest.raises(ModelError, match="as far as this"):
-        worker.work(config, cast(Any, SimpleNamespace(dry=dry)), nothing, CPU, lambda: None, own_log=True)
-    ours, place = own in (None, TORCHS) and not dry, place_of_compiled_code(config, "cpu")
-    assert inside == [[str(place), f"{place}/triton"] if ours else [own, None]]
-    assert [os.environ.get(name) for name in names] == [None if ours else own, None]

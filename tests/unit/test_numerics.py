@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(worker, "assemble", assemble)
     limit = torch._dynamo.config.recompile_limit
     config = make_config(tmp_path, run={"deterministic": True})
-    prepared: Any = SimpleNamespace(dry=False)
+    nothing: Any = None
     with (
         torch._dynamo.config.patch(recompile_limit=limit + 100, fail_on_recompile_limit_hit=False),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=False),
@@ -90,7 +89,7 @@ def test_a_run_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.
     ):
         before = settings()
         with pytest.raises(ModelError, match="as far as this"):
-            worker.work(config, prepared, prepared, CPU, lambda: None, own_log=True)
+            worker.work(config, nothing, nothing, CPU, lambda: None, own_log=True)
         assert settings() == before
     (there,) = inside
     kept = ["CUBLAS_WORKSPACE_CONFIG"] if own is not None else []

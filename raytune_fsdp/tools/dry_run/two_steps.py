@@ -9,7 +9,7 @@ from pathlib import Path
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.environment import compiled_code_kept, environment
+from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
 from raytune_fsdp.launch.run_lock import locked
 from raytune_fsdp.launch.signals import Signals
@@ -59,9 +59,6 @@ def _tried(
     with environment(quieting()), ignoring_warnings(), locked(trial) if is_rank0() else nullcontext():
         with Signals():  # before the imports, which take seconds
             from raytune_fsdp.launch.start import run
-            from raytune_fsdp.launch.worker import choose_device
 
-            # What ranks of this machine compile stays, where the run will find it.
-            with compiled_code_kept(config, choose_device(config.cluster.device, 1).type):
-                prepared, _ = run(trial, progress, dry=True, force=force, trust_places=True)
+            prepared, _ = run(trial, progress, dry=True, force=force, trust_places=True)
         return measured(config, trial, prepared, began) if is_rank0() else None
