@@ -1,6 +1,6 @@
 """Count the kernels of an update and the bytes that they move: operation by operation, and as one kernel.
 
-    python -m benchmarks.updates [--out benchmarks/results/updates.json]
+    python -m benchmarks.updates [--only Lion] [--out benchmarks/results/updates.json]
 
 Nothing is timed, no code is compiled, and no GPU is needed. Operation by operation, each operation on 1,024 x 4,096
 numbers is counted with what it reads and writes. As one kernel, the rule goes through torch.compile up to inductor's
@@ -207,10 +207,11 @@ def as_kernel(case: str, rows: int = 64) -> Count:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
-    for case in CASES:
+    for case in arguments.only:
         before, needed = by_operation(case)
         after = as_kernel(case)
         each = {

@@ -56,6 +56,7 @@ TINY = {
     "published_speed": "--only qwen3-0.6b/1xRTX-A6000/8192",
     "recompute": "--rounds 1 --length 256",
     "step": "--rounds 1 --steps 1 --seq-len 32",
+    "updates": "--only Lion",
 }
 """The least that each can do."""
 

@@ -119,7 +119,7 @@ class Muon:
     def _experts(self, name: str, group: Group, lr_factor: float, skip: torch.Tensor) -> None:
         """Update this rank's experts. They are whole, since rows of three-dimensional weights are experts."""
         update, parts = self._direction(name, skip), self._parts[name]
-        for some in torch.split(update, max(1, _AT_ONCE // max(1, update[:1].numel()))):
+        for some in torch.split(update, max(1, _AT_ONCE // max(1, update.shape[1:].numel()))):
             for same in zip(*(parts(expert) for expert in some), strict=True):
                 made = self._many([_flat(piece) for piece in same], self._chosen.iterations)
                 for piece, value in zip(same, made, strict=True):
