@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from raytune_fsdp.base.errors import RaytuneError
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.config.load import load_config
-    from raytune_fsdp.launch.finetune import FinetuneResult, finetune
+    from raytune_fsdp.launch.finetune import finetune
+    from raytune_fsdp.launch.result import FinetuneResult
 
 __all__ = ["FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune", "load_config"]
 
@@ -41,7 +42,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "FinetuneConfig": "raytune_fsdp.config",
-    "FinetuneResult": "raytune_fsdp.launch.finetune",
+    "FinetuneResult": "raytune_fsdp.launch.result",
     "RaytuneError": "raytune_fsdp.base.errors",
     "finetune": "raytune_fsdp.launch.finetune",
     "load_config": "raytune_fsdp.config.load",

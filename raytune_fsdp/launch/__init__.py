@@ -1,6 +1,7 @@
 """The outer shell: from a config to ranks that train.
 
 finetune.py        finetune(config) -> FinetuneResult, the whole program in one call
+result.py          what that call returns
 start.py           chooses how to launch: on Ray, or as processes on this machine
 run_lock.py        lets one command at a time work on a run
 shared_storage.py  checks that `run.storage` is the same storage for every rank

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.launch.finetune import FinetuneResult, finetune
+from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.launch.result import FinetuneResult
 from raytune_fsdp.record.copies import following, mlflow, mlflow_model
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT
