@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
@@ -116,7 +117,14 @@ def measure(shapes: Shapes, ranks: int, root: Path, *, older: bool) -> dict[str,
             file.seek(size)
             file.write(table)
         total = {"bytes": size + len(table), "xxh3": "0" * 32}
-        messages.append({"file": file.name.rpartition("/")[2], "sum": total, "table": len(table), "hashes": {}})
+        messages.append(
+            {
+                "file": file.name.rpartition("/")[2],
+                "sum": total,
+                "table": (len(table), xxhash.xxh3_128_hexdigest(table)),
+                "hashes": {},
+            }
+        )
     layout = PieceLayout(mine=(), rows={}, tensors=index)
     row["longest_wait"] = longest_wait(lambda: row.update(commit=commit(layout, messages, storage)))
     row["index_MB"] = (root / NAME / INDEX_FILE).stat().st_size / 1e6
@@ -155,7 +163,7 @@ def commit(layout: PieceLayout, sent: Sequence[Mapping[str, Any]], storage: Posi
     began = time.thread_time()
     written = [messages.receive(f"1/{rank}") for rank in range(len(sent))]
     sums = {each["file"]: Sum(**each["sum"]) for each in written}  # type: ignore[index]
-    small = {INDEX_FILE: layout.index([(each["file"], each["table"]) for each in written]), STATE_FILE: b"{}"}  # type: ignore[index]
+    small = {INDEX_FILE: layout.index([(each["file"], *each["table"]) for each in written]), STATE_FILE: b"{}"}  # type: ignore[index]
     draft = storage.draft(NAME, 1)
     sums |= {name: write_small(draft, name, content) for name, content in small.items()}
     manifest = make_manifest(sums)

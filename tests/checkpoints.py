@@ -71,7 +71,7 @@ def write_as_ranks(
         if pieces:
             layout = PieceLayout(mine=tuple(pieces), rows=rows)
             written = write_pieces(draft, f"__{rank}_1.distcp", pieces, layout, hashes=False)
-            files.append((f"__{rank}_1.distcp", written.table))
+            files.append((f"__{rank}_1.distcp", *written.table))
             sums[files[-1][0]] = written.sum
     content = PieceLayout(mine=(), rows=rows, tensors=index).index(files)
     sums |= {file: write_small(draft, file, each) for file, each in ((INDEX_FILE, content), (STATE_FILE, state))}

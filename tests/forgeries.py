@@ -234,12 +234,12 @@ def _table(change: Callable[[Any], Any]) -> Forge:
 
     def forge(place: Path) -> None:
         index = json.loads((place / _INDEX).read_text())
-        (name, length), content = index["files"][0], (place / index["files"][0][0]).read_bytes()
+        (name, length, _), content = index["files"][0], (place / index["files"][0][0]).read_bytes()
         values = json.loads(content[-length:])
         made = change(values)
         table = made if isinstance(made, bytes) else json.dumps(made or values).encode()
         _write(place / name, content[:-length] + table)
-        put(_INDEX, "files", 0, 1, to=len(table))(place)
+        put(_INDEX, "files", 0, to=[name, len(table), xxhash.xxh3_128_hexdigest(table)])(place)
 
     return forge
 
@@ -256,6 +256,8 @@ def _moved(start: int, first: int, length: int) -> Forge:
 
     return _table(change)
 
+
+_XXH3 = "0" * 32
 
 # Of format 2, of two ranks.
 RUNS: dict[str, Forge] = {
@@ -305,15 +307,19 @@ RUNS: dict[str, Forge] = {
     "no files": changed(_INDEX, lambda values: values.pop("files") and None),
     "a file less": changed(_INDEX, lambda values: values["files"].pop() and None),
     "a file twice": changed(_INDEX, lambda values: values["files"].append(values["files"][0])),
-    "a file elsewhere": _file(0, ["../../../../etc/passwd", 10]),
-    "a file without tensors": _file(0, [_STATE, 10]),
-    "a file of another checkpoint": _file(0, ["__7_1.distcp", 10]),
+    "a file elsewhere": _file(0, ["../../../../etc/passwd", 10, _XXH3]),
+    "a file without tensors": _file(0, [_STATE, 10, _XXH3]),
+    "a file of another checkpoint": _file(0, ["__7_1.distcp", 10, _XXH3]),
     "a file alone": _file(0, "__0_1.distcp"),
-    "a file with a table of nothing": _file(0, ["__0_1.distcp", 0]),
-    "a file with a negative table": _file(0, ["__0_1.distcp", -1]),
-    "a file with a table true": _file(0, ["__0_1.distcp", True]),
-    "a file with a table larger than it": _file(0, ["__0_1.distcp", 10**9]),
-    "a file with half a table": _file(0, ["__0_1.distcp", 100]),
+    "a file with a table of nothing": _file(0, ["__0_1.distcp", 0, _XXH3]),
+    "a file with a negative table": _file(0, ["__0_1.distcp", -1, _XXH3]),
+    "a file with a table true": _file(0, ["__0_1.distcp", True, _XXH3]),
+    "a file with a table larger than it": _file(0, ["__0_1.distcp", 10**9, _XXH3]),
+    "a file with half a table": _file(0, ["__0_1.distcp", 100, _XXH3]),
+    "a file without a hash of its table": _file(0, ["__0_1.distcp", 100]),
+    "another table": put(_INDEX, "files", 0, 2, to="0" * 32),
+    "a hash of a table that is none": put(_INDEX, "files", 0, 2, to="x"),
+    "a table of white space": _table(lambda values: json.dumps(values).encode() + b" " * 100_000),
     "files changed": changed(_INDEX, lambda values: values["files"].reverse()),
     "a format of tomorrow": put(_INDEX, "format", to=3),
     "the older format": put(_INDEX, "format", to=1),

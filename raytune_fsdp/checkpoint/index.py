@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
-from raytune_fsdp.base.untrusted import UnsoundError, check_format, is_count, parse_json, shown
-from raytune_fsdp.checkpoint.storage import PIECE_BYTES, PIECES, StoredFile, index_values, table_limit
+from raytune_fsdp.base.untrusted import MAX_VALUES, UnsoundError, check_format, is_count, parse_json, shown
+from raytune_fsdp.checkpoint.storage import PIECE_BYTES, PIECES, XXH3, StoredFile, index_values, table_limit
 
 DTYPES = {
     name: getattr(torch, name)
@@ -36,6 +37,8 @@ DTYPES = {
 """The types that a tensor may have, by the names that the index gives them."""
 _MAX_DIMENSIONS = 16  # torch prints a tensor of 64; a model has up to 5
 _MAX_NAME = 1024
+_ENTRY_BYTES = 100
+"""What a table has of a piece besides its name: three numbers of up to 19 digits, and what is around them."""
 
 Sides = tuple[int, ...]
 Box = tuple[Sequence[int], Sequence[int]]
@@ -107,6 +110,8 @@ class TensorsFile:
     size: int
     table: int = 0
     """The bytes of the table at its end. 0: it has none, its places are in the index."""
+    xxh3: str = ""
+    """The table's hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +126,14 @@ class Index:
     def places_in(self, number: int, source: StoredFile) -> Mapping[Key, Place]:
         """Return where the pieces in a file are. Raise UnsoundError if its table does not fit index and file."""
         if number not in self.places:
-            file = self.files[number]
+            file, pieces = self.files[number], self.pieces_in(number)
+            if file.table > sum(_ENTRY_BYTES + 12 * len(name) for name in pieces) + 2:  # 12: \ud83d\ude00
+                raise UnsoundError(f"has a table of {file.table} bytes for {len(pieces)} pieces")
             content = bytearray(file.table)
             source.read_into(file.size - file.table, memoryview(content))
-            self.places[number] = self._parse_table(bytes(content), number)
+            if xxhash.xxh3_128_hexdigest(content) != file.xxh3:
+                raise UnsoundError("has another table at its end than was written")
+            self.places[number] = self._parse_table(bytes(content), number, pieces)
         return self.places[number]
 
     def pieces_in(self, number: int) -> dict[str, tuple[Sides, int]]:
@@ -140,8 +149,8 @@ class Index:
                 found[name] = offset, prod(run.shape) * tensor.dtype.itemsize
         return found
 
-    def _parse_table(self, content: bytes, number: int) -> Mapping[Key, Place]:
-        read, wanted = parse_json(content, depth=None), self.pieces_in(number)
+    def _parse_table(self, content: bytes, number: int, wanted: Mapping[str, tuple[Sides, int]]) -> Mapping[Key, Place]:
+        read = parse_json(content, values=max(MAX_VALUES, content.count(b",") + 2 * len(wanted)), depth=None)
         if not isinstance(read, dict) or read.keys() != wanted.keys():
             raise UnsoundError("has a table at its end with other tensors than the index says")
         places, end = {}, self.files[number].size - self.files[number].table
@@ -210,14 +219,16 @@ def _files(entries: Any, sizes: Mapping[str, int]) -> list[TensorsFile]:
         raise UnsoundError("has no list of files")
     found: dict[str, TensorsFile] = {}
     for entry in entries:
-        name, table = entry if type(entry) is list and len(entry) == 2 else (None, None)
+        name, table, xxh3 = entry if type(entry) is list and len(entry) == 3 else (None, None, None)
         if not (isinstance(name, str) and name in sizes and name.endswith(PIECES)):
             raise UnsoundError(f"names {shown(entry)}, which is no file of this checkpoint and its table")
         if name in found:
             raise UnsoundError(f"names {name} twice")
         if not is_count(table) or not 0 < table <= table_limit(sizes[name]):
             raise UnsoundError(f"has a table of {shown(table)} bytes in {name}, which has {sizes[name]}")
-        found[name] = TensorsFile(name, sizes[name], table)
+        if not (isinstance(xxh3, str) and XXH3.fullmatch(xxh3)):
+            raise UnsoundError(f"has a table in {name} with the hash {shown(xxh3)}")
+        found[name] = TensorsFile(name, sizes[name], table, xxh3)
     return [*found.values()]
 
 

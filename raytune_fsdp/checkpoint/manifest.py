@@ -29,6 +29,7 @@ from raytune_fsdp.checkpoint.storage import (
     PIECES,
     STATE_BYTES,
     STATE_FILE,
+    XXH3,
     Storage,
     index_limit,
 )
@@ -41,7 +42,7 @@ _SOON_READ = 1 << 30
 """Less than this is hashed at once, whatever it is."""
 _SMALL_BYTES = 64 * MIB
 """What any file without tensors may have: .metadata, written for other tools, is about as large as the index."""
-_DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 FORMAT = 2
 """Of the manifest and of the index. In format 1 the index has the place of every piece."""
@@ -82,7 +83,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         if not is_file_name(file) or file == MANIFEST_FILE:
             raise UnsoundError(f"names {shown(file)}, which is not the name of a file in a checkpoint")
         size, digest = (each.get("bytes"), each.get("xxh3")) if isinstance(each, dict) else (None, None)
-        if not is_count(size) or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        if not is_count(size) or not isinstance(digest, str) or not XXH3.fullmatch(digest):
             raise UnsoundError(f"has no size and hash of {file}")
         found[file] = size, digest
     missing = {STATE_FILE, INDEX_FILE} - found.keys()
@@ -168,7 +169,7 @@ def _sizes_in(content: bytes, sizes: Mapping[str, int]) -> dict[str, int]:
 
     most = dict.fromkeys((file for file in sizes if file.endswith(PIECES)), MIB)
     index = parse_index(content, sizes)
-    return most | {file.name: room for file, (_, room) in zip(index.files, room_of(index), strict=True)}
+    return most | {file.name: MIB + room for file, (_, room) in zip(index.files, room_of(index), strict=True)}
 
 
 def hash_file(storage: Storage, name: str, file: str, size: int) -> str:

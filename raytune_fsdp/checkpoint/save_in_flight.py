@@ -23,6 +23,7 @@ from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
 from raytune_fsdp.base.row_hashes import HashedRows
 from raytune_fsdp.checkpoint.contents import roots_of
+from raytune_fsdp.checkpoint.index import parse_index
 from raytune_fsdp.checkpoint.manifest import make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
@@ -325,7 +326,8 @@ class SaveInFlight:
         job = self.job
         written = [each for each in messages if each["file"]]
         sums = {each["file"]: Sum(**each["sum"]) for each in written}
-        index = job.layout.index([(each["file"], each["table"]) for each in written])
+        index = job.layout.index([(each["file"], *each["table"]) for each in written])
+        parse_index(index, {name: each.bytes for name, each in sums.items()})  # what nobody could read is not committed
         small = {INDEX_FILE: index, STATE_FILE: job.state.encode()}
         sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
         digest = None

@@ -30,6 +30,8 @@ MANIFEST_BYTES = 16 << 20
 """The largest manifest that is read: a file of a rank takes 100 bytes in it, and a hundred thousand ranks 10 MB."""
 STATE_BYTES = 64 << 20
 """The largest state: that of a run over a hundred thousand files, with names and hashes, takes 20 MB; most, 5 kB."""
+XXH3 = re.compile("[0-9a-f]{32}")
+"""A hash in a manifest or an index."""
 PIECES = ".distcp"
 """Suffix of the files that hold tensors."""
 
@@ -71,7 +73,7 @@ def index_limit(sizes: Mapping[str, int]) -> int:
 
 def table_limit(size: int) -> int:
     """Return the most bytes that the table at the end of a file of this size may have."""
-    return min(size, max(MIB, size // _BYTES_PER_INDEX_BYTE))
+    return min(size, max(MIB, min(_INDEX_BYTES, size // _BYTES_PER_INDEX_BYTE)))
 
 
 def index_values(sizes: Mapping[str, int]) -> int:

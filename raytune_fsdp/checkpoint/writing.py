@@ -48,8 +48,8 @@ class PieceLayout:
     tensors: str = ""
     """On rank 0: what the index says of all tensors, in JSON."""
 
-    def index(self, files: Sequence[tuple[str, int]]) -> bytes:
-        """On rank 0: return `tensors.json` of a checkpoint with these files; each has a table of so many bytes."""
+    def index(self, files: Sequence[tuple[str, int, str]]) -> bytes:
+        """On rank 0: return `tensors.json` of a checkpoint with these files, each with bytes and hash of its table."""
         assert self.tensors, "only rank 0 knows all ranks' pieces"
         return f'{{"format": {FORMAT}, "files": {json.dumps(files)}, "tensors": {self.tensors}}}'.encode()
 
@@ -131,7 +131,9 @@ def arrange(
         found[number] = pieces, owners
         load[owners] += each
     mine: list[list[int]] = [[] for _ in boxes]
-    for number in range(len(shapes)):
+    # What is small first, together: in an object store each part that is read costs a request, and 4 MiB.
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values()]
+    for number in sorted(range(len(shapes)), key=lambda each: sizes[each] >= _SMALL_BYTES):
         for rank in found[number][1].tolist():
             mine[rank].append(number)
     file_of = np.cumsum([bool(each) for each in mine]) - 1  # ranks that write nothing have no file
@@ -330,8 +332,8 @@ class WrittenPieces:
     """A rank's file."""
 
     sum: Sum
-    table: int
-    """The bytes at its end that say where its pieces are."""
+    table: tuple[int, str]
+    """How many bytes at its end say where its pieces are, and their hash."""
     hashes: Mapping[str, Sequence[HashedRows]]
     """The hashed rows of each tensor."""
 
@@ -355,7 +357,7 @@ def write_pieces(
                 found[name] = [*hashed]  # before the next one: each may be a copy of what a GPU has
             table = json.dumps(places).encode()
             target.write(table)
-        return WrittenPieces(sum=target.sum, table=len(table), hashes=found)
+        return WrittenPieces(sum=target.sum, table=(len(table), xxhash.xxh3_128_hexdigest(table)), hashes=found)
 
     return _tried(draft, file, write)
 

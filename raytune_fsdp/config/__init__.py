@@ -138,6 +138,11 @@ class FinetuneConfig(Section):
         if size == 1:
             return self
         combined = f"with parallel.mesh.tensor={size}"
+        if self.run.digest_every is not None:
+            raise ValueError(
+                f"run.digest_every={self.run.digest_every} {combined}: digests are of whole rows, of which each rank has a "
+                "part; leave it out, or leave tensor out"
+            )
         if not self.method.takes_cut_layers:
             *kinds, last = (kind for kind, each in sections_of(Method).items() if each.takes_cut_layers)
             known = f"{', '.join(kinds)} and {last}"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_origin
 
@@ -41,6 +42,7 @@ def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides:
         tree = _tree(config)
     else:
         tree, sources = ({}, {}) if config is None else read_file(config)
+    tree, sources = _in_our_words(tree, ROOT), {_in_our_case(path, ROOT): each for path, each in sources.items()}
     found, problems = read_overrides(overrides, ROOT)
     problems += apply_overrides(tree, found, ROOT, sources)
     settled = settle(tree, ROOT)
@@ -116,7 +118,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
 def _nearest(path: Path) -> str:
     """Return what to add to the news that there is no such file."""
     hint = "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
-    beside = [each.name for each in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    beside = [each.name for each in islice(path.parent.glob("*.y*ml"), 1000)] if path.parent.is_dir() else []
     near = [str(path.parent / name) for name in get_close_matches(path.name, beside, n=1)]
     if not path.suffix:
         recipe = get_close_matches(str(path).lower(), recipes(), n=1)
@@ -172,6 +174,20 @@ def _named(values: dict[str, Any], place: Place) -> dict[str, Any]:
         own = known.get(str(name).lower(), name)
         made[name if own in values or own in made else own] = value
     return made
+
+
+def _in_our_words(value: Any, place: Place) -> Any:
+    """Return a tree with names of fields, and the types of unions, as they are written here."""
+    if isinstance(value, list) and place.item is not None:
+        return [_in_our_words(each, place.item) for each in value]
+    if not isinstance(value, dict) or not place.sections:
+        return value
+    made = _named(value, place)
+    tag, own = _word(made.get(TAG)), place.child(TAG)
+    if isinstance(tag, str) and own is not None and (chosen := _chosen(tag, own)) != tag:
+        made[TAG] = chosen
+    here = place.narrowed({TAG: _word(made.get(TAG))})
+    return {name: _in_our_words(each, here.child(name) or ANYTHING) for name, each in made.items()}
 
 
 def _chosen(text: str, place: Place) -> str:
@@ -335,7 +351,9 @@ def _replace_union(tree: dict[str, Any], override: Override, root: Place, source
             node = node[int(part)]
         else:
             node = node.get(part) if isinstance(node, dict) else None
-    if isinstance(node, dict) and _word(node.get(TAG, place.default_tag)) != _word(override.value):
+    before, now = _word(node.get(TAG, place.default_tag)) if isinstance(node, dict) else None, _word(override.value)
+    own = place.child(TAG) or ANYTHING
+    if isinstance(node, dict) and (_chosen(now, own) if isinstance(now, str) else now) != before:
         node.clear()
         _forget(sources, tuple(parents))
 

@@ -24,7 +24,7 @@ _MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
 
 def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> list[str]:
     """Return one line for each field that pydantic refuses."""
-    if (foreign := _another_trainers(error, sources)) is not None:
+    if (foreign := _another_trainers(error, tree, root, sources)) is not None:
         return [foreign]
     lines: dict[Loc, str] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
@@ -42,8 +42,10 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
     return list(lines.values())
 
 
-def _another_trainers(error: ValidationError, sources: Mapping[Loc, str]) -> str | None:
-    """Return the line for a whole file of another trainer."""
+def _another_trainers(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> str | None:
+    """Return the line for a whole file of another trainer, which has no section of ours."""
+    if any(isinstance(tree.get(name), dict) and (name,) in sources for name in root.fields()):
+        return None
     unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
     theirs = [str(loc[0]) for loc in unknown if len(loc) == 1 and loc[0] in OURS]
     files = {sources[(name,)].rpartition(" line ")[0] for name in theirs if (name,) in sources} - {""}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError
 
-PLACE = "RAYTUNE_FSDP_STARTING_RANKS"
-"""The variable that names a directory to ranks while they import the script."""
+STARTING = "RAYTUNE_FSDP_STARTING_RANKS"
+"""The variable that tells ranks, while they import the script, which process starts them, and a directory."""
 _MARK = "script-called-finetune"
 
 
@@ -24,11 +26,18 @@ def check_script() -> None:
         )
 
 
+def starting(place: str) -> dict[str, str]:
+    """Return what ranks are told in their environment while this process starts them."""
+    return {STARTING: f"{os.getpid()}:{place}"}
+
+
 def leave_if_imported() -> None:
     """End this process if it is a rank to be that calls `finetune` while it imports the script."""
-    place = os.environ.get(PLACE)
-    if place is not None:
-        Path(place, _MARK).touch()
+    starter, _, place = os.environ.get(STARTING, "").partition(":")
+    # Not another thread of the process that starts ranks, nor a command that it runs: these have the variable, too.
+    if starter == str(os.getppid()) and multiprocessing.current_process().name != "MainProcess":
+        with suppress(OSError):
+            Path(place, _MARK).touch()
         os._exit(2)  # quietly: whoever starts the ranks says why
 
 

@@ -27,7 +27,7 @@ from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, Tra
 from raytune_fsdp.base.predicted import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
-from raytune_fsdp.launch.imported import PLACE, check_not_called, check_script
+from raytune_fsdp.launch.imported import STARTING, check_not_called, check_script, starting
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
@@ -95,6 +95,8 @@ def run(
     check_device(config, device.type)
     if idle := idle_gpus(config.cluster, device.type, world, torch.cuda.device_count()):
         say("; ".join(idle))
+    if world > 1:
+        check_script()
     phases = Phases(HERE if world == 1 else TOGETHER)
     with Signals():
         prepared, standing = prepare(config, world, progress, dry=dry, trust_places=trust_places)
@@ -166,11 +168,10 @@ def _start_ranks(
     # Older versions of torch lack this field; they always wait for 30 seconds.
     known = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if known else {}
-    check_script()
     try:
         with (
             TemporaryDirectory(prefix="raytune-fsdp-", dir=where, ignore_cleanup_errors=True) as logs,
-            environment({**threads, PLACE: logs}),
+            environment({**threads, **starting(logs)}),
             deaf_children(),
         ):
             launch = LaunchConfig(
@@ -205,7 +206,7 @@ def _start_ranks(
 
 def _rank_process(inputs: Path) -> int | None:
     """Run a process that elastic_launch started."""
-    os.environ.pop(PLACE, None)
+    os.environ.pop(STARTING, None)
     # `record` has written the error. If torch saw the exception, it would leave a file behind (pytorch-errorfile-*).
     try:
         return _rank_main(*(record(_read)(inputs) or ()))
@@ -219,8 +220,8 @@ def _rank_process(inputs: Path) -> int | None:
 
 
 def _read(inputs: Path) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = pickle.loads(inputs.read_bytes())
-    return found
+    """Return the arguments of `_rank_main`."""
+    return (*pickle.loads(inputs.read_bytes()), inputs)
 
 
 @record
@@ -231,6 +232,7 @@ def _rank_main(
     standing: ResumePoint,
     phases: Phases,
     predicted: Predicted | NotPredicted,
+    inputs: Path | None = None,
 ) -> int:
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
@@ -239,6 +241,8 @@ def _rank_main(
         _join(config, device)
         hooks = None
         if dist.get_rank() == 0:
+            if inputs is not None:  # all have read it, and it has the values of cluster.env
+                inputs.unlink(missing_ok=True)
             phases.finished("workers")
             notices = {**notices_of(config.cluster, os.environ, ray=False), "ranks": SHUTDOWN_SECONDS}
             hooks = LauncherHooks(reached=phases.finished, predicted=predicted, notices=notices)

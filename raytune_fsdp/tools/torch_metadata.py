@@ -25,6 +25,7 @@ from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.index import Index
 from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.reading import read_index
 from raytune_fsdp.checkpoint.storage import Storage
 
@@ -32,10 +33,13 @@ METADATA_FILE = ".metadata"
 
 
 def write_torch_metadata(found: CommittedCheckpoint) -> bool:
-    """Write `.metadata` of a committed checkpoint, unless it has one; return whether it had none."""
+    """Write `.metadata` of a committed checkpoint, anew if there is one; return False if an older version wrote it.
+
+    One that the manifest does not list is anybody's, and torch would run what is in it.
+    """
     storage = storage_at(found.root)
     try:
-        if METADATA_FILE in storage.sizes(found.name):
+        if METADATA_FILE in read_manifest(storage, found.name).files:
             return False
         content = pickle.dumps(_metadata(storage, found, read_index(storage, found.name)))
         storage.put(found.name, METADATA_FILE, content)

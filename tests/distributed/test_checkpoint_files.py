@@ -187,9 +187,9 @@ def test_torch_reads_our_files(run_dir: Path, capsys: pytest.CaptureFixture[str]
     found = checkpoints(run_dir)[-1]
     expected = tensors_in(found)
     assert "__0_2.distcp" in os.listdir(found.path) and ".metadata" not in os.listdir(found.path)
-    for said in ("written", "was there"):
+    for _ in range(2):  # anew: one that is there may be anybody's
         assert main(["checkpoint", "metadata", str(run_dir), "--trust-places"]) == 0
-        assert f".metadata {said}  {found.path}" in capsys.readouterr().out
+        assert f".metadata written  {found.path}" in capsys.readouterr().out
     assert newest(found.root, hashes=True) == (found, {})
     theirs = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     load(theirs, checkpoint_id=found.path, no_dist=True)
@@ -206,16 +206,18 @@ def test_a_reader_written_from_the_documentation(saved: Path) -> None:
         assert (len(content), xxhash.xxh3_128_hexdigest(content)) == (told["bytes"], told["xxh3"])
     index = json.loads(Path(found.path, "tensors.json").read_text())
     tables = {}
-    for name, length in index["files"]:
+    for name, length, xxh3 in index["files"]:
         content = Path(found.path, name).read_bytes()
-        tables[name] = json.loads(content[len(content) - length :])
+        table = content[len(content) - length :]
+        assert xxhash.xxh3_128_hexdigest(table) == xxh3
+        tables[name] = json.loads(table)
     assert index["tensors"].keys() == expected.keys()
     for name, tensor in index["tensors"].items():
         assert tensor["dtype"] == str(expected[name].dtype).removeprefix("torch.")
         whole = torch.zeros(tensor["shape"], dtype=expected[name].dtype)
         for run in tensor["pieces"]:
             for number in range(run["count"]):
-                file, _ = index["files"][run["file"] + number * run["step"]]
+                file, *_ = index["files"][run["file"] + number * run["step"]]
                 start, _, _ = tables[file][name]
                 content = Path(found.path, file).read_bytes()
                 size = math.prod(run["shape"]) * whole.element_size()

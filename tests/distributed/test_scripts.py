@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,23 @@ from pathlib import Path
 import pytest
 import yaml
 
+from raytune_fsdp.launch.imported import STARTING, leave_if_imported
 from tests.runs import make_config
 
 SCRIPT = """
 from raytune_fsdp import finetune
 finetune("run.yaml")
 """
+
+
+def test_only_ranks_that_are_being_started_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another thread of the process that starts them, nor a command that this process runs."""
+    gone: list[int] = []
+    monkeypatch.setattr(os, "_exit", gone.append)
+    for pid in (os.getpid(), os.getppid()):
+        monkeypatch.setenv(STARTING, f"{pid}:/nowhere")
+        leave_if_imported()
+    assert gone == []
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_what_any_ranks_have_written_is_read_in_any_parts(tmp_path: Path, data: 
             read_rows(target, start, storage, NAME, name, index)
             assert torch.equal(target, tensor[start:stop])
     # The same by torch's own reader.
-    assert write_torch_metadata(found) and not write_torch_metadata(found)
+    Path(found.path, ".metadata").write_bytes(b"somebody else's")
+    assert write_torch_metadata(found), "anew"
     theirs = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
     load(theirs, checkpoint_id=found.path, no_dist=True)
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in theirs.items())
@@ -113,7 +114,7 @@ def test_what_a_rank_reads_does_not_grow_with_the_number_of_ranks(tmp_path: Path
         assert storage.read_of.keys() == {"__0_1.distcp", "__1_1.distcp"}
         numbers = sum(tensor[rows : 2 * rows].nbytes if tensor.ndim else tensor.nbytes for tensor in tensors.values())
         read.append(sum(storage.read_of.values()) - numbers)
-        lengths.append(Path(found.path, "tensors.json").stat().st_size - 22 * ranks)  # 22: name and table of a file
+        lengths.append(Path(found.path, "tensors.json").stat().st_size - 58 * ranks)  # 58: name and table of a file
     assert abs(read[0] - read[1]) < 100 and abs(lengths[0] - lengths[1]) < 100, (read, lengths)
 
 
@@ -140,7 +141,7 @@ def test_a_table_that_was_changed_is_named(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content.replace(b'"model.norm": [', b'"model.norn": ['))
     with pytest.raises(
-        ResumeError, match=r"__1_1\.distcp is not what was written \(it has a table at its end with other"
+        ResumeError, match=r"__1_1\.distcp is not what was written \(it has another table at its end than was written"
     ):
         tensors_in(found)
     file.write_bytes(content.replace(b'"model.norm": [', b'"model.norm": ]'))

@@ -113,6 +113,31 @@ def test_case_does_not_matter_in_names_and_choices() -> None:
     assert (made.parallel.strategy, made.method.type, made.method.rank) == ("shard_grad_op", "lora", 4)  # type: ignore[union-attr]
 
 
+def test_case_does_not_matter_between_a_file_and_flags() -> None:
+    kept = {
+        **SECTIONS,
+        "optim": {"optimizer": {"type": "adamw", "moments": "8bit"}},
+        "method": {"type": "LoRA", "rank": 64},
+    }
+    made = load_config(kept, ["--optim.optimizer.type=AdamW", "--method.type=lora", "--Optim.LR=1e-3"])
+    assert made.optim.optimizer.moments == "8bit" and made.method.rank == 64  # type: ignore[union-attr]
+    made = load_config({**SECTIONS, "Optim": {"LR": 1e-4}}, ["--optim.beta1=0.8"])
+    assert (made.optim.lr, made.optim.beta1) == (1e-4, 0.8)
+
+
+def test_a_config_of_ours_with_names_of_others_is_answered_name_by_name(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {path: m}\nbf16: true\nreport_to: wandb\noutput_dir: out\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(config)
+    assert f"bf16=true: unknown section; here it is parallel.precision (from {config} line 2)" in str(caught.value)
+
+
+def test_digests_of_steps_are_refused_where_ranks_have_parts_of_rows() -> None:
+    with pytest.raises(ConfigError, match=r"^run.digest_every=1 with parallel.mesh.tensor=2: .* leave it out"):
+        load_config(SECTIONS, ["--run.digest_every=1", "--parallel.mesh.tensor=2"])
+
+
 def test_case_matters_in_texts_and_in_names_given_twice() -> None:
     made = load_config({**SECTIONS, "run": {"name": "Full_Shard"}, "cluster": {"env": {"Path": "A", "PATH": "B"}}})
     assert made.run.name == "Full_Shard" and made.cluster.env == {"Path": "A", "PATH": "B"}
@@ -176,6 +201,7 @@ ROWS = {
     ): "the file is one JSON array; a JSON Lines file is UTF-8 text with one JSON object a line: set the "
     "dataset's file_type=json",
     json.dumps(CHAT, indent=1): "the file is one JSON array",
+    "".join(json.dumps(each["messages"]) + "\n" for each in CHAT): "is not a JSON object but list; a JSON Lines file",
     lines(NULL): "messages[1].content is missing or null, not text; correct or remove the row",
     "version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n": "is a pointer of Git LFS, not the file "
     "itself: run `git lfs pull` in its repository",

@@ -155,7 +155,8 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
         relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
         folder, name = os.path.split(path)
         with suppress(OSError):
-            beside = [each.name for each in itertools.islice(os.scandir(os.path.dirname(place) or "."), _LOOKED_AT)]
+            with os.scandir(os.path.dirname(place) or ".") as entries:
+                beside = [each.name for each in itertools.islice(entries, _LOOKED_AT)]
             relative += "".join(
                 f"; nearest: {os.path.join(folder, near)}" for near in get_close_matches(name, beside, 1, 0.75)
             )

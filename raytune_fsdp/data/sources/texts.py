@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -152,7 +153,15 @@ class TextRows:
 
     def _is_array(self) -> bool:
         """Return whether a JSON Lines file is one JSON array, which other tools write under the same ending."""
-        return self.syntax == "jsonl" and _ARRAY.match(self.stored.open().read(0, 64)) is not None
+        if self.syntax != "jsonl":
+            return False
+        file, (start, size) = self.stored.open(), (int(self._spans()[0][each]) for each in ("offset", "bytes"))
+        if not _ARRAY.match(file.read(start, min(size, 64))):
+            return False
+        with suppress(ValueError, RecursionError):
+            json.loads(file.read(start, min(size, 1 << 20)))
+            return self.count == 1  # else each line is a list
+        return True
 
     def _broken(
         self, index: int, what: str, *, way_out: str = "correct or remove the row", reason: str = "broken_row"

@@ -30,6 +30,7 @@ _OPTIONS = {
     # As operations round.
     "emulate_precision_casts": True,  # which also keeps products and sums from being contracted
     "eager_numerics.division_rounding": True,
+    "emulate_divison_rounding": True,  # the same in older versions, as they spell it
     "eager_numerics.disable_ftz": True,
     # Noise is 40 operations. From 30 on its steps would be kept in memory for kernels of their own.
     "realize_opcount_threshold": 1000,

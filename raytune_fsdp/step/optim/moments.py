@@ -118,7 +118,7 @@ class EightBit:
         most = last if self._squares else last // 2
         root = torch.fmin((share.abs().sqrt() * most).round(), share.new_full((), most))
         near = (root if self._squares else torch.where(share < 0, -root, root) + most).int()
-        below = near - ((_at(levels, near) > share) | (near == last)).int()
+        below = (near - ((_at(levels, near) > share) | (near == last)).int()).clamp(min=0)
         low, high = _at(levels, below), _at(levels, below + 1)
         up = (share - low) / (high - low) * LEVELS > noise
         if self._squares:
