@@ -101,7 +101,8 @@ def test_a_unit_costs_microseconds() -> None:
         costs["timed"].append(time.thread_time() - between)
     # The least of each: beside other processes a core does less in a microsecond.
     unit = (min(costs["timed"]) - min(costs["bare"])) / 34
-    assert unit < 30e-6  # 8 µs on an AMD EPYC; the step of an 8B on 8 GPUs takes a second or more
+    # 8 µs on an AMD EPYC, 36 on half of a busy core of it; the step of an 8B on 8 GPUs takes a second or more.
+    assert unit < 100e-6
 
 
 def own(*ranks: tuple[float, float, float]) -> np.ndarray:
