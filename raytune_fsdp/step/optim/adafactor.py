@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class Adafactor:
         self._trained = weights
         self._chosen = chosen
         self._execution = execution
-        self._untried = execution.needs_trial
         self._exact = exact
         self.groups = weights.groups
 
@@ -80,13 +80,7 @@ class Adafactor:
     @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
-        skip = self._trained.skipped(found_inf)
-        if self._untried:
-            self._take(lr_factor, torch.ones_like(skip))
-            self._execution.agree()
-            self._untried = False
-        self._take(lr_factor, skip)
-        self._trained.drop_gradients()
+        self._trained.update(partial(self._take, lr_factor), found_inf, self._execution)
 
     def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = self._trained.taken()

@@ -124,7 +124,6 @@ class Elementwise:
         self._kept = {name: rule.kept(parameter) for name, parameter in weights.named.items()}
         self._rule = rule
         self._execution = execution
-        self._untried = execution.needs_trial
         self.groups = weights.groups
 
     def init_state(self) -> None:
@@ -143,13 +142,7 @@ class Elementwise:
     @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
-        skip = self._trained.skipped(found_inf)
-        if self._untried:
-            self._take(lr_factor, torch.ones_like(skip))
-            self._execution.agree()
-            self._untried = False
-        self._take(lr_factor, skip)
-        self._trained.drop_gradients()
+        self._trained.update(partial(self._take, lr_factor), found_inf, self._execution)
 
     def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = self._trained.taken()

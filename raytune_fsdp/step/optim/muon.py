@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,6 @@ class Muon:
         self._rest = rest
         self._chosen = chosen
         self._execution = execution
-        self._untried = execution.needs_trial
         self.groups = weights.groups
         self._split = Split.of(next(iter(weights.named.values())))
         self._many = Many()
@@ -67,13 +67,7 @@ class Muon:
     @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         self.init_state()
-        skip = self._trained.skipped(found_inf)
-        if self._untried:
-            self._take(lr_factor, torch.ones_like(skip))
-            self._execution.agree()
-            self._untried = False
-        self._take(lr_factor, skip)
-        self._trained.drop_gradients()
+        self._trained.update(partial(self._take, lr_factor), found_inf, self._execution)
         if self._rest is not None:
             self._rest.step(lr_factor, found_inf)
 

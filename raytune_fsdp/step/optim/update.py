@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from raytune_fsdp.base.random import derive_key
+from raytune_fsdp.step.optim.execution import Execution
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.pieces import Rows, at
 
@@ -49,6 +50,7 @@ class Trained:
         self._seed = seed
         self._stochastic = stochastic_rounding
         self._noise: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        self._agreed = False
 
     def taken(self) -> list[tuple[str, Group]]:
         """Return the weights that have a gradient, with their groups."""
@@ -60,6 +62,19 @@ class Trained:
     def skipped(self, found_inf: torch.Tensor) -> torch.Tensor:
         """Return whether nothing may change, on the device of the weights."""
         return at(next(iter(self.named.values())).device, found_inf) > 0
+
+    def update(self, take: Callable[[torch.Tensor], None], found_inf: torch.Tensor, execution: Execution) -> None:
+        """Have `take` update the weights, which is told whether nothing may change; then drop their gradients.
+
+        The first update is tried without effect before, if ranks have to agree on how it runs.
+        """
+        skip = self.skipped(found_inf)
+        if execution.needs_trial and not self._agreed:
+            take(torch.ones_like(skip))
+            execution.agree()
+            self._agreed = True
+        take(skip)
+        self.drop_gradients()
 
     def start(self, name: str) -> dict[str, torch.Tensor]:
         """Return the state that every weight has besides its moments."""
