@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import one_step
 from benchmarks.record import write_result
 from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.config import FinetuneConfig
@@ -34,7 +35,6 @@ from raytune_fsdp.launch.worker import join
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.step.train_step import train_step
 
 VOCABULARY, MEAN, WARMUP_STEPS = 8192, 400, 2
 LENGTHS = (2048, 4096)
@@ -78,10 +78,7 @@ def learner(
 def step(parts: RankRun, batches: StepBatches) -> tuple[float, float]:
     """Processor time, and the loss."""
     since = time.process_time()
-    tensors = train_step(
-        parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.config.parallel,
-        optim=parts.config.optim, lr_factor=1.0, seed=0,
-    )  # fmt: skip
+    tensors = one_step(parts, batches)
     return time.process_time() - since, tensors.values[0].item()
 
 

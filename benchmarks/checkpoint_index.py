@@ -7,8 +7,9 @@ pieces are worked out, and files of tensors are what their tables say, with a ho
 a run does. Seconds are processor time, of one thread.
 
 - layout: rank 0 decides who writes what, once an attempt
-- commit: rank 0 takes a message of each rank from the store, writes the index and the manifest; without digests, and
-  without asking storage for the size of every file
+- commit: rank 0 takes a message of each rank from the store, writes the index and the manifest, without asking storage
+  for the size of every file
+- digest: with run.exact, what comes to that: rank 0 takes what was hashed from the store, and joins it
 - longest wait: a thread that does nothing but look at the clock, meanwhile: its longest pause, by the clock
 - index: a rank reads and checks manifest and index
 - load: a rank finds its pieces, reads the tables of their files, and checks them, at the same number of ranks
@@ -28,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from numpy.typing import NDArray
 
 from benchmarks.record import write_result
+from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.index import Index, parse_index
+from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs
 from raytune_fsdp.checkpoint.manifest import make_manifest
 from raytune_fsdp.checkpoint.reading import read_index
 from raytune_fsdp.checkpoint.save_in_flight import Messages
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, PosixStorage
-from raytune_fsdp.checkpoint.writing import PieceLayout, Sum, arrange, write_small
+from raytune_fsdp.checkpoint.writing import Hashes, PieceLayout, Sum, arrange, write_small
 from raytune_fsdp.model.pieces.pieces import range_of
 from raytune_fsdp.tools.torch_metadata import write_torch_metadata
 
@@ -51,6 +56,7 @@ NAME = "step-00000001.a1"
 AROUND = 704, 500
 """What torch.save writes before and behind the numbers of a piece."""
 Shapes = dict[str, tuple[int, ...]]
+Typed = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def main() -> None:
@@ -105,7 +111,7 @@ def cut(shape: Sequence[int], ranks: int, rank: int) -> list[int]:
 def measure(shapes: Shapes, ranks: int, root: Path, *, older: bool) -> dict[str, float]:
     boxes = np.array([[cut(shape, ranks, rank) for shape in shapes.values()] for rank in range(ranks)], np.int64)
     row: dict[str, float] = {}
-    typed = {name: (torch.float32, torch.Size(shape)) for name, shape in shapes.items()}
+    typed: Typed = {name: (torch.float32, torch.Size(shape)) for name, shape in shapes.items()}
     with timed(row, "layout"):
         index, mine = arrange(typed, boxes)
     storage, names = PosixStorage(str(root)), [*shapes]
@@ -122,11 +128,12 @@ def measure(shapes: Shapes, ranks: int, root: Path, *, older: bool) -> dict[str,
                 "file": file.name.rpartition("/")[2],
                 "sum": total,
                 "table": (len(table), xxhash.xxh3_128_hexdigest(table)),
-                "hashes": {},
             }
         )
     layout = PieceLayout(mine=(), rows={}, tensors=index)
     row["longest_wait"] = longest_wait(lambda: row.update(commit=commit(layout, messages, storage)))
+    hashed = hashes_of(typed, boxes, mine)
+    row["digest_longest_wait"] = longest_wait(lambda: row.update(digest(hashed, typed)))
     row["index_MB"] = (root / NAME / INDEX_FILE).stat().st_size / 1e6
     with timed(row, "index"):
         found = read_index(storage, NAME)
@@ -172,6 +179,52 @@ def commit(layout: PieceLayout, sent: Sequence[Mapping[str, Any]], storage: Posi
         os.replace(draft.staging / name, draft.final / name)
     (draft.final / "manifest.json").write_text(manifest)
     return seconds
+
+
+def hashes_of(typed: Typed, boxes: NDArray[np.int64], mine: Sequence[Sequence[int]]) -> list[Hashes]:
+    """What each rank has hashed: the largest nodes that lie within its rows, with no numbers behind them.
+
+    A row of these tensors is at least a leaf, except in norms and steps, of which there are few.
+    """
+    found: list[Hashes] = []
+    names = [*typed]
+    for rank, numbers in enumerate(mine):
+        hashes: dict[str, list[HashedRows]] = {}
+        for number in numbers:
+            rows = TensorRows.of(names[number], *typed[names[number]])
+            first, count = (int(each) for each in boxes[rank, number, :2])
+            start, stop = -(-first // rows.leaf), -(-(first + count) // rows.leaf)
+            nodes = []
+            while start < stop:
+                level = min((start & -start).bit_length() - 1 if start else 64, (stop - start).bit_length() - 1)
+                nodes.append((level, start >> level, xxhash.xxh3_128_hexdigest(f"{number} {start}") * 2))
+                start += 1 << level
+            hashes[names[number]] = [HashedRows(nodes, [])]
+        found.append(hashes)
+    return found
+
+
+def digest(hashed: Sequence[Hashes], typed: Typed) -> dict[str, float]:
+    """Let all ranks join what they have hashed, one after another; measure rank 0 alone."""
+    messages = Messages(dist.TCPStore("127.0.0.1", 0, is_master=True))
+    rows = {name: (TensorRows.of(name, *each), 0) for name, each in typed.items()}
+    layout = PieceLayout(mine=(), rows=rows)
+    sizes: list[int] = []
+
+    def send(rank: int, value: object) -> None:
+        sizes.append(len(json.dumps(value)))
+        messages.send(f"1/hashes/{rank}", [value])
+
+    def receive(rank: int) -> Any:
+        return messages.receive(f"1/hashes/{rank}")[0]  # type: ignore[index]
+
+    for rank in reversed(range(len(hashed))):
+        began = time.thread_time()
+        found = join_by_pairs(
+            hashed[rank], layout, rank=rank, world=len(hashed), send=partial(send, rank), receive=receive
+        )
+    digests_of(found or {}, layout)
+    return {"digest": time.thread_time() - began, "largest_message_MB": max(sizes, default=0) / 1e6}
 
 
 def longest_wait(work: Callable[[], object]) -> float:

@@ -33,9 +33,9 @@ def measured(values: dict[str, Any], steps: int) -> tuple[list[float], list[floa
     import torch
     import torch.distributed as dist
 
+    from benchmarks.ranks import one_step
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.run.assemble import assemble
-    from raytune_fsdp.step.train_step import train_step
     from tests.runs import prepare_on_rank0
 
     config = FinetuneConfig.model_validate(values)
@@ -44,10 +44,7 @@ def measured(values: dict[str, Any], steps: int) -> tuple[list[float], list[floa
     for batches in islice(parts.batches, steps):
         dist.barrier()
         since = time.process_time()
-        train_step(
-            parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
-            optim=parts.config.optim, lr_factor=1.0, seed=0, sums=parts.sums,
-        )  # fmt: skip
+        one_step(parts, batches)
         between = time.process_time()
         parts.saves.saver.digest(parts.state)
         for found, took in zip(seconds, (between - since, time.process_time() - between), strict=True):

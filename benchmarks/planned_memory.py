@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.collectives import KINDS, Collectives
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import one_step, run_ranks
 from benchmarks.record import origin, write_result
 from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.config import FinetuneConfig
@@ -51,7 +51,6 @@ from raytune_fsdp.predict.trace.trace import full_batches, sharding_of, trace
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.step.parallel import memory_of as memory_of_device
-from raytune_fsdp.step.train_step import train_step
 from tests.runs import prepare_on_rank0
 
 CPU = torch.device("cpu")
@@ -260,10 +259,7 @@ def measured(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(parts: RankRun, batches: StepBatches) -> None:
-    train_step(
-        parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
-        optim=parts.config.optim, lr_factor=1.0, seed=0, objective=parts.objective,
-    )  # fmt: skip
+    one_step(parts, batches)
 
 
 def _kept(parts: RankRun) -> int:

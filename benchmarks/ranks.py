@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.step.parallel import make_mesh
+from raytune_fsdp.step.train_step import StepTensors, train_step
 
 IMPORTED = ["torch.distributed.checkpoint", "transformers.models.llama.modeling_llama", "raytune_fsdp.run.assemble"]
 """By the server, once. None of them starts a thread."""
@@ -46,6 +49,14 @@ def mesh() -> DeviceMesh:
     world = dist.get_world_size()
     layout = Layout(world=world, data_ranks=world, replicas=1, shard_size=world)
     return make_mesh(layout, torch.device("cpu"))
+
+
+def one_step(parts: RankRun, batches: StepBatches) -> StepTensors:
+    """Train a step of a run that is assembled, at its full rate. Collective."""
+    return train_step(
+        parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
+        optim=parts.config.optim, lr_factor=1.0, seed=0, objective=parts.objective, sums=parts.sums,
+    )  # fmt: skip
 
 
 def slowest(seconds: float) -> float:

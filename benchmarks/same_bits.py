@@ -52,9 +52,9 @@ def measured(configs: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, 
     import torch
     import torch.distributed as dist
 
+    from benchmarks.ranks import one_step
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.run.assemble import assemble
-    from raytune_fsdp.step.train_step import train_step
     from tests.runs import prepare_on_rank0
 
     runs = {}
@@ -67,10 +67,7 @@ def measured(configs: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, 
             parts = runs[kind]
             dist.barrier()
             since = time.process_time()
-            train_step(
-                parts.model, parts.optimizer, parts.scale, batches, plan=parts.plan, parallel=parts.parallel,
-                optim=parts.config.optim, lr_factor=1.0, seed=0, sums=parts.sums,
-            )  # fmt: skip
+            one_step(parts, batches)
             seconds[kind].append(time.process_time() - since)
     return {kind: each[WARMUP_STEPS:] for kind, each in seconds.items()}
 

@@ -34,7 +34,8 @@ class HashedRows:
 
     nodes: Sequence[Node]
     ends: Sequence[tuple[int, str]]
-    """First row and bytes, in hex, of what is here of a leaf that is not here as a whole: one at each end, at most."""
+    """First row and bytes, in hex, of what is here of a leaf that is not here as a whole. Who has hashed rows that
+    follow each other has one at each end, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,31 +88,41 @@ class TensorRows:
                 ends.append((here[0], part.hex()))
         return HashedRows(nodes.nodes, ends)
 
+    def joined(self, parts: Iterable[HashedRows]) -> HashedRows:
+        """Return what is known of all these rows together: where they meet, two nodes are one."""
+        known, stack = [*parts], _Stack()
+        leaves, ends = self._leaves_of(end for part in known for end in part.ends)
+        found = [*leaves, *(node for part in known for node in part.nodes)]
+        for level, number, digest in sorted(found, key=lambda node: node[1] << node[0]):
+            stack.add((level, number, digest))
+        return HashedRows(stack.nodes, ends)
+
     def digest(self, parts: Iterable[HashedRows]) -> str:
         """Return the hash of the tensor from all of its rows."""
-        known = [*parts]
-        found = [*self._leaves_of(end for part in known for end in part.ends)]
-        found += [node for part in known for node in part.nodes]
-        stack, leaves = _Stack(), 0
-        for level, number, digest in sorted(found, key=lambda node: node[1] << node[0]):
+        whole, leaves = self.joined(parts), 0
+        assert not whole.ends, f"{self.name}: rows of a leaf are missing, or there twice"
+        for level, number, _ in whole.nodes:
             assert number << level == leaves, f"{self.name}: leaf {leaves} is missing, or is there twice"
             leaves += 1 << level
-            stack.add((level, number, digest))
         assert leaves == -(-self.count // self.leaf), f"{self.name} has {leaves} leaves"
         head = json.dumps([self.name, self.dtype, [*self.shape]])
-        return _sha256(head.encode() + b"".join(bytes.fromhex(digest) for _, _, digest in stack.nodes))
+        return _sha256(head.encode() + b"".join(bytes.fromhex(digest) for _, _, digest in whole.nodes))
 
-    def _leaves_of(self, ends: Iterable[tuple[int, str]]) -> Iterable[Node]:
+    def _leaves_of(self, ends: Iterable[tuple[int, str]]) -> tuple[list[Node], list[tuple[int, str]]]:
+        """Return the leaves of which all rows are here, and the rows of others."""
         by_leaf: dict[int, list[tuple[int, str]]] = {}
         for first, content in ends:
             by_leaf.setdefault(first // self.leaf, []).append((first, content))
-        for number, parts in by_leaf.items():
-            whole = bytes.fromhex("".join(content for _, content in sorted(parts)))
+        whole: list[Node] = []
+        parts: list[tuple[int, str]] = []
+        for number, found in by_leaf.items():
+            content = bytes.fromhex("".join(content for _, content in sorted(found)))
             start, stop = _rows_of(number, self.leaf, self.count)
-            assert len(whole) == (stop - start) * self.row_bytes, (
-                f"{self.name}: rows of leaf {number} are missing, or there twice"
-            )
-            yield 0, number, _sha256(whole)
+            if len(content) == (stop - start) * self.row_bytes:
+                whole.append((0, number, _sha256(content)))
+            else:
+                parts += found
+        return whole, parts
 
 
 def _rows_of(number: int, leaf: int, count: int) -> tuple[int, int]:

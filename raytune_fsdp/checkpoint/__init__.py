@@ -13,6 +13,7 @@ In the order of a save:
                        messages of the ranks about it
     writing.py         which rank writes which piece, and the index that says so; a copy of a rank's pieces, and its
                        file, hashed as it is written
+    joined_hashes.py   what all ranks have hashed, joined by pairs on the way to rank 0
     storage.py         the interface of a storage, and a file system; objects.py: an object store; location.py chooses
     manifest.py        size and hash of every file, written last
 

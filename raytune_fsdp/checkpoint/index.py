@@ -121,7 +121,7 @@ class Index:
     tensors: Mapping[str, StoredTensor]
     files: Sequence[TensorsFile]
     places: dict[int, Mapping[Key, Place]] = field(default_factory=dict)
-    """Of the files whose places are known, by number."""
+    """Where the pieces are, in each file of which that has been read, by its number."""
 
     def places_in(self, number: int, source: StoredFile) -> Mapping[Key, Place]:
         """Return where the pieces in a file are. Raise UnsoundError if its table does not fit index and file."""

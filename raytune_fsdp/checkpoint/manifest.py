@@ -45,7 +45,7 @@ _SMALL_BYTES = 64 * MIB
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 FORMAT = 2
-"""Of the manifest and of the index. In format 1 the index has the place of every piece."""
+"""Manifest and index have the same. In format 1 the index has the place of every piece."""
 
 
 def make_manifest(sums: Mapping[str, Sum], digest: Mapping[str, str] | None = None) -> str:

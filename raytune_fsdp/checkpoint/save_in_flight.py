@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -21,21 +22,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
-from raytune_fsdp.base.row_hashes import HashedRows
 from raytune_fsdp.checkpoint.contents import roots_of
 from raytune_fsdp.checkpoint.index import parse_index
+from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs
 from raytune_fsdp.checkpoint.manifest import make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, PIECES, STATE_FILE, Draft
-from raytune_fsdp.checkpoint.writing import (
-    NotFiniteError,
-    PieceLayout,
-    Sum,
-    joined_digests,
-    write_pieces,
-    write_small,
-)
+from raytune_fsdp.checkpoint.writing import Hashes, NotFiniteError, PieceLayout, Sum, write_pieces, write_small
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +139,9 @@ class SaveJob:
     def written_key(self, rank: int) -> str:
         return f"{self.serial}/{rank}"
 
+    def hashes_key(self, rank: int) -> str:
+        return f"{self.serial}/hashes/{rank}"
+
     def ended_key(self, rank: int) -> str:
         return f"{self.serial}/ended/{rank}"
 
@@ -167,7 +164,7 @@ class SaveInFlight:
         self._lock = threading.Lock()
         self.sent_at = 0.0
         """When this rank's part was written, or had failed, by `time.monotonic`. 0: not yet."""
-        self._waiting_for = 0
+        self._waiting_for = "rank 0 had not written its part"
         self._given_up = False
         self._committing = False
         self._outcome: Outcome | None = None
@@ -254,37 +251,39 @@ class SaveInFlight:
         """Write this rank's file and send the message about it; on rank 0, also commit. Runs in the writer's thread."""
         job = self.job
         message: dict[str, Any] = {"problem": "its writer was ended"}
+        hashes: Hashes | None = None
         try:
             for draft in job.leftovers if job.rank == 0 else ():
                 self._clean_up(draft.discard)
-            message = self._write()
+            message, hashes = self._write()
         finally:
             self._send(message)
-            if job.rank == 0:
+            if job.rank != 0:
+                self._pass_on(hashes)
+            else:
                 outcome = self._failed("rank 0: its writer was ended")
                 try:
-                    outcome = self._gather()
+                    outcome = self._gather(hashes)
                 finally:
                     with self._lock:  # `outcome` may have given the save up before this
                         self._outcome = self._outcome or outcome
                 if outcome.saved is not None:
                     self._clean_up(job.after)
 
-    def _write(self) -> dict[str, Any]:
-        """Write this rank's file; return the message about it for rank 0."""
+    def _write(self) -> tuple[dict[str, Any], Hashes | None]:
+        """Write this rank's file; return the message about it for rank 0, and what was hashed of it."""
         job = self.job
         if not job.layout.mine:
-            return {"file": None, "hashes": {}}
+            return {"file": None}, {}
         file = f"__{job.rank}_{job.serial}{PIECES}"
         try:
             job.ready()
             written = write_pieces(job.draft, file, job.pieces, job.layout, hashes=job.digest is not None)
         except NotFiniteError as error:
-            return {"problem": f"{error} is not finite", "not_finite": True}
+            return {"problem": f"{error} is not finite", "not_finite": True}, None
         except Exception as error:  # whatever a storage raises, training goes on
-            return {"problem": in_one_line(error), "no_room": lacks_room(error)}
-        rows = {name: [(each.nodes, each.ends) for each in found] for name, found in written.hashes.items()}
-        return {"file": file, "sum": asdict(written.sum), "table": written.table, "hashes": rows}
+            return {"problem": in_one_line(error), "no_room": lacks_room(error)}, None
+        return {"file": file, "sum": asdict(written.sum), "table": written.table}, written.hashes
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send rank 0 the message. If it cannot be sent, rank 0 waits until the time limit, and gives the save up."""
@@ -294,17 +293,44 @@ class SaveInFlight:
             logger.warning("rank %d could not report its part of a save: %s", self.job.rank, in_one_line(error))
         self.sent_at = time.monotonic()
 
-    def _gather(self) -> Outcome:
+    def _pass_on(self, hashes: Hashes | None) -> None:
+        """On another rank than 0: join what was hashed with what the ranks behind this one send, and send it on."""
+        job = self.job
+        try:
+            self._join(hashes)
+        except Exception as error:  # the save fails: rank 0 gets no hashes
+            logger.warning("rank %d could not join what was hashed: %s", job.rank, in_one_line(error))
+            with suppress(Exception):
+                job.messages.send(job.hashes_key(job.rank), [None])
+
+    def _join(self, hashes: Hashes | None) -> Hashes | None:
+        """Return, on rank 0, what all ranks have hashed."""
+        job = self.job
+        if job.digest is None:
+            return None
+        return join_by_pairs(
+            hashes, job.layout, rank=job.rank, world=job.world,
+            send=lambda value: job.messages.send(job.hashes_key(job.rank), [value]),
+            receive=lambda rank: self._receive(job.hashes_key(rank), f"rank {rank} had not sent what was hashed")[0],
+        )  # fmt: skip
+
+    def _receive(self, key: str, missing: str) -> Any:
+        """Wait for a message until the save is given up."""
+        self._waiting_for = missing
+        while (message := self.job.messages.receive(key)) is None:
+            if self._given_up or self.reported or self._left() < 0:
+                raise TransientError(self._too_late())
+        return message
+
+    def _gather(self, hashes: Hashes | None) -> Outcome:
         """On rank 0: wait for every rank's message, then commit."""
         job = self.job
         try:
-            messages: list[dict[str, Any]] = []
-            for rank in range(job.world):
-                self._waiting_for = rank
-                while (message := job.messages.receive(job.written_key(rank))) is None:
-                    if self._given_up or self._left() < 0:
-                        raise TransientError(self._too_late())
-                messages.append(message)
+            messages: list[dict[str, Any]] = [
+                self._receive(job.written_key(rank), f"rank {rank} had not written its part")
+                for rank in range(job.world)
+            ]
+            joined = self._join(hashes)  # whatever the messages say: those with hashes must not stay in the store
             problems = [f"rank {r}: {each['problem']}" for r, each in enumerate(messages) if "problem" in each]
             if problems:
                 job.draft.discard()
@@ -312,7 +338,7 @@ class SaveInFlight:
                 kinds: tuple[Ending, ...] = ("not_finite", "no_room")
                 ending: Ending = next((kind for kind in kinds if any(each.get(kind) for each in messages)), "failed")
                 return self._failed(problems[0] + more, ending)
-            size, digest = self._commit(messages)
+            size, digest = self._commit(messages, joined)
         except Exception as error:
             job.draft.discard()
             return self._failed(f"rank 0: {in_one_line(error)}", "no_room" if lacks_room(error) else "failed")
@@ -320,7 +346,7 @@ class SaveInFlight:
         saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting, digest=digest)
         return Outcome(step=job.step, ending="committed", saved=saved)
 
-    def _commit(self, messages: list[dict[str, Any]]) -> tuple[int, Digest | None]:
+    def _commit(self, messages: list[dict[str, Any]], joined: Hashes | None) -> tuple[int, Digest | None]:
         """Write the index of all files and the rest of the state, then publish. Return the checkpoint's size and
         digest."""
         job = self.job
@@ -332,11 +358,9 @@ class SaveInFlight:
         sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
         digest = None
         if job.digest is not None:
-            hashes = [
-                {name: [HashedRows(*part) for part in parts] for name, parts in each["hashes"].items()}
-                for each in messages
-            ]
-            digest = roots_of({STATE: job.digest, **joined_digests(job.layout, hashes)})
+            if joined is None:
+                raise TransientError("what the ranks have hashed could not be joined")
+            digest = roots_of({STATE: job.digest, **digests_of(joined, job.layout)})
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.
@@ -359,7 +383,7 @@ class SaveInFlight:
 
     def _too_late(self) -> str:
         limit = f"{self.job.seconds:g} s (checkpoint.timeout_minutes)"
-        return f"rank {self._waiting_for} had not written its part after {limit}"
+        return f"{self._waiting_for} after {limit}"
 
     def _left(self) -> float:
         return self._started + self.job.seconds - time.monotonic()

@@ -17,6 +17,7 @@ from raytune_fsdp.base.batch import Digest
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
 from raytune_fsdp.checkpoint.contents import roots_of, tensors_of
+from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs, receiver
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Messages, Outcome, SaveInFlight, SaveJob, open_messages
@@ -27,7 +28,6 @@ from raytune_fsdp.checkpoint.writing import (
     Staging,
     UpdatesAfterCopies,
     hash_pieces,
-    joined_digests,
     make_layout,
 )
 from raytune_fsdp.model.pieces.pieces import local_piece
@@ -152,11 +152,18 @@ class Saver:
         tensors = self.tensors()
         mine = hash_pieces({name: local_piece(tensors[name]) for name in self.layout.mine}, self.layout)
         self.own_seconds += time.monotonic() - since
-        everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, everyone)
-        if everyone is None:
-            return None
-        return roots_of({STATE: digest_of_state(state), **joined_digests(self.layout, everyone)})
+        rank = dist.get_rank()
+
+        def receive(source: int) -> Any:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, source)
+            return box[0]
+
+        joined = join_by_pairs(
+            mine, self.layout, rank=rank, world=dist.get_world_size(),
+            send=lambda value: dist.send_object_list([value], receiver(rank)), receive=receive,
+        )  # fmt: skip
+        return None if joined is None else roots_of({STATE: digest_of_state(state), **digests_of(joined, self.layout)})
 
     def again(self) -> None:
         """Begin the last save again, which has failed, of the same state. No rank may be busy, and if pieces are

@@ -323,6 +323,9 @@ class Hashing:
         return Sum(self.size, self._digest.hexdigest())
 
 
+Hashes = Mapping[str, Sequence[HashedRows]]
+"""What was hashed of each tensor."""
+
 _HASHERS = 2
 """Threads that hash rows while a file is written: each about 1.3 GB/s, which few storages take from a rank."""
 
@@ -334,8 +337,7 @@ class WrittenPieces:
     sum: Sum
     table: tuple[int, str]
     """How many bytes at its end say where its pieces are, and their hash."""
-    hashes: Mapping[str, Sequence[HashedRows]]
-    """The hashed rows of each tensor."""
+    hashes: Hashes
 
 
 def write_pieces(
@@ -394,7 +396,7 @@ def _tried(draft: Draft, file: str, write: Callable[[], T]) -> T:
     return patiently(f"writing {file}", write) if draft.again else write()
 
 
-def hash_pieces(pieces: Mapping[str, torch.Tensor], layout: PieceLayout) -> dict[str, list[HashedRows]]:
+def hash_pieces(pieces: Mapping[str, torch.Tensor], layout: PieceLayout) -> Hashes:
     """Hash the rows of this rank's pieces as `write_pieces` does, without writing them."""
     found = {}
     with ThreadPoolExecutor(_HASHERS) as threads:
@@ -403,11 +405,3 @@ def hash_pieces(pieces: Mapping[str, torch.Tensor], layout: PieceLayout) -> dict
             found[name] = [*rows.hashed(first, pieces[name].cpu(), threads)]
             beat()
     return found
-
-
-def joined_digests(layout: PieceLayout, hashes: Sequence[Mapping[str, Sequence[HashedRows]]]) -> dict[str, str]:
-    """Return the digest of every tensor from what each rank has hashed of it."""
-    return {
-        name: rows.digest(part for each in hashes for part in each.get(name, ()))
-        for name, (rows, _) in layout.rows.items()
-    }

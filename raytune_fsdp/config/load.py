@@ -145,7 +145,7 @@ def settle(value: Any, place: Place) -> Any:
 
 
 def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
-    settled = _named(values, place)
+    settled = dict(values)
     # pydantic wants the `type` of every union; a config may leave it out for the default's type.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
@@ -279,7 +279,7 @@ def _read_one(word: str, rest: list[str], root: Place) -> Override:
             text = ""  # reported as an unknown name, which is the real problem
         else:
             raise Problem(f"{flag}: needs a value ({flag} VALUE or {flag}=VALUE)")
-    return Override(flag, path, _value(flag, text, place or ANYTHING))
+    return Override(flag, path, _in_our_words(_value(flag, text, place or ANYTHING), place or ANYTHING))
 
 
 def _in_our_case(path: Loc, root: Place) -> Loc:

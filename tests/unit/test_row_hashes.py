@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from typing import Any
 
 import pytest
 import torch
 
 from raytune_fsdp.base import row_hashes
 from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
+from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs, receiver
+from raytune_fsdp.checkpoint.writing import Hashes, PieceLayout, hash_pieces
+from raytune_fsdp.model.pieces.pieces import range_of
 
 
 def digest_of(tensor: torch.Tensor, cuts: Sequence[int] = (), name: str = "weight") -> str:
@@ -56,3 +62,48 @@ def test_rows_that_are_missing_or_there_twice_are_a_fault() -> None:
     for wrong in (parts[:1], parts[1:], [*parts, *parts]):
         with pytest.raises(AssertionError):
             rows.digest(wrong)
+
+
+def joined(tensors: dict[str, torch.Tensor], world: int, fails: int | None = None) -> tuple[Any, list[list[str]]]:
+    """The digests, or None, of tensors whose rows are shared out, and the messages that each rank has received."""
+    rows = {name: TensorRows.of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    boxes: list[Queue[str]] = [Queue() for _ in range(world)]
+    received: list[list[str]] = [[] for _ in range(world)]
+
+    def on(rank: int) -> Hashes | None:
+        def receive(source: int) -> Any:
+            assert receiver(source) == rank
+            received[rank].append(boxes[source].get(timeout=30))
+            return json.loads(received[rank][-1])
+
+        cuts = {name: range_of(len(tensor), world, rank) for name, tensor in tensors.items()}
+        pieces = {name: tensor[slice(*cuts[name])] for name, tensor in tensors.items() if cuts[name][0] < cuts[name][1]}
+        layout = PieceLayout(mine=(*pieces,), rows={name: (each, cuts[name][0]) for name, each in rows.items()})
+        found = join_by_pairs(
+            None if rank == fails else hash_pieces(pieces, layout), layout, rank=rank, world=world,
+            send=lambda value: boxes[rank].put(json.dumps(value)), receive=receive,
+        )  # fmt: skip
+        assert rank == 0 or found is None
+        return found
+
+    with ThreadPoolExecutor(world) as threads:
+        first, *_ = threads.map(on, range(world))
+    layout = PieceLayout(mine=(), rows={name: (each, 0) for name, each in rows.items()})
+    return None if first is None else digests_of(first, layout), received
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
+def test_ranks_join_what_they_have_hashed_by_pairs(world: int) -> None:
+    tensors = {"long": torch.randn(4096, 70), "narrow": torch.randn(5000), "few": torch.randn(3, 700)}
+    digests, received = joined(tensors, world)
+    assert digests == {name: digest_of(tensor, name=name) for name, tensor in tensors.items()}
+    assert [len(messages) for messages in received] == [
+        sum(1 for source in range(1, world) if receiver(source) == rank) for rank in range(world)
+    ]
+    assert len(received[0]) == (world - 1).bit_length()
+    # Rows that follow each other meet in larger nodes: a message of half of them is hardly longer than that of one.
+    if world == 8:
+        one, two, four = (len(message) for message in received[0])
+        assert two < 1.5 * one and four < 1.5 * one
+    if world > 1:
+        assert joined(tensors, world, fails=world - 1)[0] is None
