@@ -30,20 +30,51 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.hushed import hush_if_asked
 
 if TYPE_CHECKING:
-    from raytune_fsdp.base.errors import RaytuneError
+    from raytune_fsdp.base.errors import Interrupted, RaytuneError
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.config.load import load_config
+    from raytune_fsdp.launch.callbacks import (
+        Answered,
+        AttemptStarted,
+        Committed,
+        Evaluated,
+        Happening,
+        StepEnded,
+        StopHandle,
+    )
     from raytune_fsdp.launch.finetune import finetune
     from raytune_fsdp.launch.result import FinetuneResult
 
-__all__ = ["FinetuneConfig", "FinetuneResult", "RaytuneError", "finetune", "load_config"]
+__all__ = [
+    "Answered",
+    "AttemptStarted",
+    "Committed",
+    "Evaluated",
+    "FinetuneConfig",
+    "FinetuneResult",
+    "Happening",
+    "Interrupted",
+    "RaytuneError",
+    "StepEnded",
+    "StopHandle",
+    "finetune",
+    "load_config",
+]
 
 __version__ = "0.2.0"
 
 _HOMES = {
+    "Answered": "raytune_fsdp.launch.callbacks",
+    "AttemptStarted": "raytune_fsdp.launch.callbacks",
+    "Committed": "raytune_fsdp.launch.callbacks",
+    "Evaluated": "raytune_fsdp.launch.callbacks",
     "FinetuneConfig": "raytune_fsdp.config",
     "FinetuneResult": "raytune_fsdp.launch.result",
+    "Happening": "raytune_fsdp.launch.callbacks",
+    "Interrupted": "raytune_fsdp.base.errors",
     "RaytuneError": "raytune_fsdp.base.errors",
+    "StepEnded": "raytune_fsdp.launch.callbacks",
+    "StopHandle": "raytune_fsdp.launch.callbacks",
     "finetune": "raytune_fsdp.launch.finetune",
     "load_config": "raytune_fsdp.config.load",
 }

@@ -223,11 +223,13 @@ class StopReason(IntEnum):
     """A node of the run is about to be taken away."""
     SIGNAL = 3
     """SIGTERM, SIGINT or `ray job stop`."""
+    ASKED = 4
+    """`raytune-fsdp stop`, or the program that called `finetune`."""
 
     @property
     def ends_run(self) -> bool:
         """Whether the command ends, too. If not, another attempt goes on from here."""
-        return self is StopReason.SIGNAL
+        return self in (StopReason.SIGNAL, StopReason.ASKED)
 
     @property
     def words(self) -> str:
@@ -236,6 +238,7 @@ class StopReason(IntEnum):
             StopReason.RESIZE: "to go on with more ranks",
             StopReason.DRAIN: "because a node is about to be taken away",
             StopReason.SIGNAL: "by a signal",
+            StopReason.ASKED: "as it was asked to",
         }[self]
 
 

@@ -1,8 +1,9 @@
-"""How a person asks a training run for a checkpoint now: a small file in the run directory, and its answer.
+"""How somebody asks a training run for a checkpoint now, or to stop: a small file in the run directory.
 
 checkpoint-now.<id>.asked      left by `raytune-fsdp checkpoint now`
 checkpoint-now.<id>.taken      the run saves after this step
 checkpoint-now.<id>.answered   the outcome, as JSON
+stop.<id>.asked                left by `raytune-fsdp stop`, or by the program that called `finetune`
 """
 
 from __future__ import annotations
@@ -17,29 +18,40 @@ from pathlib import Path
 from raytune_fsdp.base.untrusted import UnsoundError, open_regular
 
 _PREFIX = "checkpoint-now."
+_STOP = "stop."
 _ASKED, _TAKEN, _ANSWERED = ".asked", ".taken", ".answered"
 _LOOK_SECONDS = 1.0
 """The shortest time between two looks: on a network file system, listing a directory in every step would be felt."""
 
 
 class Requests:
-    """The run's side of a request."""
+    """The run's side of the requests."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._looked = 0.0
         self._taken: list[Path] = []
-        self._waiting = False
+        self._waiting = self._stopping = False
         for taken in run_dir.glob(f"{_PREFIX}*{_TAKEN}"):  # by an attempt that ended before it could answer
             with suppress(OSError):
                 taken.rename(taken.with_suffix(_ASKED))
 
     def waiting(self) -> bool:
-        """Return whether someone is asking."""
+        """Return whether someone is asking for a checkpoint."""
+        self._look()
+        return self._waiting
+
+    def stopping(self) -> bool:
+        """Return whether someone asks the run to stop."""
+        self._look()
+        return self._stopping
+
+    def _look(self) -> None:
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            self._waiting = any(self._run_dir.glob(f"{_PREFIX}*{_ASKED}"))
-        return self._waiting
+            asked = [each.name for each in self._run_dir.glob(f"*{_ASKED}")]
+            self._waiting = any(name.startswith(_PREFIX) for name in asked)
+            self._stopping = any(name.startswith(_STOP) for name in asked)
 
     def take(self) -> None:
         """Take all requests so far: the save that begins answers them."""
@@ -62,8 +74,31 @@ class Requests:
         self._taken.clear()
 
 
+class Stopping:
+    """A person's side of a request to stop."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / f"{_STOP}{uuid.uuid4().hex[:12]}{_ASKED}"
+
+    def ask(self) -> None:
+        """Ask, also once more: a command that begins to work on the run removes what it finds (`forget_stops`)."""
+        self._file.touch()
+
+    def leave(self) -> None:
+        """Withdraw the request."""
+        with suppress(OSError):
+            self._file.unlink()
+
+
+def forget_stops(run_dir: Path) -> None:
+    """Remove requests that somebody has left who was killed: they meant a command that has ended."""
+    for asked in run_dir.glob(f"{_STOP}*{_ASKED}"):
+        with suppress(OSError):
+            asked.unlink()
+
+
 class Asking:
-    """A person's side of a request."""
+    """A person's side of a request for a checkpoint."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / f"{_PREFIX}{uuid.uuid4().hex[:12]}{_ASKED}"

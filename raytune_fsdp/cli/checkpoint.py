@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
-from raytune_fsdp.cli.runs import check_run
+from raytune_fsdp.cli.runs import check_run, why_silent
 
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
-    from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 3.5
@@ -58,7 +57,7 @@ def _now(found: Namespace) -> int:
             if signs.look() == "running" or asking.taken() != taken:
                 heard, taken = now, asking.taken()
             if now - heard > _SILENT_SECONDS:
-                raise TrainingError(f"{_why_silent(place)}; nothing was changed")
+                raise TrainingError(f"{why_silent(place)}; nothing was changed")
             if now - began > found.wait:
                 state = "began it but has not finished" if taken else "does not answer: is it training?"
                 raise TrainingError(
@@ -75,23 +74,6 @@ def _now(found: Namespace) -> int:
         raise TrainingError(f"the checkpoint of step {answer['step']} was not written: {answer['problem']}")
     say(f"step {answer['step']}: {answer['path']}")
     return 0
-
-
-def _why_silent(place: RunDir) -> str:
-    """Say why a run makes no checkpoint, by its lock and its record."""
-    from raytune_fsdp.launch.run_lock import holder_of
-    from raytune_fsdp.record.report.overview import overview
-
-    seen, path = overview(place.path), printable(str(place.path))
-    at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
-    if seen.ended == "finished":
-        return f"{path} is finished, at {at}: it makes no more checkpoints (`checkpoint list` shows those it has)"
-    if not place.lock.exists():
-        return f"no command works on {path}, which is at {at}: the command that trained it continues it"
-    return (
-        f"{holder_of(place) or 'the command'}, which works on {path}, gives no sign of life, at {at}: if it was "
-        "killed, or its machine is lost, the same command continues it"
-    )
 
 
 def _list(found: Namespace) -> int:

@@ -32,6 +32,7 @@ COMMANDS = {
     "watch": "follow a run that another command trains",
     "logs": "show what the ranks of a run have printed",
     "checkpoint": "commit one now, list them, verify them",
+    "stop": "let a run commit a checkpoint and end",
     "digest": "say in one line which numbers a checkpoint or a model holds, or compare two",
     "export": "write a checkpoint as a Hugging Face model directory",
     "average": "write the mean of a run's checkpoints as a Hugging Face model directory",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, nearest, run_command, say
 
 if TYPE_CHECKING:
@@ -73,6 +74,23 @@ def runs_in(storage: Path) -> list[RunDir]:
             if path.is_dir() and (is_run(path) or place.lock.is_file()):
                 places.append(place)
     return places
+
+
+def why_silent(place: RunDir) -> str:
+    """Say why a run does not answer, by its lock and its record."""
+    from raytune_fsdp.launch.run_lock import holder_of
+    from raytune_fsdp.record.report.overview import overview
+
+    seen, path = overview(place.path), printable(str(place.path))
+    at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
+    if seen.ended == "finished":
+        return f"{path} is finished, at {at}: it makes no more checkpoints (`checkpoint list` shows those it has)"
+    if not place.lock.exists():
+        return f"no command works on {path}, which is at {at}: the command that trained it continues it"
+    return (
+        f"{holder_of(place) or 'the command'}, which works on {path}, gives no sign of life, at {at}: if it was "
+        "killed, or its machine is lost, the same command continues it"
+    )
 
 
 def check_run(path: Path) -> RunDir:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.launch.callbacks import Callback, StopHandle, calling_back
 from raytune_fsdp.launch.imported import leave_if_imported
 from raytune_fsdp.launch.result import FinetuneResult
+from raytune_fsdp.plan.run_dir import RunDir
 
 WAIT_FOR_TRACKING = 30.0
 """Seconds."""
@@ -26,14 +28,17 @@ def finetune(
     wait_for_tracking: float = WAIT_FOR_TRACKING,
     force: bool = False,
     trust_places: bool = False,
+    on: Callback | Sequence[Callback] = (),
+    stop: StopHandle | None = None,
 ) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
     `config`: the sections of a config, the path of a YAML file, or what `load_config` returns.
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
-    the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. Under
-    torchrun every rank calls this.
+    the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. `on`:
+    functions that are called, in a thread, with each step, evaluation, answer, checkpoint and attempt. `stop`: lets any
+    thread stop the run, which raises Interrupted. Under torchrun every rank calls this; rank 0 calls the functions.
     """
     leave_if_imported()
     config = config if isinstance(config, FinetuneConfig) else load_config(config)
@@ -43,7 +48,13 @@ def finetune(
     from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
 
-    with environment(quieting()), ignoring_warnings(), locked(config) if is_rank0() else nullcontext():
+    functions = (on,) if callable(on) else tuple(on)
+    with ExitStack() as stack:
+        stack.enter_context(environment(quieting()))
+        stack.enter_context(ignoring_warnings())
+        if is_rank0():
+            stack.enter_context(locked(config))
+            stack.enter_context(calling_back(RunDir.of(config), functions, stop))
         with Signals():  # before the imports, which take seconds; transformers reads its variables while it is imported
             from raytune_fsdp.launch.start import run
 

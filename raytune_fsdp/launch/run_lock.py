@@ -28,6 +28,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.lease import MOST_BYTES, Lease, hold, lease_of, release
 from raytune_fsdp.base.machine import this_node
 from raytune_fsdp.base.untrusted import UnsoundError, is_count, open_regular, read_file, reason
+from raytune_fsdp.checkpoint.on_demand import forget_stops
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
 
@@ -79,6 +80,7 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
         return
     _held[place.lock] = held
     hold(held.lease)
+    forget_stops(place.path)
     try:
         try:
             _write_beat(place, held.lease, 0)

@@ -17,7 +17,7 @@
   tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
   begins_as.json               in a run by which an audit repeats another one: how that one was begun
-  checkpoint-now.*             requests for a checkpoint now (checkpoint/on_demand.py)
+  checkpoint-now.*, stop.*     requests for a checkpoint now, and to stop (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
 <run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
 """

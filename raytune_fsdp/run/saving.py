@@ -65,7 +65,7 @@ class Saves:
     saver: Saver
     tracker: Tracker
     requests: Requests
-    """Where people ask for a checkpoint now. Only rank 0 looks there."""
+    """Where people ask for a checkpoint now, or for a stop. Only rank 0 looks there."""
     saved: Callable[[Saved], None]
     """Called on every rank for every committed checkpoint."""
     clock: Clock | None = None
@@ -92,6 +92,8 @@ class Saves:
         ending, busy = self.saver.status()
         ended = 0 if ending is None else 1 + ENDINGS.index(ending)
         asked = dist.get_rank() == 0 and self.requests.waiting()
+        if dist.get_rank() == 0 and self.requests.stopping():
+            stop = StopReason.ASKED
         flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended, int(not busy and self._by_clock())])
         # One all-reduce per step, of host tensors: it does not wait for the device. The maximum, so that all ranks take
         # the same one of several reasons to stop.

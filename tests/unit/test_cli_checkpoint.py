@@ -60,7 +60,7 @@ def with_checkpoints(directory: Path, *steps: int) -> None:
         (place / MANIFEST_FILE).write_text("{}")
 
 
-@pytest.mark.parametrize("what", ["list", "verify", "now"])
+@pytest.mark.parametrize("what", ["checkpoint list", "checkpoint verify", "checkpoint now", "stop"])
 def test_a_directory_that_is_no_run_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_directory_that_is_no_run_is_refused(
         (tmp_path / "rum", "no such directory; .* are run; nearest: run"),
         (tmp_path / "file", "is not a directory"),
     ):
-        assert main(["checkpoint", what, str(wrong)]) == 2, wrong
+        assert main([*what.split(), str(wrong)]) == 2, wrong
         out, err = capsys.readouterr()
         assert out == "" and re.fullmatch(f"error: {re.escape(str(wrong))}: {why}.*\n", err), err
     assert sorted(tmp_path.rglob("*")) == before
@@ -136,6 +136,9 @@ def test_a_checkpoint_of_a_run_that_nobody_trains_is_refused_within_seconds(
         assert sorted(tmp_path.rglob("*")) == before, "no request is left"
     assert seconds.pop("trained") >= 6 and max(seconds.values()) < 5
     err = capsys.readouterr().err.splitlines()
+    for name in ("finished", "stopped", "killed"):
+        assert main(["stop", str(runs[name].path)]) == 1
+        assert capsys.readouterr().err.splitlines() == [line for line in err if f"{tmp_path}/{name}" in line]
     lines = {name: line for line in err for name in runs if f"{tmp_path}/{name}" in line}
     at = "at step 60 of 100"
     silent = rf"process \d+ on .*, which works on {{}}, gives no sign of life, {at}: .*the same command continues it"

@@ -51,6 +51,9 @@ class Nobody:
     def waiting(self) -> bool:
         return False
 
+    def stopping(self) -> bool:
+        return False
+
     def take(self) -> None:
         pass
 

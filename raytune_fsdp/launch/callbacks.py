@@ -1,0 +1,261 @@
+"""Tell the program that called `finetune` what happens while it trains, and let it stop the run.
+
+A thread reads the run's own record, as `raytune-fsdp watch` does, and calls the program's functions. So the record is
+the queue: it keeps what a slow function has not seen yet. Neither a rank nor the process that watches over the ranks
+ever waits for a function, or hears of its exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+from raytune_fsdp.base.errors import RaytuneError, in_one_line
+from raytune_fsdp.checkpoint.on_demand import Stopping
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.lines import metrics_of, step_of
+from raytune_fsdp.record.tail import EventFollower, RecordFollower
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.3
+_LATE_SECONDS = 10.0
+"""How long `finetune` waits at its end for functions that have not seen everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarted:
+    """The ranks begin to train: at the start, and again after a failure or with another number of ranks."""
+
+    attempt: int
+    step: int
+    """The step after which they go on; 0 at the start. Steps after it that were not saved are trained again."""
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded:
+    """A step was trained. Steps come together, every `train.log_every` of them."""
+
+    attempt: int
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Of the run, up to this step."""
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The evaluation after a step has ended."""
+
+    attempt: int
+    step: int
+    values: dict[str, float]
+    """`eval/<dataset>/loss` and the like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The model has answered a prompt of `eval.prompts`."""
+
+    attempt: int
+    step: int
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A checkpoint is complete and visible."""
+
+    attempt: int
+    step: int
+    path: str
+    """Directory or URL."""
+    seconds: float
+    bytes: int
+    recovery: bool
+    """Whether the clock chose its step; then it is removed once there are newer ones."""
+    digest: str | None
+    """Of the weights, with `run.exact`."""
+
+
+Happening = AttemptStarted | StepEnded | Evaluated | Answered | Committed
+_ORDER: tuple[type[Happening], ...] = (AttemptStarted, StepEnded, Evaluated, Answered, Committed)
+"""In which those of one step come."""
+Callback = Callable[[Happening], object]
+
+
+class StopHandle:
+    """Stops a run from any thread, or from a function that is told of it: `finetune(config, stop=handle)`.
+
+    The run commits a checkpoint after its current step, and `finetune` raises Interrupted. The same call continues it.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def stop(self) -> None:
+        """Ask the run to stop. Returns at once."""
+        self.asked.set()
+
+
+@contextmanager
+def calling_back(place: RunDir, functions: Sequence[Callback], handle: StopHandle | None) -> Iterator[None]:
+    """Call the functions with what happens in the run, and stop it when the handle says so, while the context lasts."""
+    if not functions and handle is None:
+        yield
+        return
+    caller = _Caller(place, functions, handle)
+    try:
+        yield
+    finally:
+        caller.end()
+
+
+class _Caller:
+    """The thread that reads the record and calls the functions."""
+
+    def __init__(self, place: RunDir, functions: Sequence[Callback], handle: StopHandle | None) -> None:
+        self._functions = functions
+        self._handle = handle
+        self._news = _News(place)
+        self._stopping = Stopping(place.path)
+        self._raised: set[int] = set()
+        """The functions that have raised, by their place."""
+        self._over = threading.Event()
+        self._seen = 0
+        # Daemons: a function that never returns must not keep the process.
+        self._thread = threading.Thread(target=self._call, name="on", daemon=True)
+        self._asker = threading.Thread(target=self._ask, name="stop", daemon=True)
+        self._thread.start()
+        self._asker.start()
+
+    def end(self) -> None:
+        """Let the functions see the rest, and leave."""
+        self._over.set()
+        self._asker.join()
+        self._thread.join(_LATE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning(
+                "after %g s the functions in on= have seen the run up to step %d; the rest is in %s",
+                _LATE_SECONDS, self._seen, self._news.place.metrics,
+            )  # fmt: skip
+
+    def _ask(self) -> None:
+        """Pass the wish to stop on, in a thread of its own: a function may be in the other one for long."""
+        while not self._over.wait(_LOOK_SECONDS):
+            if self._handle is not None and self._handle.asked.is_set():
+                with suppress(OSError):  # the next look tries again
+                    self._stopping.ask()
+        self._stopping.leave()
+
+    def _call(self) -> None:
+        if not self._functions:
+            return
+        last = False
+        while not last:
+            last = self._over.wait(_LOOK_SECONDS)
+            try:
+                for each in self._news.read():
+                    self._tell(each)
+            except OSError:  # if storage does not answer, the next look asks it again
+                pass
+            except RaytuneError as error:
+                logger.warning("the functions in on= are called no more: %s", in_one_line(error))
+                return
+
+    def _tell(self, happening: Happening) -> None:
+        for number, function in enumerate(self._functions):
+            try:
+                function(happening)
+            except BaseException as error:  # also sys.exit(): this thread is not the program
+                if number not in self._raised:
+                    self._raised.add(number)
+                    frame = extract_tb(error.__traceback__)[-1]
+                    logger.warning(
+                        "a function in on= raised %s (%s, line %s); training goes on, and so do its calls, but what it "
+                        "raises from now on is not said",
+                        in_one_line(error), Path(frame.filename).name, frame.lineno,
+                    )  # fmt: skip
+        self._seen = happening.step
+
+
+class _News:
+    """What has happened in a run since this was made."""
+
+    def __init__(self, place: RunDir) -> None:
+        self.place = place
+        self._events = EventFollower(place.events)
+        self._attempt = 0
+        self._record: RecordFollower | None = None
+        for _ in self._events.events():  # of earlier commands
+            pass
+        measured = RecordFollower(place.evaluations)
+        before = max((step_of(line) for line in measured.lines()), default=-1)
+        self._measured = RecordFollower(place.evaluations, after=before)
+
+    def read(self) -> list[Happening]:
+        """Return what has happened since the last call, in order."""
+        found: list[Happening] = []
+        for event in self._events.events():
+            with suppress(TypeError, ValueError, LookupError):
+                found += self._of_event(event["event"], event["attempt"], event["fields"])
+        for line in self._record.lines() if self._record is not None else ():
+            if line.get("attempt") == self._attempt:
+                found.append(_of_line(line))
+        found += [_of_line(line) for line in self._measured.lines() if line["kind"] == "eval"]
+        return sorted(found, key=lambda each: (each.attempt, each.step, _ORDER.index(type(each))))
+
+    def _of_event(self, name: str, attempt: int, fields: dict[str, Any]) -> Iterator[Happening]:
+        if name == names.ATTEMPT_STARTED:
+            step = int(fields["resumed_from"])
+            # From then on the record is that of this attempt; an evaluation of the step before may be made up for.
+            self._attempt, self._record = attempt, RecordFollower(self.place.metrics, after=step - 1)
+            if step == 0:  # evaluations of checkpoints that are gone have been removed
+                self._measured = RecordFollower(self.place.evaluations)
+            yield AttemptStarted(attempt=attempt, step=step, ranks=int(fields["world_size"]))
+        elif name == names.ANSWERED:
+            yield Answered(attempt=attempt, step=fields["step"], prompt=fields["prompt"], answer=fields["answer"])
+        elif name == names.SAVED:
+            yield Committed(
+                attempt=attempt,
+                step=fields["step"],
+                path=fields["path"],
+                seconds=float(fields["seconds"]),
+                bytes=int(fields["bytes"]),
+                recovery=fields.get("recovery") is True,
+                digest=fields.get("digest"),
+            )
+
+
+def _of_line(line: dict[str, Any]) -> Happening:
+    attempt, step = line.get("attempt", 0), step_of(line)
+    if line["kind"] == "eval":
+        return Evaluated(
+            attempt=attempt, step=step, values={key: float(value) for key, value in line["values"].items()}
+        )
+    metrics = metrics_of(line)
+    return StepEnded(
+        attempt=attempt,
+        step=step,
+        epoch=metrics.epoch,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        lr=metrics.lr,
+        tokens=metrics.tokens,
+        seconds=metrics.step_seconds,
+        tokens_per_second=metrics.tokens_per_second,
+    )
