@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from raytune_fsdp.launch.callbacks import (
         Answered,
         AttemptStarted,
-        Committed,
+        CheckpointCommitted,
         Evaluated,
         Happening,
         StepEnded,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Answered",
     "AttemptStarted",
-    "Committed",
+    "CheckpointCommitted",
     "Evaluated",
     "FinetuneConfig",
     "FinetuneResult",
@@ -66,7 +66,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Answered": "raytune_fsdp.launch.callbacks",
     "AttemptStarted": "raytune_fsdp.launch.callbacks",
-    "Committed": "raytune_fsdp.launch.callbacks",
+    "CheckpointCommitted": "raytune_fsdp.launch.callbacks",
     "Evaluated": "raytune_fsdp.launch.callbacks",
     "FinetuneConfig": "raytune_fsdp.config",
     "FinetuneResult": "raytune_fsdp.launch.result",

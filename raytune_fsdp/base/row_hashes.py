@@ -116,10 +116,10 @@ class TensorRows:
         whole: list[Node] = []
         parts: list[tuple[int, str]] = []
         for number, found in by_leaf.items():
-            content = bytes.fromhex("".join(content for _, content in sorted(found)))
+            joined = bytes.fromhex("".join(content for _, content in sorted(found)))
             start, stop = _rows_of(number, self.leaf, self.count)
-            if len(content) == (stop - start) * self.row_bytes:
-                whole.append((0, number, _sha256(content)))
+            if len(joined) == (stop - start) * self.row_bytes:
+                whole.append((0, number, _sha256(joined)))
             else:
                 parts += found
         return whole, parts

@@ -74,7 +74,7 @@ class Requests:
         self._taken.clear()
 
 
-class Stopping:
+class StopRequest:
     """A person's side of a request to stop."""
 
     def __init__(self, run_dir: Path) -> None:

@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp stop") -> 
 
 def _stop(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.checkpoint.on_demand import Stopping
+    from raytune_fsdp.checkpoint.on_demand import StopRequest
     from raytune_fsdp.launch.run_lock import Signs
     from raytune_fsdp.record.report.overview import overview
 
     place = check_run(found.run)
-    stopping, signs, began = Stopping(place.path), Signs(place), time.monotonic()
+    stopping, signs, began = StopRequest(place.path), Signs(place), time.monotonic()
     name = printable(str(place.path))
     if signs.look() == "free":
         raise TrainingError(f"{why_silent(place)}; nothing was changed")

@@ -17,7 +17,7 @@ from traceback import extract_tb
 from typing import Any
 
 from raytune_fsdp.base.errors import RaytuneError, in_one_line
-from raytune_fsdp.checkpoint.on_demand import Stopping
+from raytune_fsdp.checkpoint.on_demand import StopRequest
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.lines import metrics_of, step_of
@@ -77,7 +77,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CheckpointCommitted:
     """A checkpoint is complete and visible."""
 
     attempt: int
@@ -92,8 +92,8 @@ class Committed:
     """Of the weights, with `run.exact`."""
 
 
-Happening = AttemptStarted | StepEnded | Evaluated | Answered | Committed
-_ORDER: tuple[type[Happening], ...] = (AttemptStarted, StepEnded, Evaluated, Answered, Committed)
+Happening = AttemptStarted | StepEnded | Evaluated | Answered | CheckpointCommitted
+_ORDER: tuple[type[Happening], ...] = (AttemptStarted, StepEnded, Evaluated, Answered, CheckpointCommitted)
 """In which those of one step come."""
 Callback = Callable[[Happening], object]
 
@@ -132,7 +132,7 @@ class _Caller:
         self._functions = functions
         self._handle = handle
         self._news = _News(place)
-        self._stopping = Stopping(place.path)
+        self._stopping = StopRequest(place.path)
         self._raised: set[int] = set()
         """The functions that have raised, by their place."""
         self._over = threading.Event()
@@ -230,7 +230,7 @@ class _News:
         elif name == names.ANSWERED:
             yield Answered(attempt=attempt, step=fields["step"], prompt=fields["prompt"], answer=fields["answer"])
         elif name == names.SAVED:
-            yield Committed(
+            yield CheckpointCommitted(
                 attempt=attempt,
                 step=fields["step"],
                 path=fields["path"],

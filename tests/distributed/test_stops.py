@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raytune_fsdp import Committed, Happening, Interrupted, StepEnded, StopHandle, finetune
+from raytune_fsdp import CheckpointCommitted, Happening, Interrupted, StepEnded, StopHandle, finetune
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_trajectory
@@ -47,7 +47,7 @@ def test_functions_that_raise_block_and_flood_and_a_stop_change_nothing_of_a_run
     stopped = len(read_trajectory(RunDir.of(config).metrics))
     assert 5 <= stopped < 600
     assert [each.step for each in told if isinstance(each, StepEnded)] == [*range(1, stopped + 1)]
-    assert isinstance(told[-1], Committed) and told[-1].step == stopped
+    assert isinstance(told[-1], CheckpointCommitted) and told[-1].step == stopped
     assert len([record for record in caplog.records if "a function in on= raised" in record.getMessage()]) == 1
     result = finetune(config, on=[told.append])
     assert result.trained == 600 - stopped and not [*RunDir.of(config).path.glob("stop.*")]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.base.batch import StepMetrics
-from raytune_fsdp.checkpoint.on_demand import Requests, Stopping, forget_stops
+from raytune_fsdp.checkpoint.on_demand import Requests, StopRequest, forget_stops
 from raytune_fsdp.launch import callbacks
 from raytune_fsdp.launch.callbacks import (
     Answered,
     AttemptStarted,
-    Committed,
+    CheckpointCommitted,
     Evaluated,
     Happening,
     StepEnded,
@@ -93,7 +93,7 @@ def test_a_function_is_told_of_this_call_alone_and_in_order(place: RunDir) -> No
         trained(place, 3, 5)
     assert [(type(each), each.attempt, each.step) for each in told] == [
         (AttemptStarted, 2, 2), (StepEnded, 2, 3), (StepEnded, 2, 4), (Evaluated, 2, 4), (Answered, 2, 4),
-        (Committed, 2, 4), (AttemptStarted, 3, 4), (Evaluated, 3, 4), (StepEnded, 3, 5),
+        (CheckpointCommitted, 2, 4), (AttemptStarted, 3, 4), (Evaluated, 3, 4), (StepEnded, 3, 5),
     ]  # fmt: skip
     assert told[0] == AttemptStarted(attempt=2, step=2, ranks=3)
     assert told[1] == StepEnded(
@@ -107,7 +107,9 @@ def test_a_function_is_told_of_this_call_alone_and_in_order(place: RunDir) -> No
         seconds=0.5,
         tokens_per_second=200.0,
     )
-    assert told[5] == Committed(attempt=2, step=4, path="at 4", seconds=0.1, bytes=5, recovery=True, digest="d" * 64)
+    assert told[5] == CheckpointCommitted(
+        attempt=2, step=4, path="at 4", seconds=0.1, bytes=5, recovery=True, digest="d" * 64
+    )
 
 
 def test_an_exception_is_said_once_and_other_functions_go_on(place: RunDir, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,7 +160,7 @@ def test_without_functions_there_is_no_thread(place: RunDir) -> None:
 
 
 def test_requests_to_stop_that_nobody_waits_for_do_not_stop_the_next_command(tmp_path: Path) -> None:
-    left = Stopping(tmp_path)
+    left = StopRequest(tmp_path)
     left.ask()
     (tmp_path / "stop.sh").touch()  # a user's
     assert Requests(tmp_path).stopping() and not Requests(tmp_path).waiting()
