@@ -47,9 +47,9 @@ raytune-fsdp train --config run.yaml --optim.lr 2e-5 --train.max_steps=1000
 raytune-fsdp train --run.name tiny --model.path gpt2 --data.train.0.path a.jsonl --train.global_batch 8 --train.epochs 1
 ```
 
-`raytune-fsdp train --help` lists what this page lists. Relative paths start at the directory the command runs in.
-A mistake is reported with the field, its value, the rule, and the file line or flag it comes from, before anything
-starts.
+`raytune-fsdp train --help SECTION` lists the fields of a section as this page does. Relative paths start at the
+directory the command runs in. A mistake is reported with the field, its value, the rule, and the file line or flag it
+comes from, before anything starts.
 
 ## The rules
 

@@ -126,8 +126,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, and without a page of usage before an error."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(self, prog: str, description: str, *, add_help: bool = True) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=add_help)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ({self.prog} --help)")
@@ -206,11 +206,16 @@ class ModelParser(Parser):
 
 
 class ConfigParser(Parser):
-    """A parser that knows `--config` and leaves `--section.field value` to the config. Its help lists every field."""
+    """A parser that knows `--config` and leaves `--section.field value` to the config, which its help lists, too."""
 
     def __init__(self, prog: str, description: str, default_config: str | Path | None = None) -> None:
-        super().__init__(prog, f"{description} Every field of the config is a flag: --section.field value.")
+        more = "Every field of the config is a flag: --section.field value."
+        super().__init__(prog, f"{description} {more}", add_help=False)
         self.default_config = default_config
+        self.add_argument(
+            "-h", "--help", action=_Help, nargs="?", metavar="SECTION",
+            help="show this page, or the fields of a section of the config; all: those of every section",
+        )  # fmt: skip
         default = f" (default: {Path(default_config).name})" if default_config is not None else ""
         self.add_argument("--config", metavar="FILE", help=f"YAML file with the config, or a recipe's name{default}")
 
@@ -247,13 +252,38 @@ class ConfigParser(Parser):
 
     def format_help(self) -> str:
         from raytune_fsdp.config.load import ROOT
-        from raytune_fsdp.config.schema import help_text
+        from raytune_fsdp.config.schema import sections_in_words
 
-        # Two columns less than the terminal, as in argparse's part of the help, which is above ours.
-        width = max(40, min(shutil.get_terminal_size().columns, 120) - 2)
-        usage = self.format_usage()
-        options = super().format_help().replace(usage, f"{usage.rstrip()} [--section.field VALUE ...]\n", 1)
-        return f"{options}\nconfig:\n\n{help_text(ROOT, width)}"
+        usage, indent = self.format_usage(), " " * len(f"usage: {self.prog} ")
+        options = super().format_help().replace(usage, f"{usage}{indent}[--section.field VALUE ...]\n", 1)
+        return f"{options}\nsections of the config (--help SECTION):\n{sections_in_words(ROOT, _width())}"
+
+    def help_of(self, section: str) -> str:
+        """Return the fields of a section (`optim`, `optim.schedule`), or of all."""
+        from raytune_fsdp.config.load import ROOT
+        from raytune_fsdp.config.schema import describe, help_text
+
+        if section == "all":
+            return help_text(ROOT, _width())
+        known = {entry.path for entry in describe(ROOT)}
+        known |= {path.rpartition(".")[0] for path in known}
+        if section not in known:
+            self.error(f"--help {section}: no such section or field of the config{nearest(section, known)}")
+        return help_text(ROOT, _width(), below=section)
+
+
+def _width() -> int:
+    # Two columns less than the terminal, as in argparse's part of the help, which is above ours.
+    return max(40, min(shutil.get_terminal_size().columns, 120) - 2)
+
+
+class _Help(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> NoReturn:
+        assert isinstance(parser, ConfigParser)
+        print(parser.help_of(values) if values else parser.format_help(), end="")
+        parser.exit()
 
 
 def write_new(path: Path, text: str) -> None:

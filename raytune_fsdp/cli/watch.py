@@ -47,14 +47,15 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     signs = Signs(place)
     state = signs.look()
     try:
-        with show_progress():
-            watched = _Watched(place)
-            while state in ("running", None):
+        if state in ("running", None):  # a run that has ended is not played again
+            with show_progress():
+                watched = _Watched(place)
+                while state in ("running", None):
+                    watched.look()
+                    time.sleep(_POLL_SECONDS)
+                    state = signs.look()
                 watched.look()
-                time.sleep(_POLL_SECONDS)
-                state = signs.look()
-            watched.look()
-            watched.end()
+                watched.end()
     except KeyboardInterrupt:
         say(f"{place.path.name} goes on; this command has only watched it")
         return 0

@@ -7,6 +7,7 @@ distinguishes the members of a union of sections; a place below such a union all
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
@@ -285,11 +286,23 @@ def default_in_words(place: Place) -> str:
     return json.dumps(place.default, default=str)
 
 
-def help_text(root: Place, width: int = 80) -> str:
-    """Return all fields for a terminal: the flag, its type and default, what it means."""
+def sections_in_words(root: Place, width: int = 80) -> str:
+    """Return the sections for a terminal, with the first sentence of what each is about."""
+    lines: list[str] = []
+    for name in root.fields():
+        child = root.child(name)
+        about = re.split(r"(?<=[.:]) ", " ".join(child.doc.split()) if child else "")[0].rstrip(":")
+        lines += textwrap.wrap(f"{name:12}{about}", width, initial_indent="  ", subsequent_indent=" " * 14)
+    return "\n".join(lines) + "\n"
+
+
+def help_text(root: Place, width: int = 80, below: str = "") -> str:
+    """Return fields for a terminal, all or those of one section: the flag, its type and default, what it means."""
     lines: list[str] = []
     section = ""
     for entry in describe(root):
+        if below and not f"{entry.path}.".startswith(f"{below}."):
+            continue
         if entry.path.split(".")[0] != section:
             section = entry.path.split(".")[0]
             child = root.child(section)

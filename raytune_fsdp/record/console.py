@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections import defaultdict, deque
@@ -193,7 +194,8 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     if name in _WORDS:
         also = [key for key in ("mixers", "update") if key in fields] if name == names.KERNELS else []
         more = "".join(f", {key} {{{key}}} ({{{key}_why}})" for key in also)
-        return f"{_WORDS[name]}{more}".format_map(defaultdict(lambda: "?", fields))
+        text = f"{_WORDS[name]}{more}".format_map(defaultdict(lambda: "?", fields))
+        return re.sub(r"\b1 (worker|graph|window)s\b", r"1 \1", text)
     match name:
         case names.SAVED:
             seconds, num_bytes = get("seconds"), get("bytes")

@@ -108,6 +108,7 @@ def test_a_run_that_has_ended_is_said_to(
     run.end(status)  # type: ignore[arg-type]
     found, out, err = watch(run.path, capsys)
     assert found == code and words in out + err
+    assert len((out + err).splitlines()) == 1, "it is not played again"
 
 
 def test_a_run_without_a_sign_of_life_is_not_watched_for_ever(

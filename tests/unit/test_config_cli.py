@@ -18,6 +18,7 @@ import raytune_fsdp
 from raytune_fsdp.base.errors import ConfigError, Interrupted, TrainingError, UserError
 from raytune_fsdp.base.hushed import VERBOSE
 from raytune_fsdp.cli import common, main, train
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.quiet import ignoring_warnings, quiet, quieting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,13 +184,26 @@ def test_help_lists_the_commands(flag: str, capsys: pytest.CaptureFixture[str]) 
     assert all(f"  {name} " in text for name in main.COMMANDS)
 
 
-def test_help_of_train_lists_the_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    with pytest.raises(SystemExit) as done:
-        main.main(["train", "--help"])
-    text = capsys.readouterr().out
-    assert done.value.code == 0
-    assert "--config FILE" in text and "--optim.schedule.decay  number > 0, <= 1" in text and "(default: 0.1)" in text
+def test_help_of_train_is_a_page_and_lists_the_fields_of_a_section(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def helped(*words: str) -> str:
+        with pytest.raises(SystemExit) as done:
+            main.main(["train", "--help", *words])
+        assert done.value.code == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "80")
+    page = helped()
+    assert "--config FILE" in page and len(page.splitlines()) <= 45 and max(map(len, page.splitlines())) <= 80
+    assert all(f"  {section} " in page for section in FinetuneConfig.model_fields)
+    decay = "--optim.schedule.decay  number > 0, <= 1"
+    for section in ("all", "optim", "optim.schedule", "optim.schedule.decay"):
+        text = helped(section)
+        assert decay in text and "(default: 0.1)" in text and ("--optim.lr " in text) == (section in ("all", "optim"))
+        assert ("--train.epochs" in text) == (section == "all")
+    assert main.main(["train", "--help", "optm"]) == 2
+    assert "--help optm: no such section or field of the config; nearest: optim" in capsys.readouterr().err
 
 
 def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

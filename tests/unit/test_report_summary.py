@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.report.summary import next_commands, summary
 from tests.recorded import Recorded
 
@@ -46,6 +48,21 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     ]
     for line in ("    step   100: ·[2J", f"run         {run.path}", "checkpoint  s3://bucket/step-100"):
         assert line in text.splitlines()
+
+
+def test_what_was_measured_once_has_not_changed(tmp_path: Path) -> None:
+    run = Recorded(tmp_path)
+    run.attempt()
+    run.train(2)
+    run.evaluate(a=2.0)
+    text = summary(run.path, checkpoint="x", export=None, curve=None)
+    assert text.splitlines()[1] == "eval/a/loss 2.0000 (perplexity 7.389)"
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    assert event_in_words(names.ATTEMPT_STARTED, {"world_size": 1}) == "started on 1 worker"
+    assert event_in_words(names.RESIZED, {"before": 21, "after": 1}) == "resized from 21 to 1 worker"
+    assert event_in_words(names.WINDOWS_BUILT, {"windows": 11}) == "tokenized 11 windows of data"
 
 
 def test_the_next_commands_ask_what_the_run_was_asked(tmp_path: Path) -> None:

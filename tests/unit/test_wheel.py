@@ -123,7 +123,7 @@ def test_the_command_needs_no_package_for_its_usage(program: Path) -> None:
 
 
 def test_configs_need_only_light_packages(program: Path, light: Path) -> None:
-    assert "--optim.schedule.decay" in run(program, "train", "--help", path=light)
+    assert "--optim.schedule.decay" in run(program, "train", "--help", "optim", path=light)
 
 
 def test_recipes_are_found_by_name(program: Path, light: Path) -> None:

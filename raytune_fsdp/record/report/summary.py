@@ -62,9 +62,10 @@ def _losses(run_dir: Path) -> Iterator[str]:
     for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
         series = {step: values[name] for step, values in evals.items() if name in values}
         steps = list(series)
-        text = f"{printable(name)} {series[steps[0]]:.4f} -> {series[steps[-1]]:.4f}"
+        ends = [series[step] for step in dict.fromkeys((steps[0], steps[-1]))]  # of one evaluation once
+        text = f"{printable(name)} {' -> '.join(f'{value:.4f}' for value in ends)}"
         if name.endswith("/loss"):
-            text += f" (perplexity {perplexity(series[steps[0]]):.4g} -> {perplexity(series[steps[-1]]):.4g})"
+            text += f" (perplexity {' -> '.join(f'{perplexity(value):.4g}' for value in ends)})"
         finite = [step for step in steps if math.isfinite(series[step])]
         sign = -1.0 if higher_is_better(name) else 1.0
         best = min(finite, key=lambda step: sign * series[step], default=steps[-1])
