@@ -109,7 +109,7 @@ def test_a_function_that_blocks_keeps_the_caller_for_a_while_only(
     over.set()
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert (
-        line == f"after 0.2 s the functions in on= have seen the run up to step 1; the rest is in {run.place.metrics}"
+        line == f"after 0.2 s the functions in on= have seen the run up to step 1; the rest is in {record}"
     )
     assert not Requests(run.path).stopping(), "the request is withdrawn"
 
