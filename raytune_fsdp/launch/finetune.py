@@ -12,6 +12,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.callbacks import Callback, StopHandle, calling_back
 from raytune_fsdp.launch.imported import leave_if_imported
+from raytune_fsdp.launch.own_rows import with_files
 from raytune_fsdp.launch.result import FinetuneResult
 from raytune_fsdp.plan.run_dir import RunDir
 
@@ -33,7 +34,8 @@ def finetune(
 ) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
-    `config`: the sections of a config, the path of a YAML file, or what `load_config` returns.
+    `config`: the sections of a config, the path of a YAML file, or what `load_config` returns. In sections, rows may
+    stand for the `path` of a dataset: a Dataset, a table of pandas, polars or Arrow, an iterable of maps.
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. `on`:
@@ -41,6 +43,8 @@ def finetune(
     thread stop the run, which raises Interrupted. Under torchrun every rank calls this; rank 0 calls the functions.
     """
     leave_if_imported()
+    if isinstance(config, Mapping):
+        config = with_files(config)
     config = config if isinstance(config, FinetuneConfig) else load_config(config)
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting

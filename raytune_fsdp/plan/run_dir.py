@@ -19,6 +19,7 @@
   begins_as.json               in a run by which an audit repeats another one: how that one was begun
   checkpoint-now.*, stop.*     requests for a checkpoint now, and to stop (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
+<run.storage>/own-rows/        rows that programs have given to `finetune` (launch/own_rows.py)
 <run.storage>/mlflow.db        all runs of this storage, unless tracking.mlflow.uri names a server
 """
 

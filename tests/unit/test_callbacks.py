@@ -108,9 +108,8 @@ def test_a_function_that_blocks_keeps_the_caller_for_a_while_only(
         until(lambda: Requests(run.path).stopping())
     over.set()
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert (
-        line == f"after 0.2 s the functions in on= have seen the run up to step 1; the rest is in {record}"
-    )
+    rest = f"the rest is in {run.place.metrics}"
+    assert line == f"after 0.2 s the functions in on= have seen the run up to step 1; {rest}"
     assert not Requests(run.path).stopping(), "the request is withdrawn"
 
 
