@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import select
 import shutil
 import sys
@@ -130,6 +131,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=add_help)
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.fullmatch(r"argument (?:\S+/)?(\S+): invalid (int|float) value: (.*)", message):
+            message = f"{wrong[1]} {wrong[3]}: must be {'a whole number' if wrong[2] == 'int' else 'a number'}"
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            message = f"missing: {missing[1].upper()}; {' '.join(self.format_usage().split())}"
         raise ConfigError(f"{message} ({self.prog} --help)")
 
     def flags(self) -> list[str]:

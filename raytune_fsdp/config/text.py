@@ -223,4 +223,6 @@ def problem_line(error: yaml.YAMLError) -> str:
     """Return a YAML error in one line, with the line number if it has one."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or " ".join(str(error).split()))[:500]  # it may quote the whole file
+    if problem.startswith("expected <block end>"):
+        problem = f"it is indented otherwise than the lines above that it belongs to ({problem})"
     return f"line {mark.line + 1}: {problem}" if mark is not None else problem

@@ -110,10 +110,15 @@ def open_tasks(
         for each in choices:
             needed += [each] if isinstance(each, str) else each
         columns = Columns(tuple(dict.fromkeys(needed)), () if task.subject is None else (task.subject,))
-        source = open_source(
-            task, cache=cache_of(config), in_place=False, progress=progress,
-            max_row_bytes=config.data.max_row_bytes, columns=columns, order=order_of(order),
-        )  # fmt: skip
+        try:
+            source = open_source(
+                task, cache=cache_of(config), in_place=False, progress=progress,
+                max_row_bytes=config.data.max_row_bytes, columns=columns, order=order_of(order),
+            )  # fmt: skip
+        except RowError:
+            raise
+        except DataError as error:
+            raise DataError(f"{field}: {error}") from error
         rows = _read(source, task, field)
         prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of_prompts(config.data))
         rows = rows[task.shots :]

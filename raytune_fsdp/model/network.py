@@ -165,6 +165,11 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
     except ModelError:
         raise
     except Exception as error:  # as in `_checked`
+        if "attn_implementation" in kwargs and "attention implementation" in str(error):
+            raise ModelError(
+                f"model.attention={config.attention}: transformers has none of this kind for {hf_config.model_type!r}: "
+                "leave it out, and one that fits is chosen"
+            ) from error
         raise ModelError(
             f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: "
             f"{unknown_word(hf_config, error) or first_line(error)}"

@@ -12,7 +12,7 @@ A change of code that alters the order of samples or their packing is not a fiel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from raytune_fsdp.base.errors import OtherRunError, ResumeError
@@ -67,6 +67,7 @@ Fields that identities have named for as long as their section has existed are n
 
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
+_UNSET = "not set"
 
 ONE_BY_ONE = "one by one"
 """The value of `data.train.<number>.turns`: how the assistant's turns are found where a chat template is not the same
@@ -109,7 +110,7 @@ def check_identity(
     differences = [
         f"{key}: {changed_files(before.get(key), now.get(key), files_before[key], files_now[key])}"
         if key in files_before and key in files_now
-        else f"{key}: was {_short(before.get(key, 'not set'))}, is {_short(now.get(key, 'not set'))}"
+        else "; ".join(_changed(key, before.get(key, _UNSET), now.get(key, _UNSET)))
         for key in differing
         if key not in turns  # a trial of the template decides them, which other settings change
     ]
@@ -127,6 +128,16 @@ def check_identity(
             "No setting differs: if raytune_fsdp or jinja2 does, continue it with the versions that began it; "
             "otherwise start from scratch under another run.name"
         )
+
+
+def _changed(key: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield what has changed below a key: of a section, by field."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping) and before and now:
+        for name in dict.fromkeys((*before, *now)):
+            if before.get(name, _UNSET) != now.get(name, _UNSET):
+                yield from _changed(f"{key}.{name}", before.get(name, _UNSET), now.get(name, _UNSET))
+    else:
+        yield f"{key}: was {_short(before)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:

@@ -43,7 +43,6 @@ _WORDS = {
     names.NOT_SENT_TO_MLFLOW: "not sent to MLflow: {because}",
     names.KERNELS_CHANGED: "{what} is {now} ({why}), and was {was} until here",
     names.BITS_MAY_DIFFER: "run.exact: {because}, so the bits after step {step} may be others",
-    names.STOPPED_EARLY: "step {step}: {metric} has not improved since step {best_step} ({best}), so the run ends here",
     names.RESIZED: "resized from {before} to {after} workers",
 }
 _RECEIVED = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
@@ -212,7 +211,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
                 "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
             )
-        case names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT:
+        case names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT | names.STOPPED_EARLY:
             return _IN_WORDS[name](fields)
         case names.SLOW_RANK:
             mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
@@ -274,7 +273,19 @@ def _notice_short(fields: Mapping[str, object]) -> str:
     )
 
 
-_IN_WORDS = {names.PREDICTED: _predicted, names.PREDICTION_CHECKED: _checked, names.NOTICE_SHORT: _notice_short}
+def _stopped_early(fields: Mapping[str, object]) -> str:
+    get, best = fields.get, fields.get("best")
+    by = f" by more than {least} (eval.early_stop.min_delta)" if (least := get("min_delta")) else ""
+    since = f"since step {get('best_step')} ({f'{best:.4f}' if isinstance(best, float) else best})"
+    return f"step {get('step')}: {get('metric')} has not improved{by} {since}, so the run ends here"
+
+
+_IN_WORDS = {
+    names.PREDICTED: _predicted,
+    names.PREDICTION_CHECKED: _checked,
+    names.NOTICE_SHORT: _notice_short,
+    names.STOPPED_EARLY: _stopped_early,
+}
 _NOTICES = {
     "spot": "between a spot machine's notice and its end",
     "job_stop": "that `ray job stop` waits (RAY_JOB_STOP_WAIT_TIME_S where the head was started)",

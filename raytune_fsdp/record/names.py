@@ -154,7 +154,7 @@ SLOW_RANK = "slow_rank"
 (the median of theirs), spends_it_on (data, compute or storage)."""
 STOPPED_EARLY = "stopped_early"
 """`eval.early_stop.patience` evaluations in a row have not improved, so the run is complete. Fields: step, metric, best
-(its value) and best_step."""
+(its value) and best_step, and min_delta if there is one."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 

@@ -249,6 +249,8 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
         if wants_code(error):
             raise ModelError(f"{field}={name} {NEEDS_CODE}, then set model.trust_remote_code=true") from error
         first = first_line(error).rstrip(": ")
+        if "the backend tokenizer" in first:  # and then a list of ways to make one
+            first = "it has no file that transformers knows as a tokenizer's, such as tokenizer.json"
         raise ModelError(
             f"{field}={name}: no tokenizer could be loaded from {directory} ({first}); set model.tokenizer to one"
         ) from error

@@ -108,7 +108,7 @@ def test_changed_files_are_named_and_not_their_neighbours(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("sections", "name"),
     [
-        ({"optim": {"schedule": {"type": "linear"}}}, "optim.schedule"),
+        ({"optim": {"schedule": {"type": "linear"}}}, "optim.schedule.type"),
         ({"optim": {"weight_decay": 0.2}}, "optim.weight_decay"),
         ({"data": {"seq_len": 40}}, "data.seq_len"),
         ({"train": {"micro_batch": 1}}, "train.micro_batch"),

@@ -10,14 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from raytune_fsdp import load_config
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import ROOT
 from raytune_fsdp.config.other_names import _VALUES, OURS
 from raytune_fsdp.config.schema import describe, find_place
+from raytune_fsdp.config.sections.eval import EarlyStopConfig
+from raytune_fsdp.config.sections.method import Ia3Method
+from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.convert.file import PROJECTS
+from raytune_fsdp.model.adapters.attach import attach
+from raytune_fsdp.model.network import build_base
+from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.record import names
+from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.run.evaluation.early_stop import ended_by
 
 SECTIONS = {
     "run": {"name": "x"},
@@ -109,6 +119,7 @@ def test_case_does_not_matter_in_names_and_choices() -> None:
     made = load_config({**SECTIONS, "Optim": {"LR": 3e-4, "optimizer": {"type": "Muon", "momentum": 0.9}}})
     assert made.optim.lr == 3e-4 and made.optim.optimizer.type == "muon"
     flags = ["--parallel.strategy=Shard_Grad_Op", "--method.type=LoRA", "--Method.Rank=4"]
+    assert load_config(SECTIONS, ["--method={Type: LoRA, RANK: 4}"]) == load_config(SECTIONS, flags[1:])
     made = load_config(SECTIONS, flags)
     assert (made.parallel.strategy, made.method.type, made.method.rank) == ("shard_grad_op", "lora", 4)  # type: ignore[union-attr]
 
@@ -241,6 +252,69 @@ def test_places_that_are_not_there(
     for command, line in said.items():
         assert main(command.split()) == 2
         assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_words_where_numbers_belong_and_words_that_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x").mkdir()
+    Path("x/config.yaml").write_text("{}")
+    said = {
+        "step x last": "step 'last': must be a whole number (raytune-fsdp step --help)",
+        "generate m hello --temperature 5x": "--temperature '5x': must be a number (raytune-fsdp generate --help)",
+        "diff one": "missing: OTHER; usage: raytune-fsdp diff [-h] run other (raytune-fsdp diff --help)",
+    }
+    for command, line in said.items():
+        assert main(command.split()) == 2
+        assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_line_that_is_indented_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run:\n    name: x\n  storage: y\n")
+    with pytest.raises(ConfigError, match=r"run.yaml: line 3: it is indented otherwise than the lines above that it "):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_what_ends_a_run_early_names_the_rule() -> None:
+    rule = EarlyStopConfig(patience=1, min_delta=5)
+    ended = ended_by(rule, {2: {"eval/a/loss": 6.3251770867241754}, 4: {"eval/a/loss": 5.81}})
+    assert ended is not None
+    assert event_in_words(names.STOPPED_EARLY, ended) == (
+        "step 4: the mean loss has not improved by more than 5.0 (eval.early_stop.min_delta) since step 2 (6.3252), so "
+        "the run ends here"
+    )
+
+
+def test_a_section_that_differs_is_named_by_its_fields() -> None:
+    before = {"data.train.0.format": {"type": "chat", "messages": "messages"}, "optim.lr": 1.0}
+    now = {"data.train.0.format": {"type": "instruction"}, "optim.lr": 2.0}
+    with pytest.raises(ResumeError) as refused:
+        check_identity(before, now, "runs/x", files_before={}, files_now={})
+    assert str(refused.value).splitlines()[1:] == [
+        "  data.train.0.format.type: was 'chat', is 'instruction'; data.train.0.format.messages: was 'messages', is "
+        "'not set'",
+        "  optim.lr: was 1.0, is 2.0",
+    ]
+
+
+def test_an_attention_that_a_network_does_not_have() -> None:
+    small = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 32, "num_local_experts": 2,
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"^model.attention=sdpa: transformers has none .* 'gpt_oss': leave it out"):
+        build_base(AutoConfig.for_model("gpt_oss", **small), ModelConfig(path="m", attention="sdpa"), "fp32")
+
+
+def test_ia3_of_a_network_that_peft_does_not_know() -> None:
+    small = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 32,
+    }  # fmt: skip
+    network = build_base(AutoConfig.for_model("starcoder2", **small), ModelConfig(path="m"), "fp32")
+    with pytest.raises(ConfigError, match=r"^method.target_modules=null: PEFT does not know which modules of a Starc"):
+        attach(network, Ia3Method(type="ia3"))
 
 
 def test_other_names_lead_to_fields_that_there_are() -> None:

@@ -120,6 +120,12 @@ def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:
 def _unfit(network: PreTrainedModel, method: AdapterMethod, error: Exception) -> ConfigError:
     targets = method.target_modules
     asked = targets if isinstance(targets, list) else [targets] if targets is not None else []
+    if isinstance(method, Ia3Method) and targets is None:
+        return ConfigError(
+            f"method.target_modules=null: PEFT does not know which modules of a {type(network).__name__} IA3 scales: "
+            "name them, and those of them that are feedforward layers also in method.feedforward_modules; "
+            f"{_nearest(network, asked)}"
+        )
     return ConfigError(
         f"method.target_modules={shown(targets)}: PEFT cannot adapt a {type(network).__name__} so "
         f"({shorten(first_line(error), 200)}); {_nearest(network, asked)}"

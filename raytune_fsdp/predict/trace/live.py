@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.predict.trace.work import Operation, tensors_in, work_of
 from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 
@@ -72,7 +73,7 @@ class Timeline:
         return self.kinds.get(storage, "activations")
 
 
-class TookTooLong(Exception):
+class TookTooLong(RaytuneError):
     """A step was not followed to its end in the time that was given."""
 
 
