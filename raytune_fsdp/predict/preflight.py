@@ -176,7 +176,7 @@ def check_memory(
     warned = forced or not is_too_much(found, memory // ranks)
     if look and not forced:
         seconds = _WARNING_SECONDS if warned else _LOOKING_SECONDS
-        remedy = _remedy(config, prepared, plan.layout.world, kind, memory // ranks, seconds)
+        remedy = _remedy(config, prepared, plan.layout.world, kind, memory, ranks, seconds)
     else:
         remedy = "`raytune-fsdp plan --gpu` with --alternatives lists what fits"
         workers = config.cluster.workers
@@ -218,12 +218,14 @@ def apart(one: float, other: float) -> tuple[str, str]:
     return f"{one:,.0f} bytes", f"{other:,.0f} bytes"
 
 
-def _remedy(config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, room: int, seconds: float) -> str:
-    """Return what would fit, as traced: changes on top of each other, the cheapest first; else more ranks.
+def _remedy(
+    config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, memory: int, ranks: int, seconds: float
+) -> str:
+    """Return what would fit, as traced: changes on top of each other, the cheapest first; else other numbers of ranks.
 
     The method, and so what is learned, stays.
     """
-    until, made = time.monotonic() + seconds, dict[str, Any]()
+    until, made, room = time.monotonic() + seconds, dict[str, Any](), memory // ranks
     parallel, train, wanted = config.parallel, config.train, list[Mapping[str, Any]]()
     if world > 1 and parallel.strategy != "full_shard":
         wanted.append({"parallel.strategy": "full_shard"})
@@ -242,6 +244,11 @@ def _remedy(config: FinetuneConfig, prepared: RunInputs, world: int, kind: str, 
             alone = _fits(config, prepared, {}, world * more, kind, room, until)
             with_changes = "" if alone or not made else f" with {_in_words(made)}"
             return f"It fits on {world * more} ranks ({_more_workers(config, world * more)}){with_changes}"
+    for fewer in sorted({max(1, ranks // 4), max(1, ranks // 2)} - {ranks}, reverse=True):  # who share the same memory
+        if time.monotonic() < until and _fits(
+            config, prepared, {}, max(1, world * fewer // ranks), kind, memory // fewer, until
+        ):
+            return f"It fits on fewer ranks, which share the same memory (cluster.workers={world * fewer // ranks})"
     more_of = "more ranks" if kind == "cuda" else "more machines"
     return (
         f"Nothing that was tried makes it fit: use {more_of}, larger ones, method.type=qlora, which keeps less, or a "

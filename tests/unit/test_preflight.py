@@ -145,6 +145,16 @@ def test_more_ranks_are_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_memory(config, run, plan, alone, kind="cpu", memory=four.needed, forced=False)
 
 
+def test_fewer_ranks_are_a_way_out_where_they_share_memory(tmp_path: Path) -> None:
+    config, run, _ = prepared(tmp_path, activation_checkpointing="full")
+    eight = resolve(config, 8)
+    found, half = (predict_for_run(config, run, resolve(config, world), "cpu", None) for world in (8, 4))
+    assert isinstance(found, Predicted) and isinstance(half, Predicted)
+    assert 4 * half.needed < 8 * found.needed, "each is a process, with what it imports"
+    with pytest.raises(ConfigError, match=r"It fits on fewer ranks, which .* \(cluster\.workers=4\); --force"):
+        check_memory(config, run, eight, found, kind="cpu", memory=4 * half.needed, ranks=8, forced=False)
+
+
 def test_a_network_that_cannot_be_traced_is_trained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
