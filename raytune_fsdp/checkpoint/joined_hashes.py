@@ -19,31 +19,45 @@ def receiver(rank: int) -> int:
     return rank & (rank - 1)
 
 
+def senders(rank: int, world: int) -> list[int]:
+    """Return the ranks whose `receiver` this one is."""
+    found, distance = [], 1
+    while distance < world and rank % (2 * distance) == 0:
+        found += [rank + distance] if rank + distance < world else []
+        distance *= 2
+    return found
+
+
 def join_by_pairs(
-    mine: Hashes | None,
+    mine: Hashes | str,
     layout: PieceLayout,
     *,
     rank: int,
     world: int,
     send: Callable[[object], None],
     receive: Callable[[int], Any],
-) -> Hashes | None:
+) -> Hashes | str | None:
     """Join what this rank has hashed with what it receives, and send it on; on rank 0, return it. All ranks call this.
 
-    None is for a rank whose part has failed; then there is no digest. `send` sends to the `receiver` of this rank, and
-    `receive` takes what another one has sent; both deal in plain lists.
+    A text is for a rank that has nothing, and says why; then there is no digest. `send` sends to the `receiver` of this
+    rank, and `receive` takes what another one has sent; both deal in plain lists.
     """
-    found = None if mine is None else _joined(layout, [mine])
-    distance = 1
-    while distance < world and rank % (2 * distance) == 0:
-        if rank + distance < world:
-            theirs = receive(rank + distance)
-            found = None if found is None or theirs is None else _joined(layout, [found, _from_plain(theirs)])
-        distance *= 2
+    found = mine if isinstance(mine, str) else _joined(layout, [mine])
+    for sender in senders(rank, world):
+        theirs = receive(sender)  # in any case: nothing stays where it was sent to
+        if isinstance(found, str) or isinstance(theirs, str):
+            found = found if isinstance(found, str) else theirs
+        else:
+            found = _joined(layout, [found, _from_plain(theirs)])
     if rank == 0:
         return found
-    send(None if found is None else {name: [(each.nodes, each.ends) for each in rows] for name, rows in found.items()})
+    send(found if isinstance(found, str) else to_plain(found))
     return None
+
+
+def to_plain(hashes: Hashes) -> dict[str, Any]:
+    """Return hashes as they are sent."""
+    return {name: [(each.nodes, each.ends) for each in rows] for name, rows in hashes.items()}
 
 
 def digests_of(joined: Hashes, layout: PieceLayout) -> dict[str, str]:

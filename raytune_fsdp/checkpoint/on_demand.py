@@ -3,7 +3,8 @@
 checkpoint-now.<id>.asked      left by `raytune-fsdp checkpoint now`
 checkpoint-now.<id>.taken      the run saves after this step
 checkpoint-now.<id>.answered   the outcome, as JSON
-stop.<id>.asked                left by `raytune-fsdp stop`, or by the program that called `finetune`
+stop.<id>.asked                left by `raytune-fsdp stop`, or by the program that called `finetune`; in it, from the
+                               run's lock, the token of the command that is meant
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from raytune_fsdp.base.untrusted import UnsoundError, open_regular
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.lease import MOST_BYTES
+from raytune_fsdp.base.untrusted import UnsoundError, open_regular, read_file
 
 _PREFIX = "checkpoint-now."
 _STOP = "stop."
@@ -27,8 +30,10 @@ _LOOK_SECONDS = 1.0
 class Requests:
     """The run's side of the requests."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, token: str = "") -> None:
+        """`token`: that of the command which works on the run."""
         self._run_dir = run_dir
+        self._token = token
         self._looked = 0.0
         self._taken: list[Path] = []
         self._waiting = self._stopping = False
@@ -49,9 +54,8 @@ class Requests:
     def _look(self) -> None:
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            asked = [each.name for each in self._run_dir.glob(f"*{_ASKED}")]
-            self._waiting = any(name.startswith(_PREFIX) for name in asked)
-            self._stopping = any(name.startswith(_STOP) for name in asked)
+            self._waiting = any(self._run_dir.glob(f"{_PREFIX}*{_ASKED}"))
+            self._stopping = is_asked_to_stop(self._run_dir, self._token)
 
     def take(self) -> None:
         """Take all requests so far: the save that begins answers them."""
@@ -74,15 +78,26 @@ class Requests:
         self._taken.clear()
 
 
+def is_asked_to_stop(run_dir: Path, token: str) -> bool:
+    """Return whether somebody asks the command with this token to stop."""
+    for asked in run_dir.glob(f"{_STOP}*{_ASKED}"):
+        with suppress(OSError, ValueError):  # withdrawn just now, or none of ours
+            if read_file(asked, limit=MOST_BYTES).decode() == token:
+                return True
+    return False
+
+
 class StopRequest:
     """A person's side of a request to stop."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, token: str) -> None:
+        """`token`: that of the command which is meant. One that takes the run over later is not."""
         self._file = run_dir / f"{_STOP}{uuid.uuid4().hex[:12]}{_ASKED}"
+        self._token = token
 
     def ask(self) -> None:
-        """Ask, also once more: a command that begins to work on the run removes what it finds (`forget_stops`)."""
-        self._file.touch()
+        if not self._file.exists():
+            replace_at_once(self._file, self._token.encode())
 
     def leave(self) -> None:
         """Withdraw the request."""
@@ -91,9 +106,9 @@ class StopRequest:
 
 
 def forget_stops(run_dir: Path) -> None:
-    """Remove requests that somebody has left who was killed: they meant a command that has ended."""
-    for asked in run_dir.glob(f"{_STOP}*{_ASKED}"):
-        with suppress(OSError):
+    """Remove requests that somebody has left who was killed."""
+    with suppress(OSError):
+        for asked in run_dir.glob(f"{_STOP}*{_ASKED}"):
             asked.unlink()
 
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,7 +24,7 @@ from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
 from raytune_fsdp.checkpoint.contents import roots_of
 from raytune_fsdp.checkpoint.index import parse_index
-from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs
+from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs, senders
 from raytune_fsdp.checkpoint.manifest import make_manifest
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 # The messages go through the store from which the process group was made: it exists, and all ranks reach it.
 
 _LOOK_SECONDS = 1.0
+_PAUSE_FOR_HASHES = 0.1
+"""Half of all ranks wait for these while others still write, and rank 0's process answers them all."""
 _PART_BYTES = 1 << 20
 """A message is sent in parts of this size. The server of torch's store takes 8 MiB; a larger value ends the connection,
 for this rank's other uses of the store as well. Hashes of the adapters of a 70B come near that."""
@@ -58,17 +60,22 @@ class Messages:
         # Last: who sees the key finds all parts.
         self._store.set(key, f"{len(parts) - 1} {parts[0]}")
 
-    def receive(self, key: str) -> Any | None:
-        """Return the message under a key; None if there is none within a second."""
-        deadline, pause = time.monotonic() + _LOOK_SECONDS, 0.002
+    def receive(self, key: str, *, pause: float = 0.002) -> Any | None:
+        """Return the message under a key; None if there is none within a second. `pause`: before it looks again."""
+        deadline = time.monotonic() + _LOOK_SECONDS
         # Polled, every 2 to 50 ms: a thread that waits inside the store keeps this rank's other threads from using it.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return None
             time.sleep(pause)
-            pause = min(0.05, 1.5 * pause)
+            pause = max(pause, min(0.05, 1.5 * pause))
         more, _, content = self._take(key).partition(" ")
         return json.loads(content + "".join(self._take(f"{key}/part {number}") for number in range(int(more))))
+
+    def drop(self, key: str) -> None:
+        """Remove a message that nobody will read, if it is there."""
+        if self._store.check([key]):
+            self.receive(key)
 
     def _take(self, key: str) -> str:
         value = self._store.get(key)
@@ -186,6 +193,7 @@ class SaveInFlight:
             return True
         if not self.sent_at:  # the thread was ended from outside: spare rank 0 the wait for its message
             self._send({"problem": "its writer ended without a report"})
+            self._send_hashes("its writer ended without a report")
         return self.job.rank == 0 and not self.reported and self.outcome() is None
 
     def outcome(self) -> Outcome | None:
@@ -251,8 +259,9 @@ class SaveInFlight:
         """Write this rank's file and send the message about it; on rank 0, also commit. Runs in the writer's thread."""
         job = self.job
         message: dict[str, Any] = {"problem": "its writer was ended"}
-        hashes: Hashes | None = None
+        hashes: Hashes | str = "its writer was ended"
         try:
+            self._clean_store()
             for draft in job.leftovers if job.rank == 0 else ():
                 self._clean_up(draft.discard)
             message, hashes = self._write()
@@ -270,7 +279,19 @@ class SaveInFlight:
                 if outcome.saved is not None:
                     self._clean_up(job.after)
 
-    def _write(self) -> tuple[dict[str, Any], Hashes | None]:
+    def _clean_store(self) -> None:
+        """Remove what the ranks have sent of the save before, if that was given up: rank 0's memory would keep it."""
+        job = self.job
+        if not job.leftovers:
+            return
+        before = replace(job, serial=job.serial - 1)
+        keys = [before.hashes_key(rank) for rank in senders(job.rank, job.world)]
+        keys += [before.written_key(rank) for rank in range(job.world)] if job.rank == 0 else []
+        with suppress(Exception):
+            for key in keys:
+                job.messages.drop(key)
+
+    def _write(self) -> tuple[dict[str, Any], Hashes | str]:
         """Write this rank's file; return the message about it for rank 0, and what was hashed of it."""
         job = self.job
         if not job.layout.mine:
@@ -280,9 +301,9 @@ class SaveInFlight:
             job.ready()
             written = write_pieces(job.draft, file, job.pieces, job.layout, hashes=job.digest is not None)
         except NotFiniteError as error:
-            return {"problem": f"{error} is not finite", "not_finite": True}, None
+            return {"problem": f"{error} is not finite", "not_finite": True}, f"{error} is not finite"
         except Exception as error:  # whatever a storage raises, training goes on
-            return {"problem": in_one_line(error), "no_room": lacks_room(error)}, None
+            return {"problem": in_one_line(error), "no_room": lacks_room(error)}, in_one_line(error)
         return {"file": file, "sum": asdict(written.sum), "table": written.table}, written.hashes
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -293,36 +314,49 @@ class SaveInFlight:
             logger.warning("rank %d could not report its part of a save: %s", self.job.rank, in_one_line(error))
         self.sent_at = time.monotonic()
 
-    def _pass_on(self, hashes: Hashes | None) -> None:
+    def _pass_on(self, hashes: Hashes | str) -> None:
         """On another rank than 0: join what was hashed with what the ranks behind this one send, and send it on."""
-        job = self.job
+        job, why = self.job, "its writer was ended"
         try:
             self._join(hashes)
-        except Exception as error:  # the save fails: rank 0 gets no hashes
-            logger.warning("rank %d could not join what was hashed: %s", job.rank, in_one_line(error))
-            with suppress(Exception):
-                job.messages.send(job.hashes_key(job.rank), [None])
+            why = ""
+        except Exception as error:  # the save fails: rank 0 gets the reason
+            why = in_one_line(error)
+        finally:
+            if why:
+                self._send_hashes(f"rank {job.rank}: {why}")
 
-    def _join(self, hashes: Hashes | None) -> Hashes | None:
-        """Return, on rank 0, what all ranks have hashed."""
+    def _send_hashes(self, value: object) -> None:
+        """Send what was hashed, or a text that says why there is nothing, to the rank that joins it with its own."""
+        job = self.job
+        if job.digest is not None and job.rank != 0:
+            with suppress(Exception):  # the receiver waits until the time limit, and gives the save up
+                job.messages.send(job.hashes_key(job.rank), [value])
+
+    def _join(self, hashes: Hashes | str) -> Hashes | str | None:
+        """Return, on rank 0, what all ranks have hashed, or why that is not known."""
         job = self.job
         if job.digest is None:
             return None
-        return join_by_pairs(
-            hashes, job.layout, rank=job.rank, world=job.world,
-            send=lambda value: job.messages.send(job.hashes_key(job.rank), [value]),
-            receive=lambda rank: self._receive(job.hashes_key(rank), f"rank {rank} had not sent what was hashed")[0],
-        )  # fmt: skip
 
-    def _receive(self, key: str, missing: str) -> Any:
-        """Wait for a message until the save is given up."""
+        def receive(rank: int) -> Any:
+            what = f"rank {rank} had not sent what was hashed"
+            return self._receive(job.hashes_key(rank), what, pause=_PAUSE_FOR_HASHES)[0]
+
+        return join_by_pairs(
+            hashes, job.layout, rank=job.rank, world=job.world, send=self._send_hashes, receive=receive
+        )
+
+    def _receive(self, key: str, missing: str, pause: float = 0.002) -> Any:
+        """Wait for a message until the save is given up, which rank 0 decides."""
         self._waiting_for = missing
-        while (message := self.job.messages.receive(key)) is None:
-            if self._given_up or self.reported or self._left() < 0:
+        least = 0 if self.job.rank == 0 else -_GRACE_SECONDS
+        while (message := self.job.messages.receive(key, pause=pause)) is None:
+            if self._given_up or self.reported or self._left() < least:
                 raise TransientError(self._too_late())
         return message
 
-    def _gather(self, hashes: Hashes | None) -> Outcome:
+    def _gather(self, hashes: Hashes | str) -> Outcome:
         """On rank 0: wait for every rank's message, then commit."""
         job = self.job
         try:
@@ -330,7 +364,12 @@ class SaveInFlight:
                 self._receive(job.written_key(rank), f"rank {rank} had not written its part")
                 for rank in range(job.world)
             ]
-            joined = self._join(hashes)  # whatever the messages say: those with hashes must not stay in the store
+            joined: Hashes | str | None = None
+            try:
+                joined = self._join(hashes)  # whatever the messages say: those with hashes must not stay in the store
+            except TransientError:
+                if not any("problem" in each for each in messages):
+                    raise
             problems = [f"rank {r}: {each['problem']}" for r, each in enumerate(messages) if "problem" in each]
             if problems:
                 job.draft.discard()
@@ -346,7 +385,7 @@ class SaveInFlight:
         saved = Saved(step=job.step, path=job.path, seconds=seconds, bytes=size, lasting=job.lasting, digest=digest)
         return Outcome(step=job.step, ending="committed", saved=saved)
 
-    def _commit(self, messages: list[dict[str, Any]], joined: Hashes | None) -> tuple[int, Digest | None]:
+    def _commit(self, messages: list[dict[str, Any]], joined: Hashes | str | None) -> tuple[int, Digest | None]:
         """Write the index of all files and the rest of the state, then publish. Return the checkpoint's size and
         digest."""
         job = self.job
@@ -358,8 +397,8 @@ class SaveInFlight:
         sums |= {name: write_small(job.draft, name, content) for name, content in small.items()}
         digest = None
         if job.digest is not None:
-            if joined is None:
-                raise TransientError("what the ranks have hashed could not be joined")
+            if joined is None or isinstance(joined, str):
+                raise TransientError(f"what the ranks have hashed could not be joined: {joined}")
             digest = roots_of({STATE: job.digest, **digests_of(joined, job.layout)})
         job.before()
         with self._lock:

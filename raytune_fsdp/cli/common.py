@@ -229,7 +229,7 @@ class ConfigParser(Parser):
 
         The words in `needed` must come first: otherwise the value of a field before them could be taken for one.
         """
-        if {"-h", "--help"} & set(arguments):
+        if {"-h", "--help"} & {word.partition("=")[0] for word in arguments}:
             return None
         words = needed.split()
         if len(arguments) < len(words) or arguments[0].startswith("-"):
@@ -264,17 +264,20 @@ class ConfigParser(Parser):
         return f"{options}\nsections of the config (--help SECTION):\n{sections_in_words(ROOT, _width())}"
 
     def help_of(self, section: str) -> str:
-        """Return the fields of a section (`optim`, `optim.schedule`), or of all."""
+        """Return the fields of a section (`optim`, `optim.schedule`); of all, after the page, for `all`."""
         from raytune_fsdp.config.load import ROOT
         from raytune_fsdp.config.schema import describe, help_text
 
         if section == "all":
-            return help_text(ROOT, _width())
+            return f"{self.format_help()}\n{help_text(ROOT, _width())}"
         known = {entry.path for entry in describe(ROOT)}
         known |= {path.rpartition(".")[0] for path in known}
-        if section not in known:
+        path = re.sub(r"\.\d+(?=\.|$)", ".N", section)
+        if path not in known:
+            if any(not action.option_strings for action in self._actions):  # what the command is about
+                return self.format_help()
             self.error(f"--help {section}: no such section or field of the config{nearest(section, known)}")
-        return help_text(ROOT, _width(), below=section)
+        return help_text(ROOT, _width(), below=path)
 
 
 def _width() -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, run_command, say
 from raytune_fsdp.cli.runs import check_run, why_silent
+
+if TYPE_CHECKING:
+    from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.2
 
@@ -32,37 +36,59 @@ def _stop(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     from raytune_fsdp.checkpoint.on_demand import StopRequest
     from raytune_fsdp.launch.run_lock import Signs
-    from raytune_fsdp.record.report.overview import overview
 
     place = check_run(found.run)
-    stopping, signs, began = StopRequest(place.path), Signs(place), time.monotonic()
-    name = printable(str(place.path))
-    if signs.look() == "free":
+    signs, began, heard = Signs(place), time.monotonic(), False
+    name, state = printable(str(place.path)), signs.look()
+    if state == "free":
         raise TrainingError(f"{why_silent(place)}; nothing was changed")
+    owner = signs.owner
+    request = StopRequest(place.path, owner or "")
     try:
-        while (state := signs.look()) != "free":
-            stopping.ask()
-            if state == "silent":
+        while state != "free" and signs.owner == owner:
+            if state == "silent" and not heard:  # one that was heard of may only have storage that is slow
                 raise TrainingError(f"{why_silent(place)}; nothing was changed")
+            heard = heard or state == "running"
+            request.ask()
             if time.monotonic() - began > found.wait:
                 raise TrainingError(
-                    f"{name} has not ended after {found.wait:g} s (--wait), and is no longer asked to: a run looks "
-                    "between two steps, not before the first or during its last export; ask again, and wait for longer"
+                    f"{name} has not ended after {found.wait:g} s (--wait), and is no longer asked to; ask again, and "
+                    "wait for longer"
                 )
             time.sleep(_POLL_SECONDS)
+            state = signs.look()
     except OSError as error:
         raise TrainingError(f"{name}: cannot leave a request there ({error}); ask as a user who may") from error
     finally:
-        stopping.leave()  # also after Ctrl-C: the run must not stop for a request that nobody waits for
+        request.leave()  # also after Ctrl-C: the run must not stop for a request that nobody waits for
+    if state != "free":
+        raise TrainingError(f"{name}: the command that was asked has ended, and another one works on the run now")
+    say(_how_it_ended(place))
+    return 0
+
+
+def _how_it_ended(place: RunDir) -> str:
+    """Say how a run has stopped; raise TrainingError if something after its newest checkpoint is lost."""
+    from raytune_fsdp.checkpoint.catalogue import committed
+    from raytune_fsdp.plan.run_dir import is_run
+    from raytune_fsdp.record.report.overview import overview
+
+    name = printable(str(place.path))
+    if not is_run(place.path):
+        return f"{name} has ended and left nothing, as a dry run or an audit does"
     seen = overview(place.path)
     at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
     if seen.ended == "failed":
         raise TrainingError(f"{name} has failed meanwhile, at {at}; what its ranks said: raytune-fsdp logs {name}")
     if seen.ended == "finished":
-        say(f"{name} was finished before it could stop, at {at}")
-    else:
-        say(f"{name} has stopped, at {at}; the same command continues it")
-    return 0
+        return f"{name} was finished before it could stop, at {at}"
+    saved = max((each.step for each in committed(place.checkpoints)), default=0)
+    if saved < seen.step:
+        whence = f"that of step {saved:,}" if saved else "none at all"
+        raise TrainingError(
+            f"{name} has ended at {at}, but its newest checkpoint is {whence}: the same command continues from there"
+        )
+    return f"{name} has stopped, at {at}, which is saved; the same command continues it"
 
 
 if __name__ == "__main__":

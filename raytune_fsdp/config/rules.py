@@ -22,10 +22,15 @@ def safe_name(value: str) -> str:
     return value
 
 
+OWN_ROWS = "own-rows"
+"""Below `run.storage`: rows that programs have given to `finetune`."""
+
+
 def run_name(value: str) -> str:
     """Check the name of a run's directory. The data's cache is next to it, in `cache`."""
-    if value == "cache":
-        raise ValueError("'cache' is the directory of prepared data in run.storage; choose another name")
+    if value in ("cache", OWN_ROWS):
+        what = "prepared data" if value == "cache" else "rows that programs have given"
+        raise ValueError(f"'{value}' is the directory of {what} in run.storage; choose another name")
     return safe_name(value)
 
 

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
+from itertools import islice
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-from raytune_fsdp.base.errors import RaytuneError, in_one_line
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError, in_one_line
+from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.checkpoint.on_demand import StopRequest
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -26,6 +29,8 @@ from raytune_fsdp.record.tail import EventFollower, RecordFollower
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.3
+_AT_ONCE = 1000
+"""Lines that are read before functions are called with them: the rest of what they have not seen stays in the file."""
 _LATE_SECONDS = 10.0
 """How long `finetune` waits at its end for functions that have not seen everything."""
 
@@ -106,10 +111,35 @@ class StopHandle:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
+        """Until the call that it was given to has ended."""
 
     def stop(self) -> None:
         """Ask the run to stop. Returns at once."""
         self.asked.set()
+
+
+def functions_of(on: object, stop: object) -> tuple[Callback, ...]:
+    """Return the functions of `on`. Raise ConfigError for what is none, and for a `stop` that is no StopHandle."""
+    found: Any = () if on is None else (on,) if callable(on) or not isinstance(on, Sequence) else tuple(on)
+    for each in found:
+        if not callable(each) or iscoroutinefunction(each):
+            what = "an async function, which nothing would await" if callable(each) else f"{each!r}, no function"
+            raise ConfigError(f"finetune(on=...): has {what}; give a function of one argument, or a list of them")
+    if stop is not None and not isinstance(stop, StopHandle):
+        raise ConfigError(f"finetune(stop={stop!r}): must be a StopHandle; call its stop() to stop the run")
+    return tuple(found)
+
+
+_calling = threading.local()
+
+
+def check_not_called_back() -> None:
+    """Refuse to begin a run inside of a function that another one calls: one process trains one run at a time."""
+    if getattr(_calling, "now", False):
+        raise ConfigError(
+            "finetune was called by a function in on=, while a run trains: call it again when the first call has "
+            "returned, or in another process"
+        )
 
 
 @contextmanager
@@ -129,13 +159,22 @@ class _Caller:
     """The thread that reads the record and calls the functions."""
 
     def __init__(self, place: RunDir, functions: Sequence[Callback], handle: StopHandle | None) -> None:
+        self._place = place
         self._functions = functions
         self._handle = handle
-        self._news = _News(place)
-        self._stopping = StopRequest(place.path)
+        try:
+            self._news = _News(place)
+        except OSError as error:
+            raise ResumeError(
+                f"{place.path}: what the run has on record cannot be read: {in_one_line(error)}"
+            ) from error
+        lease = lease_of(place.lock)
+        self._stop_request = StopRequest(place.path, "" if lease is None else lease.token)
         self._raised: set[int] = set()
         """The functions that have raised, by their place."""
         self._over = threading.Event()
+        self._left = False
+        """Whether the call has returned: then no function is called any more."""
         self._seen = 0
         # Daemons: a function that never returns must not keep the process.
         self._thread = threading.Thread(target=self._call, name="on", daemon=True)
@@ -148,10 +187,13 @@ class _Caller:
         self._over.set()
         self._asker.join()
         self._thread.join(_LATE_SECONDS)
+        self._left = True
+        if self._handle is not None:
+            self._handle.asked.clear()
         if self._thread.is_alive():
             logger.warning(
                 "after %g s the functions in on= have seen the run up to step %d; the rest is in %s",
-                _LATE_SECONDS, self._seen, self._news.place.metrics,
+                _LATE_SECONDS, self._seen, self._place.metrics,
             )  # fmt: skip
 
     def _ask(self) -> None:
@@ -159,18 +201,22 @@ class _Caller:
         while not self._over.wait(_LOOK_SECONDS):
             if self._handle is not None and self._handle.asked.is_set():
                 with suppress(OSError):  # the next look tries again
-                    self._stopping.ask()
-        self._stopping.leave()
+                    self._stop_request.ask()
+        self._stop_request.leave()
 
     def _call(self) -> None:
         if not self._functions:
             return
+        _calling.now = True
         last = False
         while not last:
             last = self._over.wait(_LOOK_SECONDS)
+            if last:
+                self._news.open_anew()
             try:
-                for each in self._news.read():
-                    self._tell(each)
+                while happened := self._news.read():
+                    for each in happened:
+                        self._tell(each)
             except OSError:  # if storage does not answer, the next look asks it again
                 pass
             except RaytuneError as error:
@@ -179,66 +225,96 @@ class _Caller:
 
     def _tell(self, happening: Happening) -> None:
         for number, function in enumerate(self._functions):
+            if self._left:
+                return
             try:
                 function(happening)
             except BaseException as error:  # also sys.exit(): this thread is not the program
                 if number not in self._raised:
                     self._raised.add(number)
-                    frame = extract_tb(error.__traceback__)[-1]
-                    logger.warning(
-                        "a function in on= raised %s (%s, line %s); training goes on, and so do its calls, but what it "
-                        "raises from now on is not said",
-                        in_one_line(error), Path(frame.filename).name, frame.lineno,
-                    )  # fmt: skip
+                    self._say(error)
         self._seen = happening.step
+
+    def _say(self, error: BaseException) -> None:
+        frame, said = extract_tb(error.__traceback__)[-1], type(error).__name__
+        with suppress(Exception):  # its own __str__ may raise
+            said = in_one_line(error)
+        logger.warning(
+            "a function in on= raised %s (%s, line %s); training goes on, and so do its calls, but what it raises from "
+            "now on is not said",
+            said, Path(frame.filename).name, frame.lineno,
+        )  # fmt: skip
 
 
 class _News:
     """What has happened in a run since this was made."""
 
     def __init__(self, place: RunDir) -> None:
-        self.place = place
+        self._place = place
         self._events = EventFollower(place.events)
-        self._attempt = 0
+        self._first = 0
+        """The first attempt of this call; 0 until it has begun."""
         self._record: RecordFollower | None = None
         for _ in self._events.events():  # of earlier commands
             pass
-        measured = RecordFollower(place.evaluations)
-        before = max((step_of(line) for line in measured.lines()), default=-1)
+        before = max((step_of(line) for line in RecordFollower(place.evaluations).lines()), default=-1)
         self._measured = RecordFollower(place.evaluations, after=before)
+        self._waiting: list[Happening] = []
+        """What was read and is not yet returned: a file that cannot be read loses nothing of another one."""
 
     def read(self) -> list[Happening]:
-        """Return what has happened since the last call, in order."""
-        found: list[Happening] = []
+        """Return what has happened since the last call, in order; of much, a part."""
         for event in self._events.events():
             with suppress(TypeError, ValueError, LookupError):
-                found += self._of_event(event["event"], event["attempt"], event["fields"])
-        for line in self._record.lines() if self._record is not None else ():
-            if line.get("attempt") == self._attempt:
-                found.append(_of_line(line))
-        found += [_of_line(line) for line in self._measured.lines() if line["kind"] == "eval"]
-        return sorted(found, key=lambda each: (each.attempt, each.step, _ORDER.index(type(each))))
+                self._waiting += self._of_event(event["event"], event["attempt"], event["fields"])
+        newest, count = None, 0
+        for line in islice(self._record.lines(), _AT_ONCE) if self._record is not None else ():
+            count += 1
+            if type(attempt := line.get("attempt")) is int and attempt >= self._first:
+                newest = _of_line(line)
+                self._waiting.append(newest)
+        for line in islice(self._measured.lines(), _AT_ONCE):
+            if line["kind"] == "eval" and type(line.get("attempt", 0)) is int:
+                self._waiting.append(_of_line(line))
+        self._waiting.sort(key=_order)
+        # Of more lines, what comes after them has to wait.
+        end = len(self._waiting)
+        if count == _AT_ONCE and newest is not None:
+            end = next((n for n, each in enumerate(self._waiting) if _order(each) > _order(newest)), end)
+        ready, self._waiting = self._waiting[:end], self._waiting[end:]
+        return ready
+
+    def open_anew(self) -> None:
+        """Open the record anew before the last look: a client of NFS may show an open file as it was."""
+        for follower in (self._record, self._measured):
+            if follower is not None:
+                follower.open_anew()
 
     def _of_event(self, name: str, attempt: int, fields: dict[str, Any]) -> Iterator[Happening]:
         if name == names.ATTEMPT_STARTED:
             step = int(fields["resumed_from"])
-            # From then on the record is that of this attempt; an evaluation of the step before may be made up for.
-            self._attempt, self._record = attempt, RecordFollower(self.place.metrics, after=step - 1)
+            if not self._first:
+                # From the step before on: its evaluation may be made up for.
+                self._first, self._record = attempt, RecordFollower(self._place.metrics, after=step - 1)
             if step == 0:  # evaluations of checkpoints that are gone have been removed
-                self._measured = RecordFollower(self.place.evaluations)
+                self._measured = RecordFollower(self._place.evaluations)
             yield AttemptStarted(attempt=attempt, step=step, ranks=int(fields["world_size"]))
         elif name == names.ANSWERED:
-            yield Answered(attempt=attempt, step=fields["step"], prompt=fields["prompt"], answer=fields["answer"])
+            yield Answered(attempt=attempt, step=int(fields["step"]), prompt=fields["prompt"], answer=fields["answer"])
         elif name == names.SAVED:
             yield CheckpointCommitted(
                 attempt=attempt,
-                step=fields["step"],
+                step=int(fields["step"]),
                 path=fields["path"],
                 seconds=float(fields["seconds"]),
                 bytes=int(fields["bytes"]),
                 recovery=fields.get("recovery") is True,
                 digest=fields.get("digest"),
             )
+
+
+def _order(each: Happening) -> tuple[int, int, int]:
+    return each.attempt, each.step, _ORDER.index(type(each))
 
 
 def _of_line(line: dict[str, Any]) -> Happening:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.launch.callbacks import Callback, StopHandle, calling_back
+from raytune_fsdp.launch.callbacks import Callback, StopHandle, calling_back, check_not_called_back, functions_of
 from raytune_fsdp.launch.imported import leave_if_imported
-from raytune_fsdp.launch.own_rows import with_files
+from raytune_fsdp.launch.own_rows import load_with_rows
 from raytune_fsdp.launch.result import FinetuneResult
 from raytune_fsdp.plan.run_dir import RunDir
 
@@ -29,7 +29,7 @@ def finetune(
     wait_for_tracking: float = WAIT_FOR_TRACKING,
     force: bool = False,
     trust_places: bool = False,
-    on: Callback | Sequence[Callback] = (),
+    on: Callback | Sequence[Callback] | None = None,
     stop: StopHandle | None = None,
 ) -> FinetuneResult:
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
@@ -40,11 +40,13 @@ def finetune(
     take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. `on`:
     functions that are called, in a thread, with each step, evaluation, answer, checkpoint and attempt. `stop`: lets any
-    thread stop the run, which raises Interrupted. Under torchrun every rank calls this; rank 0 calls the functions.
+    thread stop the run, which raises Interrupted. Under torchrun every rank calls this; `on` and `stop` are rank 0's.
     """
     leave_if_imported()
+    check_not_called_back()
+    functions = functions_of(on, stop)
     if isinstance(config, Mapping):
-        config = with_files(config)
+        config = load_with_rows(config)
     config = config if isinstance(config, FinetuneConfig) else load_config(config)
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
@@ -52,7 +54,6 @@ def finetune(
     from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
 
-    functions = (on,) if callable(on) else tuple(on)
     with ExitStack() as stack:
         stack.enter_context(environment(quieting()))
         stack.enter_context(ignoring_warnings())

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date, datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,46 +19,85 @@ from typing import Any
 import xxhash
 
 from raytune_fsdp.base.errors import ConfigError, in_one_line
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.rules import OWN_ROWS
+from raytune_fsdp.plan.run_dir import storage_of
 
-DIRECTORY = "own-rows"
-"""Below `run.storage`."""
-
-
-def with_files(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sections of a config in which each `path` that is rows has become that of the file with these rows."""
-    data = sections.get("data")
-    if not isinstance(data, Mapping):
-        return sections
-    run = sections.get("run")
-    storage = run.get("storage", "runs") if isinstance(run, Mapping) else "runs"
-    place = Path(os.path.expanduser(storage)).absolute() / DIRECTORY
-    changed = {}
-    for use in ("train", "eval"):
-        sources = data.get(use)
-        if isinstance(sources, list | tuple):
-            changed[use] = [_with_file(each, use, number, place) for number, each in enumerate(sources)]
-    return {**sections, "data": {**data, **changed}}
+_USES = ("train", "eval")
 
 
-def _with_file(source: Any, use: str, number: int, place: Path) -> Any:
-    rows = source.get("path") if isinstance(source, Mapping) else None
-    if rows is None or isinstance(rows, str | PurePath):
-        return source
-    field = f"data.{use}.{number}.path"
-    name = use if number == 0 else f"{use}-{number}"
-    return {"name": name, **source, "path": str(_written(_rows_of(rows, field), field, place))}
+def load_with_rows(sections: Mapping[str, Any]) -> FinetuneConfig:
+    """Return the config of these sections, in which rows may stand for the `path` of a dataset.
+
+    The rows are written when everything else in the config is known to be right.
+    """
+    rows: dict[str, Any] = {}
+    config = load_config(_with_stand_ins(sections, ("data",), rows))
+    if not rows:
+        return config
+    place, data, changed = storage_of(config) / OWN_ROWS, config.data, {}
+    from raytune_fsdp.data.sources.source import dataset_name
+
+    lists = {use: found for use in _USES if isinstance(found := getattr(data, use), list)}
+    taken = {dataset_name(each) for found in lists.values() for each in found if each.path not in rows}
+    for use, datasets in lists.items():
+        changed[use] = []
+        for number, each in enumerate(datasets):
+            if each.path in rows:
+                path = _written(_rows_of(rows[each.path], f"data.{use}.{number}.path"), place)
+                each = each.model_copy(update={"path": str(path), "name": each.name or _name(taken)})
+            changed[use].append(each)
+    return config.model_copy(update={"data": data.model_copy(update=changed)})
 
 
-def _rows_of(value: Any, field: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a table (pandas, polars, Arrow), of a Dataset, or of anything else that yields maps."""
-    if hasattr(value, "itertuples") and hasattr(value, "columns"):
-        names = [str(name) for name in value.columns]
-        return (dict(zip(names, row, strict=True)) for row in value.itertuples(index=False, name=None))
+def _with_stand_ins(value: Any, where: Sequence[str], rows: dict[str, Any]) -> Any:
+    """Return the sections with a text in place of rows, which are noted under it. Names may be in any case."""
+    name, *rest = where
+    made = dict(value)
+    for key, each in value.items():
+        if str(key).lower() != name or each is None:
+            continue
+        if name == "path" and not isinstance(each, str | PurePath):
+            made[key] = f"rows-{uuid.uuid4().hex}"
+            rows[made[key]] = each
+        elif name == "data" and isinstance(each, Mapping):
+            for use in _USES:
+                made[key] = _with_stand_ins(made[key], (use,), rows)
+        elif name in _USES and isinstance(each, list | tuple):
+            made[key] = [_with_stand_ins(one, ("path",), rows) if isinstance(one, Mapping) else one for one in each]
+    return made if not rest else _with_stand_ins(made, rest, rows)
+
+
+def _name(taken: set[str]) -> str:
+    number = 0
+    while (name := "rows" if not number else f"rows-{number}") in taken:
+        number += 1
+    taken.add(name)
+    return name
+
+
+class _Rows:
+    """Rows, and the field that they stand in."""
+
+    def __init__(self, field: str, each: Iterator[Any]) -> None:
+        self.field = field
+        self.each = each
+
+
+def _rows_of(value: Any, field: str) -> _Rows:
+    """Return the rows of a table (pandas, polars, Arrow), of a Dataset, or of anything else that yields maps."""
+    columns = getattr(value, "column_names", getattr(value, "columns", None))
+    names = [str(name) for name in columns] if isinstance(columns, Iterable) else []
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{field}: has two columns called {repeated}: rename one of them")
+    if hasattr(value, "itertuples"):
+        rows = (dict(zip(names, row, strict=True)) for row in value.itertuples(index=False, name=None))
+        return _Rows(field, rows)
     if hasattr(value, "iter_rows"):
-        named: Iterator[Mapping[str, Any]] = value.iter_rows(named=True)
-        return named
-    if hasattr(value, "to_batches") and hasattr(value, "schema"):
-        return (row for batch in value.to_batches() for row in batch.to_pylist())
+        return _Rows(field, value.iter_rows(named=True))
+    if hasattr(value, "to_batches"):
+        return _Rows(field, (row for batch in value.to_batches() for row in batch.to_pylist()))
     if isinstance(value, Mapping):
         raise ConfigError(
             f"{field}: is a map of {', '.join(map(str, list(value)[:5])) or 'nothing'}, not rows: give one of its "
@@ -66,46 +105,75 @@ def _rows_of(value: Any, field: str) -> Iterator[Mapping[str, Any]]:
         )
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise ConfigError(
-            f"{field}: a {type(value).__name__} is neither a path nor rows: give a path, a Dataset, a table of pandas, "
-            "polars or Arrow, or an iterable of maps"
+            f"{field}: a value of type {type(value).__name__} is neither a path nor rows: give a path, a Dataset, a "
+            "table of pandas, polars or Arrow, or an iterable of maps"
         )
-    return iter(value)
+    return _Rows(field, iter(value))
 
 
-def _written(rows: Iterator[Mapping[str, Any]], field: str, place: Path) -> Path:
+def _written(rows: _Rows, place: Path) -> Path:
     """Write the rows into a file that is named after its content; return its path."""
     draft = place / f".{uuid.uuid4().hex}.tmp"
     digest, count = xxhash.xxh3_128(), 0
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640), "wb") as file:
-            for row in rows:
-                line = _line_of(row, f"{field}: row {count}")
+        with _storing(rows.field, place):
+            place.mkdir(parents=True, exist_ok=True)
+            file = os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640), "wb")
+        with file:
+            for row in rows.each:  # whatever the program's own iterator raises is its own
+                line = _line_of(row, f"{rows.field}: row {count}")
                 digest.update(line)
-                file.write(line)
+                with _storing(rows.field, place):
+                    file.write(line)
                 count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        if not count:
-            raise ConfigError(f"{field}: has no rows; an iterator has them once only: give what can be iterated again")
-        final = place / f"{digest.hexdigest()}.jsonl"
-        # What is there already keeps its date, by which the cache knows it.
-        if not final.exists() or _digest_of(final) != digest.hexdigest():
-            os.replace(draft, final)
-        return final
-    except OSError as error:
-        raise ConfigError(
-            f"{field}: its rows cannot be written to {place}: {in_one_line(error)}; set run.storage to a directory "
-            "where you may write"
-        ) from error
+            if not count:
+                raise ConfigError(
+                    f"{rows.field}: has no rows; an iterator has them once only: give what can be iterated again"
+                )
+            with _storing(rows.field, place):
+                file.flush()
+                os.fsync(file.fileno())
+        with _storing(rows.field, place):
+            return _published(draft, place / f"{digest.hexdigest()}.jsonl", digest.hexdigest())
     finally:
         with suppress(OSError):
             draft.unlink()
 
 
+def _published(draft: Path, final: Path, digest: str) -> Path:
+    """Give the draft its name. What is there already keeps its date, by which the cache knows it."""
+    try:
+        os.link(draft, final)
+    except FileExistsError:
+        if _digest_of(final) != digest:
+            os.replace(draft, final)
+    except OSError:  # a file system without hard links
+        if not final.exists() or _digest_of(final) != digest:
+            os.replace(draft, final)
+    return final
+
+
+@contextmanager
+def _storing(field: str, place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{field}: its rows cannot be written to {place}: {in_one_line(error)}; set run.storage to a directory "
+            "where you may write"
+        ) from error
+
+
 def _line_of(row: Any, where: str) -> bytes:
+    if isinstance(row, str | PurePath):
+        raise ConfigError(
+            f"{where}: is the text {str(row)[:80]!r}, must be a map of columns; of several files give a pattern, such "
+            "as data/*.jsonl, or a dataset for each"
+        )
     if not isinstance(row, Mapping):
-        raise ConfigError(f"{where}: is a {type(row).__name__}, must be a map of columns, such as {{'text': ...}}")
+        raise ConfigError(
+            f"{where}: is of type {type(row).__name__}, must be a map of columns, such as {{'text': ...}}"
+        )
     try:
         return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
@@ -125,13 +193,18 @@ def _unfit(row: Mapping[Any, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it. NaN is how tables write that there is none."""
+    """Return a value as JSON has it. NaN, NaT and NA are how tables write that there is none."""
     if value is None or isinstance(value, str | bool | int):
         return value
+    if type(value).__name__ in ("NaTType", "NAType") or (isinstance(value, float) and math.isnan(value)):
+        return None
     if isinstance(value, float):
-        return None if math.isnan(value) else value
+        return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        made = {str(key): _plain(each) for key, each in value.items()}
+        if len(made) < len(value):
+            raise ValueError("two keys are the same text")
+        return made
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, datetime | date):
@@ -140,7 +213,7 @@ def _plain(value: Any) -> Any:
         convert: Callable[[], Any] | None = getattr(value, name, None)
         if convert is not None:
             return _plain(convert())
-    raise TypeError(f"a {type(value).__name__}")
+    raise TypeError(f"of type {type(value).__name__}")
 
 
 def _digest_of(path: Path) -> str:

@@ -80,8 +80,8 @@ def locked(config: FinetuneConfig) -> Iterator[None]:
         return
     _held[place.lock] = held
     hold(held.lease)
-    forget_stops(place.path)
     try:
+        forget_stops(place.path)
         try:
             _write_beat(place, held.lease, 0)
         except OSError as error:  # without beats, a newcomer would take the run from this command
@@ -119,6 +119,12 @@ class Signs:
         self._heard_at = 0.0
         self._alive = False
 
+    @property
+    def owner(self) -> str | None:
+        """The token of the command that had the lock at the last look; None if none had, or it has no token."""
+        owner = self._last[0] if self._last is not None else None
+        return owner if isinstance(owner, str) else None
+
     def look(self) -> Literal["running", "silent", "free"] | None:
         """Look once. `silent`: the lock is there, but its command gives no sign of life.
 
@@ -129,6 +135,7 @@ class Signs:
             return "free"
         found = _content(self._place.lock)
         if _has_ended(found):
+            self._last = (found.get("token"), b"")
             return "silent"
         try:
             beat = read_file(self._place.beat, limit=MOST_BYTES)

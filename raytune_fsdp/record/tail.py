@@ -55,6 +55,13 @@ class RecordFollower:
             self._catching_up, self._newest = False, place
             yield line
 
+    def open_anew(self) -> None:
+        """Open the file anew at the next call, which reads on after the newest line."""
+        if self._reader is not None:
+            self._reader = RecordReader(self._path)
+            self._reader.seek(Position(self._newest[1]))
+            self._catching_up = True
+
 
 class EventFollower:
     """Reads each event of an `events.jsonl` once; the file only ever grows."""

@@ -330,7 +330,7 @@ def open_saves(
             hashes=config.run.exact,
         ),
         tracker=tracker,
-        requests=Requests(prepared.place.path),
+        requests=Requests(prepared.place.path, "" if prepared.lease is None else prepared.lease.token),
         saved=saved,
         clock=clock,
         notices=_not_said(prepared.place, notices) if dist.get_rank() == 0 else {},

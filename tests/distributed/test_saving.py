@@ -264,6 +264,40 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_good(
     assert trajectory(config, 2) == whole
 
 
+@pytest.mark.parametrize(
+    ("rank", "kind", "told", "pause", "seconds"),
+    [
+        (3, "killed", "its writer", 0.1, 0),
+        pytest.param(1, "ENOSPC", "ENOSPC", 0.1, 0, marks=SLOW),
+        pytest.param(2, "stall", LATE, 1.5, 5, marks=SLOW),
+        pytest.param(3, "stall", LATE, 11, 60, marks=SLOW),
+    ],
+)
+def test_a_save_for_which_hashes_are_missing_fails_and_the_next_one_has_all(
+    tmp_path: Path, rank: int, kind: str, told: str, pause: float, seconds: float
+) -> None:
+    """On four ranks, of which 2 passes on what 3 has hashed."""
+    exact = {"exact": True, "threads": 1}
+    minutes = 3 / 60 if kind == "stall" else 1
+    config, alone = (
+        make_config(
+            tmp_path, DROPOUT, train=TRAIN, run={**exact, "name": name},
+            checkpoint={"every": 6, "keep_last": None, "timeout_minutes": minutes},
+        )
+        for name in ("four", "alone")
+    )  # fmt: skip
+    fault = {"kind": kind, "rank": rank, "serial": 2, "seconds": seconds}
+    run_ranks(train, 4, config.model_dump(), pause, fault, seconds=400)
+    trajectory(alone, 1)
+    told_of = events(config, "saved", "save_failed")
+    assert [(each["event"], each["step"]) for each in told_of] == [
+        ("saved", 6), ("save_failed", 12), ("saved", 18), ("saved", 24),
+    ]  # fmt: skip
+    assert told in told_of[1]["problem"] and f"rank {rank}" in told_of[1]["problem"]
+    digests = {each["step"]: each["everything"] for each in events(alone, "saved")}
+    assert all(each["everything"] == digests[each["step"]] for each in told_of if each["event"] == "saved")
+
+
 def save_again_and_again(root: str, times: int) -> list[dict[str, int]]:
     """What this rank holds after every tenth part of so many saves."""
     import psutil

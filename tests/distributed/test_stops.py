@@ -49,7 +49,7 @@ def test_functions_that_raise_block_and_flood_and_a_stop_change_nothing_of_a_run
     assert [each.step for each in told if isinstance(each, StepEnded)] == [*range(1, stopped + 1)]
     assert isinstance(told[-1], CheckpointCommitted) and told[-1].step == stopped
     assert len([record for record in caplog.records if "a function in on= raised" in record.getMessage()]) == 1
-    result = finetune(config, on=[told.append])
+    result = finetune(config, on=[told.append], stop=handle)  # the same handle: it has done its work
     assert result.trained == 600 - stopped and not [*RunDir.of(config).path.glob("stop.*")]
     assert [each.step for each in told if isinstance(each, StepEnded)] == [*range(1, 601)]
     assert read_trajectory(RunDir.of(config).metrics) == read_trajectory(RunDir.of(alone).metrics)

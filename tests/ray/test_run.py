@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.notices import STOP_SECONDS
 from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
@@ -98,7 +99,9 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
+def test_a_signal_or_a_request_saves_and_the_same_command_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=LONG), 2)
     config = disturbed(tmp_path)
     first = Command(config, tmp_path)
@@ -109,10 +112,18 @@ def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert code == 130, said
     stopped = checkpoints(run_dir)[-1].step
     assert stopped >= 14 and read_trajectory(run_dir / "metrics.jsonl")[-1]["step"] == stopped
+    second = Command(config, tmp_path)
+    second.until(lambda: second.steps() > stopped)
+    assert main(["stop", str(run_dir)]) == 0
+    code, said = second.end()
+    assert code == 130, said
+    again = checkpoints(run_dir)[-1].step
+    assert again > stopped and f" has stopped, at step {again} of " in capsys.readouterr().out
     code, said = Command(config, tmp_path).end()
     assert code == 0, said
     assert read_trajectory(run_dir / "metrics.jsonl") == whole
-    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, stopped]
+    assert [line["fields"]["resumed_from"] for line in events(run_dir, "attempt_started")] == [0, stopped, again]
+    assert len({line["attempt"] for line in events(run_dir, "attempt_started")}) == 3, "no attempt between"
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
 
 

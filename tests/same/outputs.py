@@ -15,8 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "train", "data", "plan", "doctor", "generate", "chat", "eval", "diff", "step", "audit", "report", "runs", "watch",
-    "logs", "checkpoint", "export", "average", "recipes", "convert", "schema",
+    "logs", "checkpoint", "stop", "digest", "export", "average", "recipes", "convert", "schema",
 )  # fmt: skip
+WITH_FIELDS = {"train", "plan", "doctor", "eval", "step", "audit", "preview", "stats"}
+"""Their help lists the fields of the config: in older trees always, now with `--help all`, which those take, too."""
 RECIPES = (
     "demo", "llama3-8b-full-8xa100", "llama3-70b-qlora", "llama3-70b-32xa100-tensor", "qwen3-30b-a3b-full",
     "llama3.1-405b-lora-16xh200",
@@ -30,6 +32,7 @@ def before_runs(configs: Mapping[str, Path]) -> dict[str, list[str]]:
     """Commands by what is compared; none needs a run. `configs` are files of runs."""
     lines = [["--help"], *([name, "--help"] for name in COMMANDS)]
     lines += [["data", what, "--help"] for what in ("preview", "stats", "clean")]
+    lines = [[*line, "all"] if line[-2:-1] and line[-2] in WITH_FIELDS else line for line in lines]
     lines += [["schema"], ["recipes"], *(["recipes", "show", name] for name in RECIPES)]
     for name in RECIPES:
         world = str(GPUS.get(name, 8))
@@ -60,7 +63,7 @@ def difference(name: str, was: str, now: str) -> tuple[str | None, str]:
     and of a config all but descriptions and comments: their words may be better now."""
     if was == now:
         return None, "equal"
-    if name.endswith("--help") and _flags(was) == _flags(now):
+    if "--help" in name and _flags(was) == _flags(now):
         return None, "the same flags in other words"
     if name == "schema" and _without_words(was) == _without_words(now):
         return None, "the same schema in other words"

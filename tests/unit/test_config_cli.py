@@ -198,12 +198,20 @@ def test_help_of_train_is_a_page_and_lists_the_fields_of_a_section(
     assert "--config FILE" in page and len(page.splitlines()) <= 45 and max(map(len, page.splitlines())) <= 80
     assert all(f"  {section} " in page for section in FinetuneConfig.model_fields)
     decay = "--optim.schedule.decay  number > 0, <= 1"
+    assert "--data.train.N.path" in helped("data.train.0") and "--optim.lr" in helped("--help=optim")
     for section in ("all", "optim", "optim.schedule", "optim.schedule.decay"):
         text = helped(section)
         assert decay in text and "(default: 0.1)" in text and ("--optim.lr " in text) == (section in ("all", "optim"))
-        assert ("--train.epochs" in text) == (section == "all")
+        assert ("--train.epochs" in text) == ("--config FILE" in text) == (section == "all")
     assert main.main(["train", "--help", "optm"]) == 2
     assert "--help optm: no such section or field of the config; nearest: optim" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["eval", "--help"], ["eval", "--help", "runs/x"], ["step", "--help=all"]])
+def test_help_of_a_command_about_a_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main.main(words)
+    assert done.value.code == 0 and capsys.readouterr().out.startswith(f"usage: raytune-fsdp {words[0]} ")
 
 
 def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ On the driver:
     placement_groups.py  the groups that hold the workers' resources
     train_registry.py    repairs Ray Train's own list of checkpoints, before it is read
     supervisor.py        leads one attempt after another: waits for room, hears the ranks, stops, makes way, gives up
+    asked.py             a stop that somebody asks for in the run directory
     attempt.py           one attempt: everything that begins and ends with it
     attempts.py          what became of each attempt, and whether another one follows
     watch/               whether the ranks of an attempt get on

@@ -34,6 +34,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import Phases
+from raytune_fsdp.launch.ray.asked import heeding_requests
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
@@ -159,7 +160,7 @@ def run_on_ray(
     sizes = Sizes(asked, valid)
     demand = Demand(asked, valid if growing and len(valid) > 1 else [])
     standing = on_world(config, prepared, standing, sizes.fewest.workers)
-    with environment(RAY_TRAIN):
+    with environment(RAY_TRAIN), heeding_requests(prepared.place, signals):
         _train(
             config, prepared, standing, sizes, demand, foresight,
             session=session, signals=signals, phases=phases, say=say,
