@@ -223,7 +223,8 @@ def digest(hashed: Sequence[Hashes], typed: Typed) -> dict[str, float]:
         found = join_by_pairs(
             hashed[rank], layout, rank=rank, world=len(hashed), send=partial(send, rank), receive=receive
         )
-    digests_of(found or {}, layout)
+    assert found is not None and not isinstance(found, str)
+    digests_of(found, layout)
     return {"digest": time.thread_time() - began, "largest_message_MB": max(sizes, default=0) / 1e6}
 
 

@@ -280,16 +280,15 @@ class SaveInFlight:
                     self._clean_up(job.after)
 
     def _clean_store(self) -> None:
-        """Remove what the ranks have sent of the save before, if that was given up: rank 0's memory would keep it."""
+        """Remove what was hashed for a save that was given up: rank 0's memory would keep it.
+
+        Of the save before the last one: a writer of the last one may still be about to read it.
+        """
         job = self.job
-        if not job.leftovers:
-            return
-        before = replace(job, serial=job.serial - 1)
-        keys = [before.hashes_key(rank) for rank in senders(job.rank, job.world)]
-        keys += [before.written_key(rank) for rank in range(job.world)] if job.rank == 0 else []
+        before = replace(job, serial=job.serial - 2)
         with suppress(Exception):
-            for key in keys:
-                job.messages.drop(key)
+            for rank in senders(job.rank, job.world) if job.digest is not None else ():
+                job.messages.drop(before.hashes_key(rank))
 
     def _write(self) -> tuple[dict[str, Any], Hashes | str]:
         """Write this rank's file; return the message about it for rank 0, and what was hashed of it."""

@@ -163,7 +163,10 @@ class Saver:
             mine, self.layout, rank=rank, world=dist.get_world_size(),
             send=lambda value: dist.send_object_list([value], receiver(rank)), receive=receive,
         )  # fmt: skip
-        return None if joined is None else roots_of({STATE: digest_of_state(state), **digests_of(joined, self.layout)})
+        if joined is None:
+            return None
+        assert not isinstance(joined, str), joined
+        return roots_of({STATE: digest_of_state(state), **digests_of(joined, self.layout)})
 
     def again(self) -> None:
         """Begin the last save again, which has failed, of the same state. No rank may be busy, and if pieces are
