@@ -40,15 +40,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from benchmarks.record import write_result
-from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
+from raytune_fsdp.base.row_hashes import HashedRows, Hashes, TensorRows, digests_of, join_by_pairs
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.index import Index, parse_index
-from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs
 from raytune_fsdp.checkpoint.manifest import make_manifest
+from raytune_fsdp.checkpoint.messages import Messages
 from raytune_fsdp.checkpoint.reading import read_index
-from raytune_fsdp.checkpoint.save_in_flight import Messages
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, STATE_FILE, PosixStorage
-from raytune_fsdp.checkpoint.writing import Hashes, PieceLayout, Sum, arrange, write_small
+from raytune_fsdp.checkpoint.writing import PieceLayout, Sum, arrange, write_small
 from raytune_fsdp.model.pieces.pieces import range_of
 from raytune_fsdp.tools.torch_metadata import write_torch_metadata
 
@@ -207,8 +206,7 @@ def hashes_of(typed: Typed, boxes: NDArray[np.int64], mine: Sequence[Sequence[in
 def digest(hashed: Sequence[Hashes], typed: Typed) -> dict[str, float]:
     """Let all ranks join what they have hashed, one after another; measure rank 0 alone."""
     messages = Messages(dist.TCPStore("127.0.0.1", 0, is_master=True))
-    rows = {name: (TensorRows.of(name, *each), 0) for name, each in typed.items()}
-    layout = PieceLayout(mine=(), rows=rows)
+    rows = {name: TensorRows.of(name, *each) for name, each in typed.items()}
     sizes: list[int] = []
 
     def send(rank: int, value: object) -> None:
@@ -221,10 +219,10 @@ def digest(hashed: Sequence[Hashes], typed: Typed) -> dict[str, float]:
     for rank in reversed(range(len(hashed))):
         began = time.thread_time()
         found = join_by_pairs(
-            hashed[rank], layout, rank=rank, world=len(hashed), send=partial(send, rank), receive=receive
+            hashed[rank], rows, rank=rank, world=len(hashed), send=partial(send, rank), receive=receive
         )
     assert found is not None and not isinstance(found, str)
-    digests_of(found, layout)
+    digests_of(found, rows)
     return {"digest": time.thread_time() - began, "largest_message_MB": max(sizes, default=0) / 1e6}
 
 

@@ -9,11 +9,10 @@ In the order of a save:
     state.py           everything else, as JSON
     room.py            whether the nodes have memory for that, and storage room for a recovery point
     by_clock.py        when a recovery point is due
-    save_in_flight.py  the life of one save: begun, written, committed or failed, reported; and the
-                       messages of the ranks about it
+    save_in_flight.py  the life of one save: begun, written, committed or failed, reported
+    messages.py        what the ranks' writers tell each other meanwhile
     writing.py         which rank writes which piece, and the index that says so; a copy of a rank's pieces, and its
                        file, hashed as it is written
-    joined_hashes.py   what all ranks have hashed, joined by pairs on the way to rank 0
     storage.py         the interface of a storage, and a file system; objects.py: an object store; location.py chooses
     manifest.py        size and hash of every file, written last
 
@@ -24,8 +23,8 @@ Afterwards:
     reading.py         the tensors of a committed checkpoint, verified and loaded by all ranks together
     weights.py         a checkpoint as a source of weights: to generate, export, or begin another run
     merged.py          all weights of its network, whatever it holds of them
-    model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference
-    several_gpus.py    that model on one device, or on all
+    model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference, on one device or
+                       on all
     form.py            as which network a checkpoint of a model that also sees is exported
     on_demand.py       how a person asks a training run for a checkpoint now
 """

@@ -14,14 +14,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import ModelError, ResumeError, first_line, is_panic
+from raytune_fsdp.base.errors import ModelError, ResumeError, first_line, is_panic, pip_install
 from raytune_fsdp.base.threads import READERS
 from raytune_fsdp.base.untrusted import UnsoundError
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, merged_weights, weights_of_adapter
 from raytune_fsdp.checkpoint.objects import ObjectStorage
-from raytune_fsdp.checkpoint.several_gpus import place
 from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, wants_code
 from raytune_fsdp.model.directory.files import find_weights
@@ -37,6 +36,9 @@ _OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
 """Files that a run keeps next to its config and tokenizer, and that are in no export as they are."""
 _COPIED_BYTES = 128 << 20  # a tokenizer's largest file; weights are never there
 _MOST_PER_BYTE = 64  # bytes that a network may take for each of its files: those of 4 bits, read as fp32, take eight
+_SHARE = 0.8
+"""The share of a GPU's free memory that weights may take. The rest is for what is computed with them, and for the cache
+of a long conversation."""
 
 
 def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
@@ -230,3 +232,29 @@ def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
         if wants_code(error):
             raise ModelError(f"{place} {NEEDS_CODE}, then add --trust-remote-code") from error
         raise ModelError(f"{place} {otherwise}: {first_line(error)}") from error
+
+
+def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Put the model on the device, or over all GPUs and the host if it is too large for one."""
+    if device.type != "cuda":
+        return model.to(device)
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    free = torch.cuda.mem_get_info(device)[0]
+    if needed <= _SHARE * free:
+        return model.to(device)
+    # Whole layers on each GPU, and what is left in host memory. One layer after the other is computed.
+    try:
+        from accelerate import dispatch_model, infer_auto_device_map
+        from accelerate.utils import get_max_memory
+    except ImportError:
+        raise ModelError(
+            f"the model has {needed / 1e9:.1f} GB of weights, and the GPU has {free / 1e9:.1f} GB of free memory: "
+            f"{pip_install('large')} spreads it over all GPUs and the host"
+        ) from None
+    room = {place: int(_SHARE * size) for place, size in get_max_memory().items() if place != "cpu"}
+    # All of it is in host memory already, so whatever fits on no GPU can stay there.
+    devices = infer_auto_device_map(
+        model, max_memory={**room, "cpu": 2 * needed}, no_split_module_classes=sorted(model._no_split_modules or [])
+    )
+    spread: PreTrainedModel = dispatch_model(model, device_map=devices, skip_keys=model._skip_keys_device_placement)
+    return spread

@@ -5,11 +5,9 @@ A thread on each rank writes that rank's file while training goes on; rank 0's t
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,84 +15,28 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
 
 from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
+from raytune_fsdp.base.row_hashes import Hashes, digests_of, join_by_pairs, senders
 from raytune_fsdp.checkpoint.contents import roots_of
 from raytune_fsdp.checkpoint.index import parse_index
-from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs, senders
 from raytune_fsdp.checkpoint.manifest import make_manifest
+from raytune_fsdp.checkpoint.messages import Messages
 from raytune_fsdp.checkpoint.room import lacks_room
 from raytune_fsdp.checkpoint.state import STATE
 from raytune_fsdp.checkpoint.storage import INDEX_FILE, PIECES, STATE_FILE, Draft
-from raytune_fsdp.checkpoint.writing import Hashes, NotFiniteError, PieceLayout, Sum, write_pieces, write_small
+from raytune_fsdp.checkpoint.writing import NotFiniteError, PieceLayout, Sum, write_pieces, write_small
 
 logger = logging.getLogger(__name__)
-
-# How the ranks' writers report to each other while training goes on, without a collective.
-#
-# A collective would hang with the rank whose storage hangs, and could not be given up; here every wait has a deadline.
-# The messages go through the store from which the process group was made: it exists, and all ranks reach it.
-
-_LOOK_SECONDS = 1.0
-_PAUSE_FOR_HASHES = 0.1
-"""Half of all ranks wait for these while others still write, and rank 0's process answers them all."""
-_PART_BYTES = 1 << 20
-"""A message is sent in parts of this size. The server of torch's store takes 8 MiB; a larger value ends the connection,
-for this rank's other uses of the store as well. Hashes of the adapters of a 70B come near that."""
-
-
-class Messages:
-    """Messages by key. Each is read once."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def send(self, key: str, value: object) -> None:
-        content = json.dumps(value)
-        parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)]
-        for number, part in enumerate(parts[1:]):
-            self._store.set(f"{key}/part {number}", part)
-        # Last: who sees the key finds all parts.
-        self._store.set(key, f"{len(parts) - 1} {parts[0]}")
-
-    def receive(self, key: str, *, pause: float = 0.002) -> Any | None:
-        """Return the message under a key; None if there is none within a second. `pause`: before it looks again."""
-        deadline = time.monotonic() + _LOOK_SECONDS
-        # Polled, every 2 to 50 ms: a thread that waits inside the store keeps this rank's other threads from using it.
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(pause)
-            pause = max(pause, min(0.05, 1.5 * pause))
-        more, _, content = self._take(key).partition(" ")
-        return json.loads(content + "".join(self._take(f"{key}/part {number}") for number in range(int(more))))
-
-    def drop(self, key: str) -> None:
-        """Remove a message that nobody will read, if it is there."""
-        if self._store.check([key]):
-            self.receive(key)
-
-    def _take(self, key: str) -> str:
-        value = self._store.get(key)
-        self._store.delete_key(key)  # the store lives as long as the process group: messages would pile up
-        return value.decode()
-
-
-def open_messages() -> Messages:
-    """Return messages under a prefix that all ranks share and nothing else uses. Collective."""
-    name: list[Any] = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0)
-    return Messages(PrefixStore(name[0], _get_default_store()))
-
 
 Ending = Literal["committed", "failed", "not_finite", "no_room"]
 """How a save ends. `not_finite`: the state has an infinity or a NaN, so another save would end the same way. `no_room`:
 storage is full."""
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
+_PAUSE_FOR_HASHES = 0.1
+"""Half of all ranks wait for these while others still write, and rank 0's process answers them all."""
 _GRACE_SECONDS = 120
 """Rank 0 gives a save up after its time limit, or after twice that if storage hangs during the commit. The other ranks
 wait this much longer before they conclude that rank 0 itself is stuck."""
@@ -285,10 +227,9 @@ class SaveInFlight:
         Of the save before the last one: a writer of the last one may still be about to read it.
         """
         job = self.job
-        before = replace(job, serial=job.serial - 2)
         with suppress(Exception):
             for rank in senders(job.rank, job.world) if job.digest is not None else ():
-                job.messages.drop(before.hashes_key(rank))
+                job.messages.drop(replace(job, serial=job.serial - 2).hashes_key(rank))
 
     def _write(self) -> tuple[dict[str, Any], Hashes | str]:
         """Write this rank's file; return the message about it for rank 0, and what was hashed of it."""
@@ -343,7 +284,7 @@ class SaveInFlight:
             return self._receive(job.hashes_key(rank), what, pause=_PAUSE_FOR_HASHES)[0]
 
         return join_by_pairs(
-            hashes, job.layout, rank=job.rank, world=job.world, send=self._send_hashes, receive=receive
+            hashes, job.layout.each_row, rank=job.rank, world=job.world, send=self._send_hashes, receive=receive
         )
 
     def _receive(self, key: str, missing: str, pause: float = 0.002) -> Any:
@@ -385,8 +326,7 @@ class SaveInFlight:
         return Outcome(step=job.step, ending="committed", saved=saved)
 
     def _commit(self, messages: list[dict[str, Any]], joined: Hashes | str | None) -> tuple[int, Digest | None]:
-        """Write the index of all files and the rest of the state, then publish. Return the checkpoint's size and
-        digest."""
+        """Write the index of all files and the rest of the state, then publish. Return size and digest."""
         job = self.job
         written = [each for each in messages if each["file"]]
         sums = {each["file"]: Sum(**each["sum"]) for each in written}
@@ -398,7 +338,7 @@ class SaveInFlight:
         if job.digest is not None:
             if joined is None or isinstance(joined, str):
                 raise TransientError(f"what the ranks have hashed could not be joined: {joined}")
-            digest = roots_of({STATE: job.digest, **digests_of(joined, job.layout)})
+            digest = roots_of({STATE: job.digest, **digests_of(joined, job.layout.each_row)})
         job.before()
         with self._lock:
             # If training has given this save up, it may have begun the next one: this one must not become visible now.

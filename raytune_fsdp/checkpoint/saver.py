@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import Digest
 from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.row_hashes import digests_of, join_by_pairs, receiver
 from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
 from raytune_fsdp.checkpoint.contents import roots_of, tensors_of
-from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs, receiver
 from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.room import storage_without_room
-from raytune_fsdp.checkpoint.save_in_flight import Ending, Messages, Outcome, SaveInFlight, SaveJob, open_messages
+from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.state import STATE, RunState, digest_of_state
 from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
 from raytune_fsdp.checkpoint.writing import (
@@ -160,13 +161,13 @@ class Saver:
             return box[0]
 
         joined = join_by_pairs(
-            mine, self.layout, rank=rank, world=dist.get_world_size(),
+            mine, self.layout.each_row, rank=rank, world=dist.get_world_size(),
             send=lambda value: dist.send_object_list([value], receiver(rank)), receive=receive,
         )  # fmt: skip
         if joined is None:
             return None
         assert not isinstance(joined, str), joined
-        return roots_of({STATE: digest_of_state(state), **digests_of(joined, self.layout)})
+        return roots_of({STATE: digest_of_state(state), **digests_of(joined, self.layout.each_row)})
 
     def again(self) -> None:
         """Begin the last save again, which has failed, of the same state. No rank may be busy, and if pieces are

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from raytune_fsdp.base.beat import beat
-from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
+from raytune_fsdp.base.row_hashes import Hashes, TensorRows
 from raytune_fsdp.checkpoint.index import Box, PieceRun, Place, check_covered
 from raytune_fsdp.checkpoint.manifest import FORMAT
 from raytune_fsdp.checkpoint.objects import patiently
@@ -47,6 +47,11 @@ class PieceLayout:
     """The rows of each tensor, and the first of this rank's piece."""
     tensors: str = ""
     """On rank 0: what the index says of all tensors, in JSON."""
+
+    @property
+    def each_row(self) -> dict[str, TensorRows]:
+        """The rows of each tensor."""
+        return {name: rows for name, (rows, _) in self.rows.items()}
 
     def index(self, files: Sequence[tuple[str, int, str]]) -> bytes:
         """On rank 0: return `tensors.json` of a checkpoint with these files, each with bytes and hash of its table."""
@@ -322,9 +327,6 @@ class Hashing:
     def sum(self) -> Sum:
         return Sum(self.size, self._digest.hexdigest())
 
-
-Hashes = Mapping[str, Sequence[HashedRows]]
-"""What was hashed of each tensor."""
 
 _HASHERS = 2
 """Threads that hash rows while a file is written: each about 1.3 GB/s, which few storages take from a rank."""

@@ -45,7 +45,7 @@ def _stop(parser: Parser, arguments: Sequence[str]) -> int:
     owner = signs.owner
     request = StopRequest(place.path, owner or "")
     try:
-        while state != "free" and signs.owner == owner:
+        while True:
             if state == "silent" and not heard:  # one that was heard of may only have storage that is slow
                 raise TrainingError(f"{why_silent(place)}; nothing was changed")
             heard = heard or state == "running"
@@ -57,6 +57,8 @@ def _stop(parser: Parser, arguments: Sequence[str]) -> int:
                 )
             time.sleep(_POLL_SECONDS)
             state = signs.look()
+            if state == "free" or signs.owner != owner:
+                break
     except OSError as error:
         raise TrainingError(f"{name}: cannot leave a request there ({error}); ask as a user who may") from error
     finally:

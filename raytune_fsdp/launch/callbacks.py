@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from raytune_fsdp.record.tail import EventFollower, RecordFollower
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.3
+_LAST_LOOKS = 3
+"""When the run has ended, if storage does not answer."""
 _AT_ONCE = 1000
 """Lines that are read before functions are called with them: the rest of what they have not seen stays in the file."""
 _LATE_SECONDS = 10.0
@@ -208,20 +211,22 @@ class _Caller:
         if not self._functions:
             return
         _calling.now = True
-        last = False
-        while not last:
-            last = self._over.wait(_LOOK_SECONDS)
-            if last:
+        looks = _LAST_LOOKS
+        while looks:
+            if self._over.wait(_LOOK_SECONDS):
                 self._news.open_anew()
+                looks -= 1
             try:
                 while happened := self._news.read():
                     for each in happened:
                         self._tell(each)
             except OSError:  # if storage does not answer, the next look asks it again
-                pass
+                time.sleep(_LOOK_SECONDS)
             except RaytuneError as error:
                 logger.warning("the functions in on= are called no more: %s", in_one_line(error))
                 return
+            else:
+                looks = 0 if looks < _LAST_LOOKS else looks
 
     def _tell(self, happening: Happening) -> None:
         for number, function in enumerate(self._functions):

@@ -36,7 +36,7 @@ def load_with_rows(sections: Mapping[str, Any]) -> FinetuneConfig:
     config = load_config(_with_stand_ins(sections, ("data",), rows))
     if not rows:
         return config
-    place, data, changed = storage_of(config) / OWN_ROWS, config.data, {}
+    place, data, changed = storage_of(config) / OWN_ROWS, config.data, dict[str, list[Any]]()
     from raytune_fsdp.data.sources.source import dataset_name
 
     lists = {use: found for use in _USES if isinstance(found := getattr(data, use), list)}

@@ -59,7 +59,7 @@ class RecordFollower:
         """Open the file anew at the next call, which reads on after the newest line."""
         if self._reader is not None:
             self._reader = RecordReader(self._path)
-            self._reader.seek(Position(self._newest[1]))
+            self._reader.seek(Position(self._newest[1] + (not self._newest[0])))
             self._catching_up = True
 
 

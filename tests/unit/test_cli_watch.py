@@ -201,5 +201,6 @@ def test_a_record_that_is_a_pipe_is_not_waited_for(tmp_path: Path, capsys: pytes
     run = Recorded(tmp_path)
     os.mkfifo(run.place.metrics)
     os.mkfifo(run.place.events)
-    code, _, err = watch(run.path, capsys)
+    with alive(run):
+        code, _, err = watch(run.path, capsys)
     assert code == 2 and "is a pipe, not a regular file" in err

@@ -189,7 +189,7 @@ def test_help_of_train_is_a_page_and_lists_the_fields_of_a_section(
 ) -> None:
     def helped(*words: str) -> str:
         with pytest.raises(SystemExit) as done:
-            main.main(["train", "--help", *words])
+            main.main(["train", *(words if words and words[0].startswith("--") else ("--help", *words))])
         assert done.value.code == 0
         return capsys.readouterr().out
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raytune_fsdp.base.errors import ModelError
-from raytune_fsdp.checkpoint.several_gpus import place
+from raytune_fsdp.checkpoint.model_files import place
 from tests.models import ARCHITECTURES
 
 GPU = torch.device("cuda", 0)

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from raytune_fsdp.base import row_hashes
-from raytune_fsdp.base.row_hashes import HashedRows, TensorRows
-from raytune_fsdp.checkpoint.joined_hashes import digests_of, join_by_pairs, receiver
-from raytune_fsdp.checkpoint.writing import Hashes, PieceLayout, hash_pieces
+from raytune_fsdp.base.row_hashes import HashedRows, Hashes, TensorRows, digests_of, join_by_pairs, receiver
+from raytune_fsdp.checkpoint.writing import PieceLayout, hash_pieces
 from raytune_fsdp.model.pieces.pieces import range_of
 
 
@@ -80,7 +79,7 @@ def joined(tensors: dict[str, torch.Tensor], world: int, fails: int | None = Non
         pieces = {name: tensor[slice(*cuts[name])] for name, tensor in tensors.items() if cuts[name][0] < cuts[name][1]}
         layout = PieceLayout(mine=(*pieces,), rows={name: (each, cuts[name][0]) for name, each in rows.items()})
         found = join_by_pairs(
-            "its disk is full" if rank == fails else hash_pieces(pieces, layout), layout, rank=rank, world=world,
+            "its disk is full" if rank == fails else hash_pieces(pieces, layout), rows, rank=rank, world=world,
             send=lambda value: boxes[rank].put(json.dumps(value)), receive=receive,
         )  # fmt: skip
         assert rank == 0 or found is None
@@ -88,8 +87,7 @@ def joined(tensors: dict[str, torch.Tensor], world: int, fails: int | None = Non
 
     with ThreadPoolExecutor(world) as threads:
         first, *_ = threads.map(on, range(world))
-    layout = PieceLayout(mine=(), rows={name: (each, 0) for name, each in rows.items()})
-    return first if isinstance(first, str) else digests_of(first or {}, layout), received
+    return first if isinstance(first, str) else digests_of(first or {}, rows), received
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])

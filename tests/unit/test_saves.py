@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.errors import Interrupted, TransientError
+from raytune_fsdp.checkpoint.messages import Messages
 from raytune_fsdp.checkpoint.on_demand import Requests
-from raytune_fsdp.checkpoint.save_in_flight import Messages, Outcome, SaveInFlight, SaveJob
+from raytune_fsdp.checkpoint.save_in_flight import Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.launch.worker import join

@@ -47,8 +47,8 @@ def ended_by(rule: EarlyStopConfig | None, evaluations: Mapping[int, Mapping[str
             waited += 1
     if best_step is None or waited < rule.patience:
         return None
-    metric, least = rule.metric or "the mean loss", {"min_delta": rule.min_delta} if rule.min_delta else {}
-    return {"step": step, "metric": metric, "best": sign * best, "best_step": best_step, **least}
+    ended = {"step": step, "metric": rule.metric or "the mean loss", "best": sign * best, "best_step": best_step}
+    return {**ended, "min_delta": rule.min_delta} if rule.min_delta else ended
 
 
 @dataclass(slots=True)
