@@ -78,7 +78,7 @@ def test_a_command_stops_a_run_on_two_ranks_from_elsewhere(tmp_path: Path, capsy
     step = len(read_trajectory(place.metrics))
     assert (
         capsys.readouterr().out
-        == f"{place.path} has stopped, at step {step:,} of 20,000; the same command continues it\n"
+        == f"{place.path} has stopped, at step {step:,} of 20,000, which is saved; the same command continues it\n"
     )
     assert training.returncode == 1 and f"stopped as it was asked to after step {step}, which is saved" in out
     assert not [*place.path.glob("stop.*")] and [*place.path.glob(f"checkpoints/step-{step:08d}.*")]
