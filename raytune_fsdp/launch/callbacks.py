@@ -188,7 +188,7 @@ class _Caller:
     def end(self) -> None:
         """Let the functions see the rest, and leave."""
         self._over.set()
-        self._asker.join()
+        self._asker.join(_LATE_SECONDS)
         self._thread.join(_LATE_SECONDS)
         self._left = True
         if self._handle is not None:
