@@ -16,8 +16,6 @@ from datetime import date, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
-import xxhash
-
 from raytune_fsdp.base.errors import ConfigError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
@@ -113,6 +111,8 @@ def _rows_of(value: Any, field: str) -> _Rows:
 
 def _written(rows: _Rows, place: Path) -> Path:
     """Write the rows into a file that is named after its content; return its path."""
+    import xxhash  # here, as a command's help does without it
+
     draft = place / f".{uuid.uuid4().hex}.tmp"
     digest, count = xxhash.xxh3_128(), 0
     try:
@@ -217,6 +217,8 @@ def _plain(value: Any) -> Any:
 
 
 def _digest_of(path: Path) -> str:
+    import xxhash
+
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

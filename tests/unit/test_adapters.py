@@ -101,7 +101,11 @@ def test_a_network_keeps_the_attention_that_was_chosen_for_it_while_its_weights_
         ("qwen3", {"type": "lora", "target_modules": ["lm_head"]}, r"lm_head of a Qwen3.* shares its weight"),
         ("llama", {"type": "lora", "target_modules": ["embed_tokens"], "dora": True}, r"embed_tokens is an embedding"),
         ("opt", {"type": "ia3", "target_modules": ["qproj"], "feedforward_modules": []}, r"called q_proj"),
-        ("olmo2", {"type": "ia3"}, r"Please specify `target_modules`.*; its linear layers are called q_proj, k_proj"),
+        (
+            "olmo2",
+            {"type": "ia3"},
+            r"which modules of a Olmo2ForCausalLM IA3 scales: name .* called q_proj",
+        ),
         (
             "llama",
             {"type": "freeze", "trained": ["layer\\.1"]},
