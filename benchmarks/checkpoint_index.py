@@ -131,8 +131,7 @@ def measure(shapes: Shapes, ranks: int, root: Path, *, older: bool) -> dict[str,
         )
     layout = PieceLayout(mine=(), rows={}, tensors=index)
     row["longest_wait"] = longest_wait(lambda: row.update(commit=commit(layout, messages, storage)))
-    hashed = hashes_of(typed, boxes, mine)
-    row["digest_longest_wait"] = longest_wait(lambda: row.update(digest(hashed, typed)))
+    row.update(digest(hashes_of(typed, boxes, mine), typed))
     row["index_MB"] = (root / NAME / INDEX_FILE).stat().st_size / 1e6
     with timed(row, "index"):
         found = read_index(storage, NAME)
@@ -196,7 +195,7 @@ def hashes_of(typed: Typed, boxes: NDArray[np.int64], mine: Sequence[Sequence[in
             nodes = []
             while start < stop:
                 level = min((start & -start).bit_length() - 1 if start else 64, (stop - start).bit_length() - 1)
-                nodes.append((level, start >> level, xxhash.xxh3_128_hexdigest(f"{number} {start}") * 2))
+                nodes.append((level, start >> level, xxhash.xxh3_128_hexdigest(f"{number} {start}".encode()) * 2))
                 start += 1 << level
             hashes[names[number]] = [HashedRows(nodes, [])]
         found.append(hashes)
@@ -216,6 +215,8 @@ def digest(hashed: Sequence[Hashes], typed: Typed) -> dict[str, float]:
     def receive(rank: int) -> Any:
         return messages.receive(f"1/hashes/{rank}")[0]  # type: ignore[index]
 
+    gc.collect()  # of what the other ranks have, which is not in rank 0's process
+    gc.freeze()
     for rank in reversed(range(len(hashed))):
         began = time.thread_time()
         found = join_by_pairs(
@@ -223,6 +224,7 @@ def digest(hashed: Sequence[Hashes], typed: Typed) -> dict[str, float]:
         )
     assert found is not None and not isinstance(found, str)
     digests_of(found, rows)
+    gc.unfreeze()
     return {"digest": time.thread_time() - began, "largest_message_MB": max(sizes, default=0) / 1e6}
 
 
