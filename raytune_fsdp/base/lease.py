@@ -107,3 +107,8 @@ def release(path: Path) -> None:
 def lease_of(path: Path) -> Lease | None:
     """Return the lease that this process has on the run with this lock; None if it has none."""
     return _held.get(path)
+
+
+def token_of(lease: Lease | None) -> str:
+    """Return the token of a command; an empty text if it has no lock."""
+    return "" if lease is None else lease.token

@@ -82,7 +82,7 @@ def why_silent(place: RunDir) -> str:
     from raytune_fsdp.record.report.overview import overview
 
     seen, path = overview(place.path), printable(str(place.path))
-    at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
+    at = seen.at
     if seen.ended == "finished":
         return f"{path} is finished, at {at}: it makes no more checkpoints (`checkpoint list` shows those it has)"
     if not place.lock.exists():

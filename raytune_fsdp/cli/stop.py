@@ -79,7 +79,7 @@ def _how_it_ended(place: RunDir) -> str:
     if not is_run(place.path):
         return f"{name} has ended and left nothing, as a dry run or an audit does"
     seen = overview(place.path)
-    at = f"step {seen.step:,}" + (f" of {seen.steps:,}" if seen.steps is not None else "")
+    at = seen.at
     if seen.ended == "failed":
         raise TrainingError(f"{name} has failed meanwhile, at {at}; what its ranks said: raytune-fsdp logs {name}")
     if seen.ended == "finished":

@@ -61,7 +61,7 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
         return 0
     found = overview(place.path)
     name = printable(found.path.name)
-    step = f"step {found.step:,}" + (f" of {found.steps:,}" if found.steps is not None else "")
+    step = found.at
     if state == "silent":
         why = "its command was killed, or its machine is lost; the same command continues it"
         raise TrainingError(f"{name} gives no sign of life, at {step}: {why}")

@@ -20,7 +20,7 @@ from traceback import extract_tb
 from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError, in_one_line
-from raytune_fsdp.base.lease import lease_of
+from raytune_fsdp.base.lease import lease_of, token_of
 from raytune_fsdp.checkpoint.on_demand import StopRequest
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -171,8 +171,7 @@ class _Caller:
             raise ResumeError(
                 f"{place.path}: what the run has on record cannot be read: {in_one_line(error)}"
             ) from error
-        lease = lease_of(place.lock)
-        self._stop_request = StopRequest(place.path, "" if lease is None else lease.token)
+        self._stop_request = StopRequest(place.path, token_of(lease_of(place.lock)))
         self._raised: set[int] = set()
         """The functions that have raised, by their place."""
         self._over = threading.Event()

@@ -6,6 +6,7 @@ object. They are beside the cache, not in it: `raytune-fsdp data clean` leaves t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -43,7 +44,8 @@ def load_with_rows(sections: Mapping[str, Any]) -> FinetuneConfig:
         changed[use] = []
         for number, each in enumerate(datasets):
             if each.path in rows:
-                path = _written(_rows_of(rows[each.path], f"data.{use}.{number}.path"), place)
+                field = f"data.{use}.{number}.path"
+                path = _written(_rows_of(rows[each.path], field), field, place)
                 each = each.model_copy(update={"path": str(path), "name": each.name or _name(taken)})
             changed[use].append(each)
     return config.model_copy(update={"data": data.model_copy(update=changed)})
@@ -75,27 +77,19 @@ def _name(taken: set[str]) -> str:
     return name
 
 
-class _Rows:
-    """Rows, and the field that they stand in."""
-
-    def __init__(self, field: str, each: Iterator[Any]) -> None:
-        self.field = field
-        self.each = each
-
-
-def _rows_of(value: Any, field: str) -> _Rows:
+def _rows_of(value: Any, field: str) -> Iterable[Any]:
     """Return the rows of a table (pandas, polars, Arrow), of a Dataset, or of anything else that yields maps."""
     columns = getattr(value, "column_names", getattr(value, "columns", None))
     names = [str(name) for name in columns] if isinstance(columns, Iterable) else []
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{field}: has two columns called {repeated}: rename one of them")
     if hasattr(value, "itertuples"):
-        rows = (dict(zip(names, row, strict=True)) for row in value.itertuples(index=False, name=None))
-        return _Rows(field, rows)
+        return (dict(zip(names, row, strict=True)) for row in value.itertuples(index=False, name=None))
     if hasattr(value, "iter_rows"):
-        return _Rows(field, value.iter_rows(named=True))
+        named: Iterable[Any] = value.iter_rows(named=True)
+        return named
     if hasattr(value, "to_batches"):
-        return _Rows(field, (row for batch in value.to_batches() for row in batch.to_pylist()))
+        return (row for batch in value.to_batches() for row in batch.to_pylist())
     if isinstance(value, Mapping):
         raise ConfigError(
             f"{field}: is a map of {', '.join(map(str, list(value)[:5])) or 'nothing'}, not rows: give one of its "
@@ -106,34 +100,34 @@ def _rows_of(value: Any, field: str) -> _Rows:
             f"{field}: a value of type {type(value).__name__} is neither a path nor rows: give a path, a Dataset, a "
             "table of pandas, polars or Arrow, or an iterable of maps"
         )
-    return _Rows(field, iter(value))
+    return value
 
 
-def _written(rows: _Rows, place: Path) -> Path:
+def _written(rows: Iterable[Any], field: str, place: Path) -> Path:
     """Write the rows into a file that is named after its content; return its path."""
     import xxhash  # here, as a command's help does without it
 
     draft = place / f".{uuid.uuid4().hex}.tmp"
     digest, count = xxhash.xxh3_128(), 0
     try:
-        with _storing(rows.field, place):
+        with _storing(field, place):
             place.mkdir(parents=True, exist_ok=True)
             file = os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640), "wb")
         with file:
-            for row in rows.each:  # whatever the program's own iterator raises is its own
-                line = _line_of(row, f"{rows.field}: row {count}")
+            for row in rows:  # whatever the program's own iterator raises is its own
+                line = _line_of(row, f"{field}: row {count}")
                 digest.update(line)
-                with _storing(rows.field, place):
+                with _storing(field, place):
                     file.write(line)
                 count += 1
             if not count:
                 raise ConfigError(
-                    f"{rows.field}: has no rows; an iterator has them once only: give what can be iterated again"
+                    f"{field}: has no rows; an iterator has them once only: give what can be iterated again"
                 )
-            with _storing(rows.field, place):
+            with _storing(field, place):
                 file.flush()
                 os.fsync(file.fileno())
-        with _storing(rows.field, place):
+        with _storing(field, place):
             return _published(draft, place / f"{digest.hexdigest()}.jsonl", digest.hexdigest())
     finally:
         with suppress(OSError):
@@ -219,8 +213,5 @@ def _plain(value: Any) -> Any:
 def _digest_of(path: Path) -> str:
     import xxhash
 
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -17,6 +17,7 @@ from raytune_fsdp.base.batch import Saved, StopReason
 from raytune_fsdp.base.beat import beat, waiting
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
+from raytune_fsdp.base.lease import token_of
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import Keep, ways_out_of_divergence
 from raytune_fsdp.checkpoint.on_demand import Requests
@@ -330,7 +331,7 @@ def open_saves(
             hashes=config.run.exact,
         ),
         tracker=tracker,
-        requests=Requests(prepared.place.path, "" if prepared.lease is None else prepared.lease.token),
+        requests=Requests(prepared.place.path, token_of(prepared.lease)),
         saved=saved,
         clock=clock,
         notices=_not_said(prepared.place, notices) if dist.get_rank() == 0 else {},

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-from raytune_fsdp.base.lease import lease_of
+from raytune_fsdp.base.lease import lease_of, token_of
 from raytune_fsdp.checkpoint.on_demand import is_asked_to_stop
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
@@ -20,8 +20,7 @@ _LOOK_SECONDS = 1.0
 @contextmanager
 def heeding_requests(place: RunDir, signals: Signals) -> Iterator[None]:
     """Count a request to stop as a signal, while the context lasts."""
-    lease, over = lease_of(place.lock), Event()
-    token = "" if lease is None else lease.token
+    token, over = token_of(lease_of(place.lock)), Event()
 
     def look() -> None:
         while not over.wait(_LOOK_SECONDS):

@@ -43,6 +43,11 @@ class Overview:
     ended: Ended
     """The run's state if no command works on it."""
 
+    @property
+    def at(self) -> str:
+        """Where the run is, for a message."""
+        return f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps is not None else "")
+
 
 def overview(path: Path) -> Overview:
     """Read a run directory; change nothing."""
