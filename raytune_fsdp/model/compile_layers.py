@@ -1,7 +1,8 @@
 """Compiled forward passes that fall back to plain ones: a compiler may be missing, or fail, and the run goes on.
 
-One graph serves all layers of a kind. Every micro-batch has borders of another length, so the second micro-batch makes
-a graph for any length. From then on nothing should be compiled again; what is, is counted and reported.
+One graph serves all layers of a kind. Every micro-batch has borders of another length, and the graph is made for any
+length from the first one on. So which graph a micro-batch gets does not depend on what a process has met before, as it
+must not in a run with `run.exact`. What is compiled later is counted and reported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+import torch.compiler.config
 import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -31,22 +33,30 @@ Forward = Callable[..., Any]
 
 COMPILED, EAGER = "compiled", "eager"
 
+_BORDERS = r".*\['(cu_seq_lens|max_length)_[qk]'\]"
+"""Where documents begin and the longest one, by the names under which transformers passes them to layers."""
+
 _MOST_GRAPHS = 16
-"""Most graphs of one function. Layers with two kinds of attention, with and without experts, use up torch's 8: each
-kind has a graph for the first micro-batch and one for all others."""
+"""Most graphs of one function. Layers with two kinds of attention, with and without experts, frozen and trained, use up
+torch's 8."""
 
 
 def choose_compilation(
-    asked: bool | str, *, kept: str | None, device: torch.device, fails: Callable[[], str | None]
+    asked: bool | str,
+    *,
+    kept: str | None,
+    device: torch.device,
+    fails: Callable[[], str | None],
+    exact: bool = False,
 ) -> KernelChoice:
     """Choose whether the layers of a run are compiled.
 
     `kept` says how the run's checkpoint was trained; None: there is no checkpoint yet. `fails` returns why nothing can
-    be compiled here, or None.
+    be compiled here, or None. `exact`: compiled layers round otherwise, so a run that began without goes on without.
     """
     if asked is False:
         return KernelChoice(name=EAGER, why="as parallel.compile says")
-    if asked == "auto" and kept == EAGER:
+    if kept == EAGER and (exact or asked == "auto"):
         return KernelChoice(name=EAGER, why="as the run began")
     if asked == "auto" and device.type != "cuda":
         return KernelChoice(name=EAGER, why="parallel.compile=auto compiles on GPUs")
@@ -73,6 +83,7 @@ _SETTINGS = (
     (torch._dynamo.config, "fail_on_recompile_limit_hit"),
     (torch._functorch.config, "force_non_lazy_backward_lowering"),
     (torch._inductor.config, "fallback_random"),
+    (torch.compiler.config, "dynamic_sources"),
 )
 """The settings that a `Compiler` changes for its process."""
 
@@ -115,10 +126,11 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
-    def __init__(self, what: str = "the layers of this network") -> None:
+    def __init__(self, what: str = "the layers of this network", *, whole: bool = False) -> None:
+        """`whole`: whatever it compiles must be one graph. After a break in a graph nothing says what may vary."""
         self.failure: str | None = None
         """Why it gave up."""
-        self._what = what
+        self._what, self._whole = what, whole
         self._called = False
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
         # The reset has removed these callbacks if they were there.
@@ -134,6 +146,9 @@ class Compiler:
         torch._functorch.config.force_non_lazy_backward_lowering = True
         # The compiler's own random numbers differ: with dropout, a compiled layer would compute something else.
         torch._inductor.config.fallback_random = True
+        marked = torch.compiler.config.dynamic_sources
+        if _BORDERS not in marked:
+            torch.compiler.config.dynamic_sources = f"{marked},{_BORDERS}" if marked else _BORDERS
 
     def compiled(
         self, forward: Forward, *, draws: bool = True, whole: bool = False, options: dict[str, Any] | None = None
@@ -142,7 +157,7 @@ class Compiler:
 
         `draws`: it may draw random numbers. `whole`: it must be one graph. `options`: inductor's.
         """
-        fast = torch.compile(forward, fullgraph=whole, options=options)
+        fast = torch.compile(forward, fullgraph=whole or self._whole, options=options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.failure is None:

@@ -169,7 +169,7 @@ def build(
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
     compiler, updates = (
-        Compiler(what) if key in kernels and kernels[key].name == COMPILED else None
+        Compiler(what, whole=config.run.exact) if key in kernels and kernels[key].name == COMPILED else None
         for key, what in (("blocks", "the layers of this network"), ("update", "the update of a weight"))
     )
     # Hooks would break the graphs of layers that are compiled.

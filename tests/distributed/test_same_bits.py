@@ -100,7 +100,7 @@ def plant(fault: str) -> None:
     """Have this process compute as if one of the parts of `run.exact` were missing."""
     from raytune_fsdp.model.objective import loss
     from raytune_fsdp.step import in_order, reduce_by_node, train_step
-    from raytune_fsdp.step.optim import adamw
+    from raytune_fsdp.step.optim import adafactor, adamw
 
     right, computed = in_order.SumsInOrder.next_round, train_step.micro_batch_loss
 
@@ -120,6 +120,14 @@ def plant(fault: str) -> None:
         found = computed(model, batch, *rest)
         return replace(found, total=found.total * float("nan")) if batch.is_filler else found
 
+    def by_round(self: Any, output: torch.Tensor, sent: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=group)
+        output.copy_(got.view(group.size(), -1).to(output).sum(0))  # which FSDP adds to those of earlier rounds
+
+    def plainly(self: adafactor.Adafactor, squares: Any, shapes: Mapping[str, torch.Size]) -> list[torch.Tensor]:
+        return self._summed([torch.cat([*squares(name)]).sum(0) for name in shapes])
+
     assert loss.micro_batch_loss is computed
     if "nodes of" in fault:
         per_node = int(fault.split()[-1])
@@ -130,6 +138,10 @@ def plant(fault: str) -> None:
         in_order.SumsInOrder.next_round = all_ranks  # type: ignore[method-assign]
     elif fault == "in the order of ranks":
         in_order.SumsInOrder.next_round = by_number  # type: ignore[method-assign]
+    elif fault == "as FSDP adds":
+        in_order._InOrder.__call__ = by_round  # type: ignore[method-assign]
+    elif fault == "as Adafactor adds":
+        adafactor.Adafactor._exactly = plainly  # type: ignore[method-assign]
     elif fault == "squares by piece":
         in_order._row_sums = whole
     elif fault == "the ends of pieces":
@@ -323,15 +335,22 @@ def test_the_digest_of_an_export_is_found_again_from_its_checkpoint(
     [
         "nothing, but fillers overflow: filler",
         "in the order of ranks",
-        *(pytest.param(each, marks=SLOW) for each in ("fillers are added", "squares by piece", "the ends of pieces")),
+        *(
+            pytest.param(each, marks=SLOW)
+            for each in (
+                "fillers are added", "as FSDP adds", "as Adafactor adds", "squares by piece", "the ends of pieces",
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_each_part_of_it_is_needed(alone: tuple[Path, dict[str, Any]], fault: str) -> None:
     directory, expected = alone
     name = "".join(each if each.isalnum() else "-" for each in fault)
-    config = config_of(directory, "odd", name, optim={"max_skipped": 100})
+    case = "adafactor" if "Adafactor" in fault else "odd"
+    optim = {**CASES[case][2].get("optim", OPTIM), "max_skipped": 100}
+    config = config_of(directory, case, name, optim=optim)
     train([config], 3, fault=fault)
-    assert (bits(config) == expected["odd"]) == fault.startswith("nothing")
+    assert (bits(config) == expected[case]) == fault.startswith("nothing")
 
 
 def test_sums_that_are_passed_from_node_to_node_are_the_same(alone: tuple[Path, dict[str, Any]]) -> None:

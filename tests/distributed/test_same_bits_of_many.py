@@ -16,7 +16,7 @@ import pytest
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events
-from raytune_fsdp.record.names import ATTEMPT_STARTED, SAVED
+from raytune_fsdp.record.names import ATTEMPT_STARTED, COMPILED, SAVED
 from tests.config_text import dump_config
 from tests.distributed.test_launch import end, start
 from tests.distributed.test_same_bits import LLAMA, OPTIM, bits, train
@@ -107,6 +107,34 @@ def test_one_rank_and_more(make: Any, cases: Mapping[str, tuple[Any, ...]], tmp_
         if bits(alone) != bits(several):
             different.append(name)
     assert not different
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_compiled_layers(tmp_path: Path, method: str) -> None:
+    """Each process has one graph, whichever documents it meets first: one rank, three, and one that becomes two."""
+    model = {}
+    if method == "lora":
+        save_checkpoint(tmp_path / "base", "llama")
+        model = {"model": {"path": str(tmp_path / "base"), "init": "pretrained", "architecture": None}}
+    methods = {"full": {"type": "full"}, "lora": {"type": "lora", "rank": 4, "dropout": 0.1}}
+
+    def config_of(name: str, *, compiled: bool = True) -> FinetuneConfig:
+        return make_config(
+            tmp_path, LLAMA, run={"name": name, "exact": True, "threads": 1}, method=methods[method], **model,
+            parallel={"precision": "bf16", "compile": compiled},
+            train={"global_batch": 10, "micro_batch": 2, "max_steps": 20},
+        )  # fmt: skip
+
+    alone, three, resized = config_of("alone"), config_of("three"), config_of("resized")
+    eager = config_of("eager", compiled=False)
+    for config, world, stop in ((alone, 1, None), (three, 3, None), (resized, 1, 7), (resized, 2, None), (eager, 1, None)):
+        train([config], world, stop)
+    assert bits(three) == bits(resized) == bits(alone)
+    assert bits(alone)[0] != bits(eager)[0], "the compiler rounds otherwise"
+    for config, attempts in ((alone, 1), (three, 1), (resized, 2)):
+        events = read_events(Path(config.run.storage) / config.run.name / "events.jsonl")
+        found = [each["fields"]["graphs"] for each in events if each["event"] == COMPILED]
+        assert found == [1] * attempts
 
 
 def test_sums_that_are_passed_between_two_nodes_or_three(tmp_path: Path) -> None:

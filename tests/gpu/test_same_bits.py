@@ -13,6 +13,7 @@ from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.names import SAVED
 from raytune_fsdp.step.in_order import _row_sums
+from raytune_fsdp.step.optim.adafactor import _means
 from raytune_fsdp.step.optim.adamw import AdamW
 from raytune_fsdp.step.optim.groups import Group
 from tests.gpu.test_gpu import DEVICE, train
@@ -49,6 +50,15 @@ def test_a_row_s_sum_of_squares_does_not_depend_on_the_other_rows(columns: int) 
     for first, last in ((0, 1), (1, 4), (4, 150), (150, 300)):
         alone = _row_sums(rows[first:last].contiguous(), parts, every)
         assert torch.equal(alone, together[first * parts : last * parts])
+
+
+@pytest.mark.parametrize("shape", [(300, 7), (300, 4096), (64, 40_000), (8, 256, 512)])
+def test_adafactor_s_means_do_not_depend_on_the_other_rows(shape: tuple[int, ...]) -> None:
+    rows = torch.randn(shape, device=DEVICE).square()
+    for axis in {-1, 1 - len(shape)} - {0}:
+        together, most = _means(rows, axis, len(rows)), len(rows)
+        for first, last in ((0, 1), (1, 4), (4, most)):
+            assert torch.equal(_means(rows[first:last].contiguous(), axis, most), together[first:last])
 
 
 def test_adamw_rounds_alike_wherever_a_piece_ends() -> None:

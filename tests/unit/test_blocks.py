@@ -186,6 +186,24 @@ def test_a_run_keeps_what_it_began_with(asked: bool | str, kept: str | None, dev
     assert choose_compilation(asked, kept=kept, device=device, fails=lambda: None).name == name
 
 
+def test_an_exact_run_that_began_without_the_compiler_goes_on_without_it() -> None:
+    for asked in (True, "auto"):
+        chosen = choose_compilation(asked, kept=EAGER, device=CUDA, fails=lambda: None, exact=True)
+        assert (chosen.name, chosen.why) == (EAGER, "as the run began")
+    assert choose_compilation(True, kept=None, device=CPU, fails=lambda: None, exact=True).name == COMPILED
+
+
+def test_what_must_be_one_graph_gives_way_at_a_break(caplog: pytest.LogCaptureFixture) -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+    compiler = Compiler(whole=True)
+    assert torch.equal(compiler.compiled(layer)(torch.ones(4)), torch.full((4,), 3.0))
+    assert compiler.failure is not None and compiler.failure.startswith("torch.compile fails here: ")
+
+
 def test_every_n_needs_its_n() -> None:
     with pytest.raises(ValueError, match="every_n needs a recompute_every"):
         ParallelConfig(activation_checkpointing="every_n")

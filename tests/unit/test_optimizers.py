@@ -17,6 +17,7 @@ from raytune_fsdp.config import FinetuneConfig, OptimConfig
 from raytune_fsdp.config.sections.optimizers import state_bytes
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume import identity_of
+from raytune_fsdp.step.optim.adafactor import _means
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.groups import check_groups
 from raytune_fsdp.step.optim.matrices import hidden_matrices
@@ -312,6 +313,18 @@ def test_stochastic_rounding_learns_where_plain_bf16_stalls() -> None:
 def test_settings_without_a_meaning_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimConfig.model_validate(values)
+
+
+def test_the_mean_of_a_wide_row_does_not_depend_on_how_many_rows_a_rank_has() -> None:
+    """Threads share a row that is alone."""
+    rows, threads = torch.rand(3, 100_000, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together, ends = _means(rows, -1, 3), [(0, 1), (1, 3), (2, 3)]
+        assert all(torch.equal(_means(rows[a:b], -1, 3), together[a:b]) for a, b in ends)
+        assert not all(torch.equal(_means(rows[a:b], -1, 0), together[a:b]) for a, b in ends)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lion", "muon", "adafactor"])

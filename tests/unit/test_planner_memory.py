@@ -136,6 +136,20 @@ def test_ranks_that_share_samples_have_their_part_of_the_activations(recompute: 
     assert 0.25 <= activations[4] / activations[1] <= 0.30
 
 
+@pytest.mark.thorough
+def test_an_exact_run_needs_as_much_memory_in_bf16_and_a_unit_more_in_fp32() -> None:
+    """A rank has what it sends and what it gets of a unit's gradients: in bf16 both are as large as one in fp32."""
+    network = build_network(load_architecture(config_of(LLAMA).model, None), config_of(LLAMA))
+    layer = sum(parameter.numel() for parameter in network.model.layers[0].parameters())
+    rest = sum(parameter.numel() for parameter in network.parameters()) - 11 * layer
+    for precision, more in (("bf16", 0), ("fp32", 4 * max(layer, rest))):
+        rounded, exact = (
+            planned(config_of(LLAMA, run={"exact": exact}, parallel={"precision": precision}), 4).total
+            for exact in (False, True)
+        )
+        assert exact <= rounded + more, precision
+
+
 def test_repetitions_are_taken_out_of_the_middle() -> None:
     assert representatives([0] * 4, 2) == [0, 1, 2, 3]
     assert representatives([0] * 9, 2) == [0, 1, 2, 2, 2, 2, 2, 7, 8]

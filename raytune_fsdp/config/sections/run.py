@@ -29,8 +29,7 @@ class RunConfig(Section):
 
     exact: bool = False
     """Sum losses and gradients in the order of micro-batches, so that a run learns the same at any number of ranks, to the
-    bit. On GPUs it includes `deterministic`, and layers are not compiled. Without this, runs on other numbers of ranks are
-    equal up to rounding."""
+    bit. On GPUs it includes `deterministic`. Without this, runs on other numbers of ranks are equal up to rounding."""
 
     threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     """With `exact` on CPUs: threads of each rank, which decide how products are added up. Null: those that the first attempt

@@ -51,16 +51,6 @@ def _why_mixers_forbid(config: FinetuneConfig, needs: KernelNeeds) -> str | None
     )
 
 
-def _why_exact_forbids(config: FinetuneConfig) -> str | None:
-    """Return why the layers of a run with the same bits everywhere are not compiled, or None.
-
-    The first graph of a process is for the lengths of its first documents, and later ones are for any.
-    """
-    return (
-        "run.exact: which micro-batches have which graph depends on the number of ranks" if config.run.exact else None
-    )
-
-
 def kernels_of(
     config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, device: torch.device
 ) -> Mapping[str, KernelChoice]:
@@ -90,12 +80,11 @@ def kernels_of(
             f"needs ({loss.why}); set model.loss=chunked, or parallel.mesh.tensor=1"
         )
     compiled = choose_compilation(
-        config.parallel.compile, kept=kept.get("blocks"), device=device,
+        config.parallel.compile, kept=kept.get("blocks"), device=device, exact=config.run.exact,
         fails=lambda: why_not_compiled(model)
         or _why_parts_forbid(config)
         or _why_mixers_forbid(config, prepared.needs)
         or why_routers_forbid(config.train)
-        or _why_exact_forbids(config)
         or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
     attention = set_attention(model, attention)

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from raytune_fsdp.config.sections.optimizers import AdafactorOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
-from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, split_like
+from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, rows_at_once, split_like
 from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype, write
 
 _LEAST = 1e-30
@@ -115,14 +116,21 @@ class Adafactor:
             share = step.double() ** -self._chosen.decay_power
             if parameter.ndim == 2:
                 _move(state["column"], columns[name] / parameter.shape[0] + _LEAST, share, skip)
+            height = self._height(name)
             for rows in in_parts(parameter, whole_rows=True):
                 if parameter.ndim < 2:
                     _move(rows.of(state["square"]), _squares(rows.of(parameter.grad)), share, skip)
                     continue
                 squares = _squares(local_piece(parameter.grad)[rows.start : rows.stop])
-                _move(local_piece(state["row"])[rows.start : rows.stop], squares.mean(-1), share, skip)
+                _move(local_piece(state["row"])[rows.start : rows.stop], _means(squares, -1, height), share, skip)
                 if parameter.ndim > 2:
-                    _move(local_piece(state["column"])[rows.start : rows.stop], squares.mean(-2), share, skip)
+                    now = _means(squares, -2, height)
+                    _move(local_piece(state["column"])[rows.start : rows.stop], now, share, skip)
+
+    def _height(self, name: str) -> int:
+        """Return how many rows of a weight are given to a call that computes their means; 0: those that there are."""
+        parameter = self._trained.named[name]
+        return min(rows_at_once(parameter), parameter.shape[0]) if self._exact and parameter.ndim > 1 else 0
 
     def _column_sums(self, name: str) -> torch.Tensor:
         parameter = self._trained.named[name]
@@ -167,7 +175,8 @@ class Adafactor:
             # The mean of all rows' means is that of the columns', which every rank has.
             column = local_piece(state["column"])
             column = column if parameter.ndim == 2 else column[place]
-            rest = column / column.mean(-1, keepdim=True)
+            mean = column.mean(-1) if parameter.ndim == 2 else _means(column, -1, self._height(name))
+            rest = column / mean.unsqueeze(-1)
             yield _Part(rows, weight, gradient, (local_piece(state["row"])[place].unsqueeze(-1), rest.unsqueeze(-2)))
 
     def _exactly(
@@ -236,6 +245,17 @@ def _move_weight(
 def _squares(gradient: torch.Tensor) -> torch.Tensor:
     wide = gradient.to(update_dtype(gradient))
     return wide * wide + _LEAST
+
+
+def _means(rows: torch.Tensor, axis: int, height: int) -> torch.Tensor:
+    """Return the means of each of these rows along an axis, computed in a call of `height` rows or more.
+
+    How a GPU adds depends on how many rows it is given, and a CPU's threads share a single wide one; how many rows a
+    rank has depends on the number of ranks.
+    """
+    more = height - len(rows)
+    whole = F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, more)) if more > 0 else rows
+    return whole.mean(axis)[: len(rows)]
 
 
 def _move(factor: torch.Tensor, now: torch.Tensor, share: torch.Tensor, skip: torch.Tensor) -> None:

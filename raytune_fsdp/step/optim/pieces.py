@@ -125,6 +125,11 @@ def columns_of(tensor: torch.Tensor) -> int:
     return tensor.shape[1:].numel()
 
 
+def rows_at_once(tensor: torch.Tensor, numbers: int = NUMBERS_AT_ONCE) -> int:
+    """Return how many rows are computed at a time: as many on every rank, but for those that come last."""
+    return max(1, numbers // max(1, columns_of(tensor)))
+
+
 def in_parts(
     parameter: torch.Tensor, *, at_once: int | None = None, whole_rows: bool = False, group: int = 1
 ) -> Iterator[Rows]:
@@ -135,7 +140,7 @@ def in_parts(
     """
     local, numbers = local_piece(parameter), NUMBERS_AT_ONCE if at_once is None else at_once
     rows, piece, columns = local.shape[0] if local.ndim else 1, piece_of(parameter), columns_of(local)
-    height = max(1, numbers // max(1, columns))
+    height = rows_at_once(local, numbers)
     width = columns if whole_rows else min(columns, numbers)
     edges = sorted({*range(0, columns, max(1, width)), columns - columns % group, columns})
     for start in range(0, rows, height):
