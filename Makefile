@@ -16,8 +16,8 @@ help:  ## this list
 demo: $(VENV)/.installed  ## train a tiny model on this machine, in a minute or two
 	$(BIN)/python jobs/finetune.py --run.resume never --run.name demo-$$(date +%Y%m%d-%H%M%S)
 
-quick: $(VENV)/.installed-dev  ## unit tests, without those of a second or more
-	$(BIN)/python -m pytest $(PARALLEL) tests/unit -m "not slow and not thorough"
+quick: $(VENV)/.installed-dev  ## unit tests, two cases of each at most, without those of a second or more
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit -m "not slow and not thorough" --cases 2
 
 test: $(VENV)/.installed-dev  ## every test that guards an invariant
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --durations=15

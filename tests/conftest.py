@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,38 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, metavar="N", help="of each test with parameters, run N cases at most")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests in tests/distributed and tests/ray by the folder that they are in."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests in tests/distributed and tests/ray by the folder that they are in; leave out cases (`--cases`)."""
+    most = config.getoption("--cases")
+    if most is not None:
+        _leave_out_cases(config, items, most)
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("distributed", "ray"):
             item.add_marker(folder)
     # The longest work of one process first, so that the others end with it.
     items.sort(key=lambda item: (not item.nodeid.startswith(_DEFAULT_PORTS), not item.nodeid.startswith(_CLUSTERS)))
+
+
+def _leave_out_cases(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
+    """Keep the first cases of each test that `-m` may choose."""
+    seen: Counter[str] = Counter()
+    left_out = []
+    for item in [*items]:
+        if item.get_closest_marker("slow") or item.get_closest_marker("thorough"):
+            continue
+        test = item.nodeid.split("[", 1)[0]
+        seen[test] += 1
+        if seen[test] > most:
+            left_out.append(item)
+    gone = set(map(id, left_out))
+    items[:] = [item for item in items if id(item) not in gone]
+    config.hook.pytest_deselected(items=left_out)
 
 
 _DEFAULT_PORTS = "tests/cluster/test_newcomer.py"
