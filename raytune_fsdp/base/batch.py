@@ -76,6 +76,8 @@ class Targets:
     """int64: the dataset of each, as in `source_ids`."""
     by_dataset: tuple[int, ...]
     """How many targets each dataset has, up to the last dataset that has any."""
+    by_document: tuple[int, ...] = ()
+    """How many targets each document has, of those that have any; empty for a part of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,7 @@ def to_batch(
     labels = np.stack([sample.labels for sample in samples])
     position_ids = np.stack([sample.position_ids for sample in samples])
     source_ids = np.stack([sample.source_ids for sample in samples])
-    real = source_ids != PADDING
+    real, borders = source_ids != PADDING, borders_of(position_ids)
     tensors = [torch.from_numpy(values.astype(np.int64)) for values in (input_ids, labels, position_ids, source_ids)]
     return MicroBatch(
         index=index,
@@ -107,8 +107,8 @@ def to_batch(
         labels=tensors[1],
         position_ids=tensors[2],
         source_ids=tensors[3],
-        borders=borders_of(position_ids),
-        targets=targets_of(labels, source_ids),
+        borders=borders,
+        targets=targets_of(labels, source_ids, borders),
         sample_ids=tuple(sample.id for sample in samples),
         tokens=int(real.sum()),
         target_tokens=int((labels[:, 1:] != IGNORE).sum()),
@@ -125,16 +125,21 @@ def borders_of(position_ids: np.ndarray[Any, Any]) -> Borders:
     return Borders(starts=torch.from_numpy(starts), longest=int(lengths.max()), lengths=tuple(lengths.tolist()))
 
 
-def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -> Targets:
-    """Return the targets of samples. The token at place i of a sample is predicted at i - 1."""
+def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any], borders: Borders) -> Targets:
+    """Return the targets of samples. The token at place i of a sample is predicted at i - 1, in the same document."""
     predicted = np.full_like(labels, IGNORE)
     predicted[:, :-1] = labels[:, 1:]
     places = np.flatnonzero(predicted != IGNORE)
     datasets = source_ids.reshape(-1)[places].astype(np.int64)
     arrays = (places, predicted.reshape(-1)[places], datasets)
     tensors = [torch.from_numpy(each.astype(np.int64)) for each in arrays]
+    counts = np.diff(np.searchsorted(places, borders.starts.numpy()))
     return Targets(
-        places=tensors[0], ids=tensors[1], datasets=tensors[2], by_dataset=tuple(np.bincount(datasets).tolist())
+        places=tensors[0],
+        ids=tensors[1],
+        datasets=tensors[2],
+        by_dataset=tuple(np.bincount(datasets).tolist()),
+        by_document=tuple(counts[counts > 0].tolist()),
     )
 
 
@@ -142,14 +147,15 @@ def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> MicroBatch:
     """Return a micro-batch of padding: the shape of a full one, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
     positions = np.tile(np.arange(seq_len), (micro_batch, 1))
+    borders = borders_of(positions)
     return MicroBatch(
         index=FILLER_INDEX,
         input_ids=torch.full(shape, pad_id, dtype=torch.int64),
         labels=torch.full(shape, IGNORE, dtype=torch.int64),
         position_ids=torch.from_numpy(positions),
         source_ids=torch.full(shape, PADDING, dtype=torch.int64),
-        borders=borders_of(positions),
-        targets=targets_of(np.empty((0, 1)), np.empty((0, 1))),
+        borders=borders,
+        targets=targets_of(np.empty((0, 1)), np.empty((0, 1)), borders),
         sample_ids=(),
         tokens=0,
         target_tokens=0,

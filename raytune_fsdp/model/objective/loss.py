@@ -64,6 +64,10 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
     if objective.bends_losses:
         bent = losses_of_targets(logits.reshape(len(log_probabilities), -1), log_probabilities, places, ids, objective)
         total, each = bent.sum(), bent.detach()
+    if objective.own is not None:
+        picked = log_probabilities[places, ids]
+        each, slopes = objective.own.bend(picked.detach(), batch.targets)
+        total = each.sum() + (slopes * (picked - picked.detach())).sum()  # adds 0, whose gradient the slopes are
     return Losses(total=total, each=each, right=right)
 
 
