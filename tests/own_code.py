@@ -23,6 +23,10 @@ def by_length(log_probabilities: torch.Tensor, document: LossDocument) -> torch.
     return -log_probabilities * (early + document.targets % 2) / len(log_probabilities)
 
 
+def rewarded(log_probabilities: torch.Tensor, document: LossDocument) -> torch.Tensor:
+    return -log_probabilities * document.columns["reward"]
+
+
 class MineConfig(LlamaConfig):
     model_type = "mine"
 

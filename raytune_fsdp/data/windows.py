@@ -26,13 +26,13 @@ from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
-from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, turns_of
+from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, told_of, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import TemplateChoice
-from raytune_fsdp.data.sources.opening import open_sources
-from raytune_fsdp.data.sources.source import Source, dataset_names
+from raytune_fsdp.data.sources.opening import columns_of, open_sources
+from raytune_fsdp.data.sources.source import Columns, Source, dataset_names
 from raytune_fsdp.data.trial import try_functions, try_templates
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
@@ -70,11 +70,12 @@ class Windows:
         order_version: int | None = None,
         newest_order: int | None = None,
         sources: Sequence[Source] | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         """`order_version`: the version of the run that continues; None or an unknown one for a new run.
 
         `newest_order`: the newest version when the run was begun, if it may have gained these datasets since.
-        `sources`: the sources of the datasets, if they are open already.
+        `sources`: the sources of the datasets, if they are open already. `columns`: those that a loss is told.
         """
         order = Order.of(order_version, newest_order)
         self._datasets = datasets
@@ -82,8 +83,14 @@ class Windows:
         self.seed = seed
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
-        self.sources = sources or open_sources(datasets, data, cache, progress, order.rules)
-        options: Any = {"tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules}
+        opened = sources or open_sources(datasets, data, cache, progress, order.rules)
+        self.columns = tuple(columns)
+        """The columns of rows that a loss is told."""
+        self.sources = [
+            source.with_columns(more) if (more := _with(columns, dataset, order.rules)) else source
+            for dataset, source in zip(datasets, opened, strict=True)
+        ]
+        options: Any = {"tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": self.columns}
         formatters = [
             Formatter(
                 dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar,
@@ -109,7 +116,7 @@ class Windows:
             datasets, data, self.sources, weights, tokenizer,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
-        ) | turns_of([each.by_turn for each in formatters], self.order_version)  # fmt: skip
+        ) | turns_of([each.by_turn for each in formatters], self.order_version) | told_of(self.columns)  # fmt: skip
         """Everything that decides the windows, by name."""
         about = {"datasets": self.names, "sources": [each.label for each in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
@@ -350,7 +357,9 @@ class Windows:
             return [document]
         if policy == "split":
             ends = [slice(start, start + self.seq_len) for start in range(0, length, self.seq_len)]
-            return [Document(document.input_ids[part], document.labels[part]) for part in ends]
+            return [
+                replace(document, input_ids=document.input_ids[part], labels=document.labels[part]) for part in ends
+            ]
         if policy == "truncate":
             document = document.cut(self.seq_len)
             if document.target_tokens:
@@ -384,6 +393,14 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
+
+
+def _with(columns: Sequence[str], dataset: DatasetConfig, order: int) -> Columns | None:
+    """Return the columns to read of a dataset whose loss is told some; None: those that its format names."""
+    if not columns:
+        return None
+    read = columns_of(dataset.format, order)
+    return read._replace(needed=tuple(dict.fromkeys((*read.needed, *columns))))
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

@@ -51,6 +51,7 @@ ABSENT: dict[str, Any] = {
     "method.qlora.train_added_tokens": False,
     # The cross-entropy.
     "train.loss": None,
+    "train.loss_columns": [],
     "train.neftune_noise_alpha": None,
     "train.label_smoothing": 0.0,
     "train.z_loss": 0.0,

@@ -108,7 +108,8 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    objective = Objective.of(config.train, built.routers, documents, load_loss(prepared.codes, device, dtype))
+    loss = load_loss(prepared.codes, config.train.loss_columns, device, dtype)
+    objective = Objective.of(config.train, built.routers, documents, loss)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,19 @@ def test_a_network_of_ones_own_is_spread_and_goes_on(tmp_path: Path) -> None:
     trajectory(three, 3, stop_after=4)
     rows = trajectory(three, 2)
     assert largest_difference(alone, rows, "loss") < 1e-8 and largest_difference(alone, rows, "grad_norm") < 1e-6
+
+
+def test_columns_of_rows_reach_the_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Twice the reward of each row is twice the loss of the first step."""
+    found = {}
+    for name, factor, world in (("once", 1.0, 1), ("three", 1.0, 3), ("twice", 2.0, 1)):
+        directory = tmp_path / name
+        config = config_of(directory, name, {"loss": "tests.own_code:rewarded", "loss_columns": ["reward"]})
+        tokens = directory / "tokens.jsonl"
+        rows = [json.loads(line) for line in tokens.read_text().splitlines()]
+        rewards = [{**row, "reward": factor * (1 + number % 3)} for number, row in enumerate(rows)]
+        tokens.write_text("".join(json.dumps(row) + "\n" for row in rewards))
+        found[name] = trajectory(config, world)
+    assert largest_difference(found["once"], found["three"], "loss") < 1e-10
+    assert found["twice"][0]["loss"] == pytest.approx(2 * found["once"][0]["loss"], rel=1e-12)
+    assert found["twice"][0]["samples"] == found["once"][0]["samples"], "what a loss is told moves no sample"

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from raytune_fsdp.base.batch import MicroBatch
-from raytune_fsdp.base.errors import ConfigError, ResumeError
-from raytune_fsdp.config import FinetuneConfig, TrainConfig
-from raytune_fsdp.data.batches import filler
+from raytune_fsdp.base.batch import Cursor, MicroBatch
+from raytune_fsdp.base.errors import ConfigError, DataError, ResumeError
+from raytune_fsdp.config import DatasetConfig, FinetuneConfig, TrainConfig
+from raytune_fsdp.data.batches import filler, stream_batch, to_batch
 from raytune_fsdp.data.rows.own_code import OwnCode
+from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.launch.own_functions import with_names
 from raytune_fsdp.model.attention.choose import logits_of
 from raytune_fsdp.model.objective import chunked_head
@@ -29,6 +36,7 @@ from raytune_fsdp.model.proof import LENGTHS, documents
 from raytune_fsdp.plan.identity import check_identity
 from raytune_fsdp.run.resume import identity_of
 from tests.models import build
+from tests.rows import make_windows
 from tests.runs import make_config
 
 CPU = torch.device("cpu")
@@ -181,7 +189,7 @@ def test_a_filler_has_no_document(code: Path) -> None:
         ("infinite", r"for a target with the log-probability -0\.0625 its value is -inf; keep it finite, such as by"),
         ("steep", r"with the log-probability -0\.0625 its gradient is (nan|inf); keep it finite"),
         ("raising", r"it raised TypeError: .*positional argument.*; it is called with a tensor of log-probabilities and"),
-        ("columns", r"raised AttributeError: .*columns of a row do not reach a loss"),
+        ("columns", r"raised KeyError: 'reward'; it is called .* whose columns are those of train\.loss_columns"),
         ("missing", r"losses_of_mine\.py has no function missing; correct the name"),
         ("changing", "called twice for one document, it returned two different losses.*no state between calls"),
         ("drawn", "called twice for one document, it returned two different losses.*no random numbers"),
@@ -256,3 +264,93 @@ def test_what_does_not_go_with_it(tmp_path: Path) -> None:
     values["parallel"]["mesh"]["sequence"] = 2
     with pytest.raises(ValidationError, match=r"mesh\.sequence=2: your loss is a function of whole documents"):
         FinetuneConfig.model_validate(values)
+
+
+REWARDS = [0.5, -2.0, 3.0, 0.0, 7.25, 1.0, -1.0]
+
+
+def rewarded(directory: Path, kind: str) -> DatasetConfig:
+    """Rows of two to eight tokens, the first of them not trained on, each with a reward."""
+    rows = [
+        {"input_ids": [10 + i] * (2 + i), "labels": [-100, *[10 + i] * (1 + i)], "reward": reward, "other": "x"}
+        for i, reward in enumerate(REWARDS)
+    ]
+    file = directory / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return DatasetConfig(path=str(file), format={"type": "tokens"})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_columns_of_rows_stay_with_their_documents(tmp_path: Path, kind: str, packing: str) -> None:
+    """Packed, cut, written to the cache, and read from it."""
+    def windows(**more: Any) -> Windows:
+        return make_windows([rewarded(tmp_path, kind)], cache=tmp_path / "cache", seq_len=9, packing=packing, **more)
+
+    plain, told = windows(), windows(columns=["reward"])
+    assert {key for key in told.identity.keys() | plain.identity if key not in plain.identity} == {"columns"}
+    built, again = told.get(0, 0)[0].samples, windows(columns=["reward"]).get(0, 0)
+    assert not again[1], "from the cache"
+    for samples in (built, again[0].samples):
+        batch = to_batch(list(samples), index=0, after=Cursor())
+        assert sum(batch.targets.by_document) == len(batch.targets.ids)
+        ends = np.cumsum(batch.targets.by_document)
+        for document, (end, count) in enumerate(zip(ends, batch.targets.by_document, strict=True)):
+            (token,) = set(batch.targets.ids[end - count : end].tolist())
+            assert batch.targets.columns[document] == (REWARDS[token - 10],)
+    theirs = to_batch(list(plain.get(0, 0)[0].samples), index=0, after=Cursor())
+    assert theirs.targets.columns == () and [each.id for each in built] == [each.id for each in plain.get(0, 0)[0].samples]
+    assert torch.equal(theirs.input_ids, batch.input_ids) and theirs.targets.by_document == batch.targets.by_document
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, r"the row has no column 'reward', which train\.loss_columns tells the loss; it has 'input_ids'"),
+        ({"reward": None}, "the row has null in 'reward'"),
+        ({"reward": "high"}, "reward=high is no finite number"),
+        ({"reward": 10**400}, "is no finite number"),
+    ],
+)
+def test_a_row_without_its_columns_is_a_bad_one(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"input_ids": [3, 4, 5], **row}) + "\n")
+    dataset = DatasetConfig(path=str(file), format={"type": "tokens", "labels": None})
+    with pytest.raises(DataError, match=message):
+        make_windows([dataset], cache=tmp_path / "cache", columns=["reward"]).get(0, 0)
+
+
+@pytest.mark.thorough
+def test_columns_travel_through_ray_data_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from raytune_fsdp.launch.ray.tasks.batches import ToBlock
+    from raytune_fsdp.launch.ray.tasks.stream import _sample_bytes, _to_table, to_blocks
+    from raytune_fsdp.plan.division import Division
+
+    windows = make_windows([rewarded(tmp_path, "jsonl")], cache=tmp_path / "cache", seq_len=9, columns=["reward"])
+    samples = list(Stream(windows, seed=0).section(Cursor(), 0))
+    table = _to_table(samples, windows)
+    division = Division(global_batch=2, micro_batch=2, total_samples=len(samples), data_ranks=1)
+    (first, *_) = to_blocks(iter([table]), 2, len(samples), 0)
+    assert 0.75 * 2 * _sample_bytes(windows) < first.nbytes < 1.1 * 2 * _sample_bytes(windows), "or Ray Data merges blocks"
+    found = ToBlock(division)(first).batch
+    assert found.targets.columns == stream_batch(samples[:2], index=0).targets.columns != ()
+
+
+def test_a_loss_is_told_the_columns_of_its_document(code: Path) -> None:
+    """As by a loop over documents."""
+    model = build("llama", attn_implementation="eager").double()
+    batch = documents(model, CPU)
+    rewards = [float(number + 1) for number in range(len(batch.targets.by_document))]
+    batch = replace(batch, targets=replace(batch.targets, columns=tuple((each,) for each in rewards)))
+    objective = Objective(own=OwnLoss(OwnCode(KEY, "losses_of_mine:columns"), ["reward"]))
+    found = micro_batch_loss(model, batch, objective)
+    ours = micro_batch_loss(model, batch).each.split(list(batch.targets.by_document))
+    wanted = torch.cat([each * reward for each, reward in zip(ours, rewards, strict=True)])
+    assert torch.allclose(found.each, wanted, rtol=1e-12)
+    install_chunked_loss(model)
+    assert torch.allclose(micro_batch_loss(model, batch, objective).each, wanted, rtol=1e-12)
+    assert find_loss("losses_of_mine:columns", ["reward"]).code

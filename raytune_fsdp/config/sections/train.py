@@ -33,6 +33,10 @@ class TrainConfig(Section):
     importable wherever ranks run. Its file, and the files of your own modules that it imports, belong to the run: a
     changed one is refused. Evaluations measure cross-entropy."""
 
+    loss_columns: list[str] = Field(default_factory=list)
+    """Columns of the rows, of numbers, that your loss is told: `document.columns`. Every row of `data.train` must have them (of
+    a function's rows, those that it returns)."""
+
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
     """NEFTune: add uniform noise to the embeddings of tokens, at most this over the square root of (tokens of the packed
     sample x width). Usually 5 to 15. Null: no noise."""
@@ -53,6 +57,13 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _own_loss(self) -> Self:
+        if self.loss is None and self.loss_columns:
+            raise ValueError(
+                f"train.loss_columns={self.loss_columns} without train.loss: only a loss of your own reads them; name it, or "
+                "leave them out"
+            )
+        if len(set(self.loss_columns)) < len(self.loss_columns):
+            raise ValueError(f"train.loss_columns={self.loss_columns}: names a column twice; leave one out")
         for field in ("label_smoothing", "z_loss") if self.loss is not None else ():
             if value := getattr(self, field):
                 raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,13 +32,9 @@ class LossDocument:
 
     targets: torch.Tensor
     """int64: the ids of the tokens that were to be predicted, one for each log-probability."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """The columns of its row that `train.loss_columns` names."""
 
-    @property
-    def columns(self) -> Mapping[str, float]:
-        raise AttributeError(
-            "columns of a row do not reach a loss yet; give rows another weight with data.train.N.weight, or leave "
-            "tokens out with format.mask"
-        )
 
 
 class Bent(NamedTuple):
@@ -59,24 +55,26 @@ class Bends(Protocol):
 class OwnLoss:
     """The user's function, imported."""
 
-    def __init__(self, own: OwnCode) -> None:
-        self._own = own
+    def __init__(self, own: OwnCode, columns: Sequence[str] = ()) -> None:
+        """`columns`: what it is told of rows, by name."""
+        self._own, self._columns = own, tuple(columns)
         self._function: Callable[[torch.Tensor, LossDocument], Any] = own.load()
 
     def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
         made, first = Bent(torch.empty_like(log_probabilities), torch.empty_like(log_probabilities)), 0
-        for count in targets.by_document:
-            part = slice(first, first + count)
-            made.values[part], made.slopes[part] = self.of_document(log_probabilities[part], targets.ids[part])
+        for number, count in enumerate(targets.by_document):
+            part, told = slice(first, first + count), targets.columns[number] if self._columns else ()
+            made.values[part], made.slopes[part] = self._one(log_probabilities[part], targets.ids[part], told)
             first += count
         assert first == len(log_probabilities), "a part of a micro-batch, whose documents others have the rest of"
         return made
 
-    def of_document(self, log_probabilities: torch.Tensor, ids: torch.Tensor) -> Bent:
+    def _one(self, log_probabilities: torch.Tensor, ids: torch.Tensor, told: Sequence[float]) -> Bent:
         """Return the values of a document's targets and their slopes. Raise ConfigError for what is no such value."""
+        document = LossDocument(targets=ids, columns=dict(zip(self._columns, told, strict=True)))
         given = log_probabilities.detach().clone().requires_grad_()
         with torch.enable_grad():
-            made = self._function(given, LossDocument(targets=ids))
+            made = self._function(given, document)
         if not isinstance(made, torch.Tensor) or made.shape != given.shape or made.dtype != given.dtype:
             found = f"{_kind(made)} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else shorten(made)
             raise ConfigError(
@@ -104,14 +102,14 @@ class OwnLoss:
         ids = torch.arange(count, device=device) * 31 % 97
         given = -((torch.arange(count, device=device) * 37 + 11 * number) % 101 + 1).to(dtype) / 16
         try:
-            made = self.of_document(given, ids)
+            made = self._one(given, ids, [1.0] * len(self._columns))
         except ConfigError:
             raise
         except Exception as error:  # the user's code runs here
             raise ConfigError(
                 f"{self._own.said}: for a document of {count} target(s) it raised {type(error).__name__}: "
-                f"{in_one_line(error)}; it is called with a tensor of log-probabilities and a LossDocument, and returns "
-                "a value for each target"
+                f"{in_one_line(error)}; it is called with a tensor of log-probabilities and a LossDocument, whose columns are "
+                "those of train.loss_columns, and returns a value for each target"
             ) from error
         for what, values in (("value", made.values), ("gradient", made.slopes)):
             if not bool(values.isfinite().all()):
@@ -127,18 +125,18 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"a tensor of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def find_loss(name: str) -> OwnCode:
+def find_loss(name: str, columns: Sequence[str] = ()) -> OwnCode:
     """Return the function that `train.loss` names, with the hashes of its code. Raise ConfigError if it is no loss.
 
     It is tried here and in a fresh process, which differs in all that must not matter.
     """
     own = OwnCode(KEY, name).found
-    here = OwnLoss(own).prove(torch.device("cpu"), torch.float32)
-    there = own.call_elsewhere([{"name": name}], by=f"{__name__}:{call.__name__}")
+    here = OwnLoss(own, columns).prove(torch.device("cpu"), torch.float32)
+    there = own.call_elsewhere([{"name": name, "columns": columns}], by=f"{__name__}:{call.__name__}")
     ((kind, result),) = there.results
     if kind == "raised":
         raise ConfigError(result[1])
-    again = OwnLoss(own).prove(torch.device("cpu"), torch.float32)
+    again = OwnLoss(own, columns).prove(torch.device("cpu"), torch.float32)
     if not here == again == pickle.loads(result):
         raise ConfigError(
             f"{own.said}: called twice for one document, it returned two different losses, so what is learned would "
@@ -148,12 +146,14 @@ def find_loss(name: str) -> OwnCode:
     return replace(own, modules=there.modules)
 
 
-def load_loss(codes: Sequence[OwnCode], device: torch.device, dtype: torch.dtype) -> OwnLoss | None:
+def load_loss(
+    codes: Sequence[OwnCode], columns: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> OwnLoss | None:
     """Return the run's own loss, if it has one, tried on the device of a rank that computes in this type."""
     own = next((each for each in codes if each.key == KEY), None)
     if own is None:
         return None
-    loss = OwnLoss(own)
+    loss = OwnLoss(own, columns)
     loss.prove(device, torch.float64 if dtype == torch.float64 else torch.float32)
     return loss
 
@@ -161,7 +161,7 @@ def load_loss(codes: Sequence[OwnCode], device: torch.device, dtype: torch.dtype
 def call(_: Callable[..., Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
     """Try a loss in another process, as `elsewhere` calls it."""
     try:
-        return OwnLoss(OwnCode(KEY, row["name"])).prove(torch.device("cpu"), torch.float32), None
+        return OwnLoss(OwnCode(KEY, row["name"]), row["columns"]).prove(torch.device("cpu"), torch.float32), None
     except Exception as error:
         return None, error
 
