@@ -48,7 +48,13 @@ def make_windows(
     data = DataConfig.model_validate({"train": datasets, "seq_len": 16, "window": 8, **options})
     tokenizer = tokenizer or demo_tokenizer()
     return Windows(
-        datasets, data, seed=seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache, order_version=order_version,
+        datasets,
+        data,
+        seed=seed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        cache=cache,
+        order_version=order_version,
         columns=columns,
     )
 

@@ -52,7 +52,7 @@ class PackedSample:
     id: int
     """xxh3_64 of the four arrays, as a signed integer."""
     columns: Float64Array | None = None
-    """[columns, seq_len]: what a loss of the user's own is told of each token's row (`train.loss_columns`); None: nothing."""
+    """[columns, seq_len]: what a loss of the user's own is told of each token's row; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,6 +197,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
     forget_quantization(hf_config)  # of the base of an adapter
     forget_flash_attention(hf_config)
     dtype = dtype_of(weights)
+
     def build() -> PreTrainedModel:
         if own is not None:
             return build_own(own, hf_config, dtype)

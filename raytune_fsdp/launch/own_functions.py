@@ -24,7 +24,9 @@ def with_names(sections: Mapping[str, Any]) -> Mapping[str, Any]:
         for key, values in made.items():
             if str(key).lower() == section and isinstance(values, Mapping):
                 made[key] = {
-                    name: _name_of(value, f"{section}.{field}") if str(name).lower() == field and callable(value) else value
+                    name: _name_of(value, f"{section}.{field}")
+                    if str(name).lower() == field and callable(value)
+                    else value
                     for name, value in values.items()
                 }
     return made
@@ -42,8 +44,9 @@ def _name_of(function: Any, field: str) -> str:
         )
     if getattr(imported, "__file__", None) is None:
         raise ConfigError(
-            f"{field}: the code of {name} is in no file, so ranks could not import it, and nobody could tell when it has "
-            "changed: write it to a file (in a notebook, a cell that begins with %%writefile my_code.py) and import it"
+            f"{field}: the code of {name} is in no file, so ranks could not import it, and nobody could tell when it "
+            "has changed: write it to a file (in a notebook, a cell that begins with %%writefile my_code.py) and import "
+            "it from there"
         )
     return f"{_main(field, name) if module == '__main__' else module}:{name}"
 
@@ -56,7 +59,7 @@ def _main(field: str, name: str) -> str:
     file = Path(str(main.__file__)).absolute()
     if not file.stem.isidentifier() or str(file.parent) not in {str(Path(each).absolute()) for each in sys.path}:
         raise ConfigError(
-            f"{field}: {name} is in {file}, which cannot be imported: put it into a file whose name is that of a module, "
-            "such as my_code.py, and import it from there"
+            f"{field}: {name} is in {file}, which cannot be imported: put it into a file whose name is that of a "
+            "module, such as my_code.py, and import it from there"
         )
     return file.stem

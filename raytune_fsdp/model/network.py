@@ -123,8 +123,8 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
     values = _checked(partial(read_config, directory), f"model.path={config.path}")
     if config.network is None and (function := function_in(values)) is not None:
         raise ModelError(
-            f"model.path={config.path} needs a network of its maker's own, which {shown(function)} builds: look at that "
-            f"code, then set model.network={shown(function)}"
+            f"model.path={config.path} needs a network of its maker's own, which {shown(function)} builds: look at "
+            f"that code, then set model.network={shown(function)}"
         )
     return _checked(
         lambda: AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code),

@@ -25,7 +25,7 @@ KEY = "model.network"
 
 
 def find_network(name: str) -> OwnCode:
-    """Return the function that `model.network` names, with the hashes of its code and of the modules that it imports."""
+    """Return the function that `model.network` names, with the hashes of its code and of modules that it imports."""
     own = OwnCode(KEY, name).found
     return replace(own, modules=own.call_elsewhere([]).modules)
 
@@ -41,14 +41,14 @@ def own_config(name: str, hf_config: PretrainedConfig) -> PretrainedConfig:
         kind, said = type(found).model_type, f"{KEY}={name}"
         if kind in CONFIG_MAPPING_NAMES:
             raise ModelError(
-                f"{said}: the config of its network is transformers' own ({type(found).__name__}), so whoever loads the "
-                f"export would get transformers' class without a word; give it a config of its own: class "
+                f"{said}: the config of its network is transformers' own ({type(found).__name__}), so whoever loads "
+                f"the export would get transformers' class without a word; give it a config of its own: class "
                 f"Config({type(found).__name__}): model_type = 'my_{kind}'"
             )
         if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] is not type(found):
             raise ModelError(
-                f"{said}: transformers does not know the config of its network, so config.json could not be read again; "
-                f"write into its module AutoConfig.register({kind!r}, {type(found).__name__})"
+                f"{said}: transformers does not know the config of its network, so config.json could not be read "
+                f"again; write into its module AutoConfig.register({kind!r}, {type(found).__name__})"
             )
         setattr(found, ENTRY, name)
         again = build_own(name, copy.deepcopy(found), torch.float32)
@@ -62,7 +62,9 @@ def own_config(name: str, hf_config: PretrainedConfig) -> PretrainedConfig:
     return found
 
 
-def build_own(name: str, hf_config: PretrainedConfig, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+def build_own(
+    name: str, hf_config: PretrainedConfig, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
     """Build the network of a config by the user's function, with weights of this type."""
     function, said = OwnCode(KEY, name).load(), f"{KEY}={name}"
     hf_config.dtype = dtype
@@ -79,8 +81,8 @@ def build_own(name: str, hf_config: PretrainedConfig, dtype: torch.dtype, attent
     elsewhere = [key for key, tensor in made.named_parameters() if tensor.device.type != wanted.type]
     if elsewhere:
         raise ModelError(
-            f"{said}: it made {elsewhere[0]} on {made.get_parameter(elsewhere[0]).device.type}, must leave the device to "
-            "the caller: a network is built without memory first, and filled afterwards; load no weights in it"
+            f"{said}: it made {elsewhere[0]} on {made.get_parameter(elsewhere[0]).device.type}, must leave the device "
+            "to the caller: a network is built without memory first, and filled afterwards; load no weights in it"
         )
     if made.get_input_embeddings() is None or made.get_output_embeddings() is None:
         raise ModelError(
@@ -102,7 +104,7 @@ def _tried(make: Callable[[], Any], said: str) -> Any:
     except ModelError:
         raise
     except Exception as error:  # the user's code runs here
-        raise ModelError(f"{said}: it raised {type(error).__name__}: {in_one_line(error)}") from error
+        raise ModelError(f"{said}: it raised {in_one_line(error)}") from error
 
 
 def _shapes(network: PreTrainedModel) -> dict[str, torch.Size]:

@@ -159,7 +159,7 @@ def prepare(
 
 
 def _own_code(config: FinetuneConfig) -> tuple[OwnCode, ...]:
-    """Return the code of the user's that the config names, tried, with its hashes. Functions that make rows are data's."""
+    """Return the code of the user's that the config names, tried, with its hashes; not functions that make rows."""
     found = [] if config.train.loss is None else [find_loss(config.train.loss, config.train.loss_columns)]
     return tuple(found if config.model.network is None else [*found, find_network(config.model.network)])
 

@@ -106,7 +106,9 @@ def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed
         return {}
     if found.checkpoint is not None and not any(key.startswith(_CODE) for key in found.state.identity):
         return {}
-    return {f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in code_files(directory)}
+    return {
+        f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in code_files(directory)
+    }
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:

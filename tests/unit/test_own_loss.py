@@ -188,7 +188,10 @@ def test_a_filler_has_no_document(code: Path) -> None:
         ("constant", "none of its values depends on log_probabilities"),
         ("infinite", r"for a target with the log-probability -0\.0625 its value is -inf; keep it finite, such as by"),
         ("steep", r"with the log-probability -0\.0625 its gradient is (nan|inf); keep it finite"),
-        ("raising", r"it raised TypeError: .*positional argument.*; it is called with a tensor of log-probabilities and"),
+        (
+            "raising",
+            r"it raised TypeError: .*positional argument.*; it is called with a tensor of log-probabilities and",
+        ),
         ("columns", r"raised KeyError: 'reward'; it is called .* whose columns are those of train\.loss_columns"),
         ("missing", r"losses_of_mine\.py has no function missing; correct the name"),
         ("changing", "called twice for one document, it returned two different losses.*no state between calls"),
@@ -203,6 +206,7 @@ def test_what_is_no_loss_is_refused_at_the_start(code: Path, function: str, mess
 
 def test_its_source_and_its_modules_make_the_run(code: Path) -> None:
     """As with functions that make rows."""
+
     def identity() -> dict[str, Any]:
         config = make_config(code, train={"loss": "losses_of_mine:by_length"})
         windows: Any = SimpleNamespace(identity={})
@@ -287,6 +291,7 @@ def rewarded(directory: Path, kind: str) -> DatasetConfig:
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
 def test_columns_of_rows_stay_with_their_documents(tmp_path: Path, kind: str, packing: str) -> None:
     """Packed, cut, written to the cache, and read from it."""
+
     def windows(**more: Any) -> Windows:
         return make_windows([rewarded(tmp_path, kind)], cache=tmp_path / "cache", seq_len=9, packing=packing, **more)
 
@@ -302,7 +307,9 @@ def test_columns_of_rows_stay_with_their_documents(tmp_path: Path, kind: str, pa
             (token,) = set(batch.targets.ids[end - count : end].tolist())
             assert batch.targets.columns[document] == (REWARDS[token - 10],)
     theirs = to_batch(list(plain.get(0, 0)[0].samples), index=0, after=Cursor())
-    assert theirs.targets.columns == () and [each.id for each in built] == [each.id for each in plain.get(0, 0)[0].samples]
+    assert theirs.targets.columns == () and [each.id for each in built] == [
+        each.id for each in plain.get(0, 0)[0].samples
+    ]
     assert torch.equal(theirs.input_ids, batch.input_ids) and theirs.targets.by_document == batch.targets.by_document
 
 
@@ -335,7 +342,9 @@ def test_columns_travel_through_ray_data_as_they_are(tmp_path: Path) -> None:
     table = _to_table(samples, windows)
     division = Division(global_batch=2, micro_batch=2, total_samples=len(samples), data_ranks=1)
     (first, *_) = to_blocks(iter([table]), 2, len(samples), 0)
-    assert 0.75 * 2 * _sample_bytes(windows) < first.nbytes < 1.1 * 2 * _sample_bytes(windows), "or Ray Data merges blocks"
+    assert 0.75 * 2 * _sample_bytes(windows) < first.nbytes < 1.1 * 2 * _sample_bytes(windows), (
+        "or Ray Data merges blocks"
+    )
     found = ToBlock(division)(first).batch
     assert found.targets.columns == stream_batch(samples[:2], index=0).targets.columns != ()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli import audit, export, generate
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import dump_config
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, load_architecture
 from raytune_fsdp.model.own_network import own_config
@@ -52,7 +49,10 @@ def test_it_has_a_config_of_its_own_that_names_the_function() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("as_it_was", r"is transformers' own \(LlamaConfig\), so whoever.*class Config\(LlamaConfig\): model_type = 'my_"),
+        (
+            "as_it_was",
+            r"is transformers' own \(LlamaConfig\), so whoever.*class Config\(LlamaConfig\): model_type = 'my_",
+        ),
         ("unregistered", r"write into its module AutoConfig\.register\('nobody_knows', UnknownConfig\)"),
         ("a_layer", r"it returned Linear\(.*must be a transformers\.PreTrainedModel"),
         ("on_a_device", r"it made lm_head\.weight on cpu, must leave the device to the caller"),
@@ -78,7 +78,9 @@ def test_it_is_built_without_memory_in_the_type_of_the_run(tmp_path: Path) -> No
 
 
 def test_adapters_do_not_go_with_it(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match=r"method\.type=lora with model\.network=.*set method\.type=full or freeze"):
+    with pytest.raises(
+        ValidationError, match=r"method\.type=lora with model\.network=.*set method\.type=full or freeze"
+    ):
         config_of(tmp_path, method={"type": "lora"})
 
 
@@ -86,7 +88,7 @@ def test_adapters_do_not_go_with_it(tmp_path: Path) -> None:
 def test_trained_from_a_llama_exported_and_loaded_by_those_who_trust_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = save_checkpoint(tmp_path / "llama", "llama", tokenizer=True, vocab_size=64)
+    base = save_checkpoint(tmp_path / "llama", "llama", tokenizer=True, vocab_size=1024)
     config = config_of(
         tmp_path, model={"init": "pretrained", "architecture": None, "path": str(base), "tokenizer": None},
         export={"at_end": True, "dtype": "fp32"},
@@ -98,7 +100,9 @@ def test_trained_from_a_llama_exported_and_loaded_by_those_who_trust_it(
     assert written["network_function"] == NAME
     logits = []
     for place in (result.run_dir, result.export):
-        with pytest.raises(ModelError, match=rf"needs a network of its maker's own.*'{NAME}' builds.*--trust-remote-code"):
+        with pytest.raises(
+            ModelError, match=rf"needs a network of its maker's own.*'{NAME}' builds.*--trust-remote-code"
+        ):
             load_for_inference(place, CPU)
         model, _ = load_for_inference(place, CPU, trust_remote_code=True)
         assert isinstance(model, MineForCausalLM)
@@ -117,6 +121,9 @@ def test_trained_from_a_llama_exported_and_loaded_by_those_who_trust_it(
         other = config.model_copy(update={"model": config.model.model_copy(update={"network": None})})
         prepare(other, 1)
     # Without the code.
+    gone = config.model_copy(update={"model": config.model.model_copy(update={"network": "gone_from_here:network"})})
+    with pytest.raises(ConfigError, match=r"^model\.network=gone_from_here:network: gone_from_here cannot be imported"):
+        prepare(gone, 1)
     for file in (result.run_dir / "model" / "config.json", result.export / "config.json"):
         file.write_text(file.read_text().replace(NAME, "gone_from_here:network"))
     assert export.main([str(result.run_dir), str(tmp_path / "out")]) == 2
@@ -124,6 +131,3 @@ def test_trained_from_a_llama_exported_and_loaded_by_those_who_trust_it(
     assert "'gone_from_here:network' builds, and there is no module 'gone_from_here'" in said
     with pytest.raises(ConfigError, match=r"^model\.network=gone_from_here:network: gone_from_here cannot be imported"):
         load_for_inference(result.export, CPU, trust_remote_code=True)
-    gone = config.model_copy(update={"model": config.model.model_copy(update={"network": "gone_from_here:network"})})
-    with pytest.raises(ConfigError, match=r"^model\.network=gone_from_here:network: gone_from_here cannot be imported"):
-        prepare(gone, 1)

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 _INSTALLED = {"site-packages", "dist-packages"}
-_OURS = "raytune_fsdp"
+_NOT_USERS = {"raytune_fsdp", "__mp_main__", "_remote_module_non_scriptable"}
+"""This package; what `multiprocessing` calls this file when it is imported; and a module that torch writes among
+temporary files."""
 
 
 def try_call(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
@@ -39,7 +41,7 @@ def modules_of_users(names: set[str]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in sorted(names):
         top = name.partition(".")[0]
-        if top == _OURS or _is_installed(file_of(top), places):
+        if top in _NOT_USERS or _is_installed(file_of(top), places):
             continue
         file = file_of(name)
         if file is None:

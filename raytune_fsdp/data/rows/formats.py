@@ -117,8 +117,8 @@ class Formatter:
         """`template`: its text, None for the tokenizer's own, or all that the config says of it. `code`, `modules`: see
         `RowFunction`. `order`: the version by whose rules rows are read.
 
-        `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`. `columns`: names
-        of columns that a loss is told.
+        `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`. `columns`:
+        the columns that a loss is told.
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
@@ -415,8 +415,8 @@ def read_number(row: dict[str, Any], name: str, where: str) -> float:
     number = float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
     if not math.isfinite(number):
         raise RowError(
-            f"{where}: {name}={shorten(value)} is no finite number, as train.loss_columns needs for the loss; correct or "
-            "remove the row",
+            f"{where}: {name}={shorten(value)} is no finite number, which train.loss_columns needs; correct "
+            "or remove the row",
             "wrong_type",
         )
     return number

@@ -28,8 +28,8 @@ def check_trusted(values: Mapping[str, Any], where: object, *, trusted: bool) ->
     name = function_in(values)
     if name is not None and not trusted:
         raise ModelError(
-            f"{where} needs a network of its maker's own, which the function {shown(name)} builds: look at its code, then "
-            "add --trust-remote-code (in a run: set model.network)"
+            f"{where} needs a network of its maker's own, which the function {shown(name)} builds: look at its code, "
+            "then add --trust-remote-code (in a run: set model.network)"
         )
     return name
 

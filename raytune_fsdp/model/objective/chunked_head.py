@@ -209,10 +209,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
             each[part], right[part] = losses_and_gradients(logits, ids[part], objective, vocabulary)
+            _bend(each, logits, bent, part)
             if of_hidden is None and of_weight is None and of_rows is None:
                 continue
-            if bent is not None:  # in `logits` is the gradient of cross-entropies, minus the log-probabilities
-                logits.mul_(-bent.slopes[part, None])
             if slope is not None:
                 logits.mul_(slope)
             gradient = (logits.mul_(shape.scale) if shape.scale != 1.0 else logits).to(weight.dtype)
@@ -230,8 +229,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(of_rows, apart, hidden[part])
         if of_hidden is not None and vocabulary is not None:
             of_hidden = summed(vocabulary.group, of_hidden)
-        if bent is not None:
-            each.copy_(bent.values)
         ctx.gradients = (of_hidden, of_weight, of_bias, of_rows)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(each, right)
@@ -265,6 +262,13 @@ def _logits(
     bent = logits.div_(shape.softcap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(shape.softcap), slope
+
+
+def _bend(each: torch.Tensor, gradient: torch.Tensor, bent: Bent | None, part: slice) -> None:
+    """Put other values in the place of cross-entropies, which are minus the log-probabilities, and their gradient."""
+    if bent is not None:
+        each[part] = bent.values[part]
+        gradient.mul_(-bent.slopes[part, None])
 
 
 def _taken_out(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,6 @@ class LossDocument:
     """The columns of its row that `train.loss_columns` names."""
 
 
-
 class Bent(NamedTuple):
     """The values that take the place of the cross-entropies of targets."""
 
@@ -88,7 +87,10 @@ class OwnLoss:
         return Bent(made.detach(), torch.zeros_like(made) if slopes is None else slopes)
 
     def prove(self, device: torch.device, dtype: torch.dtype) -> list[list[float]]:
-        """Try it on documents of several lengths; return all values and slopes. Raise ConfigError for what is no loss."""
+        """Try it on documents of several lengths, and return all values and slopes.
+
+        Raise ConfigError for what is no loss.
+        """
         found = [self._tried(number, device, dtype) for number in range(len(_TRIED))]
         if not any(each.slopes.any() for each in found):
             raise ConfigError(
@@ -107,9 +109,9 @@ class OwnLoss:
             raise
         except Exception as error:  # the user's code runs here
             raise ConfigError(
-                f"{self._own.said}: for a document of {count} target(s) it raised {type(error).__name__}: "
-                f"{in_one_line(error)}; it is called with a tensor of log-probabilities and a LossDocument, whose columns are "
-                "those of train.loss_columns, and returns a value for each target"
+                f"{self._own.said}: for a document of {count} target(s) it raised {in_one_line(error)}; it is called "
+                "with a tensor of log-probabilities and a LossDocument, whose columns are those of train.loss_columns, "
+                "and returns a value for each target"
             ) from error
         for what, values in (("value", made.values), ("gradient", made.slopes)):
             if not bool(values.isfinite().all()):

@@ -91,7 +91,9 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
         samples = [
             StreamSample(
                 PackedSample(
-                    id=row["id"], columns=None if told is None else told[i], **{k: each[i] for k, each in tokens.items()}
+                    id=row["id"],
+                    columns=None if told is None else told[i],
+                    **{k: each[i] for k, each in tokens.items()},
                 ),
                 Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
                 row["built"],
