@@ -200,7 +200,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
 
     def build() -> PreTrainedModel:
         if own is not None:
-            return build_own(own, hf_config, dtype)
+            return build_own(own, hf_config, dtype or torch.float32)
         found: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust)
         return found
 

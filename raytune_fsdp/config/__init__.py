@@ -133,24 +133,6 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _own_loss(self) -> Self:
-        if self.train.loss is not None and self.parallel.mesh.sequence > 1:
-            raise ValueError(
-                f"train.loss={self.train.loss} with parallel.mesh.sequence={self.parallel.mesh.sequence}: your loss is a "
-                "function of whole documents, of which each rank has a part; leave sequence out (tensor may share layers)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _own_network(self) -> Self:
-        if self.model.network is not None and self.method.type not in ("full", "freeze"):
-            raise ValueError(
-                f"method.type={self.method.type} with model.network={self.model.network}: adapters are written for classes "
-                "that PEFT can build from a config.json alone; set method.type=full or freeze, or leave network out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _tensor(self) -> Self:
         size, optimizer = self.parallel.mesh.tensor, self.optim.optimizer
         if size == 1:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets
+from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, MicroBatch, PackedSample, StepBatches
 from raytune_fsdp.data.stream import Stream, StreamSample
+from raytune_fsdp.data.targets import borders_of, columns_of, targets_of
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.step_counts import StepCounts
@@ -108,7 +108,7 @@ def to_batch(
         position_ids=tensors[2],
         source_ids=tensors[3],
         borders=borders,
-        targets=targets_of(labels, source_ids, borders, _columns_of(samples)),
+        targets=targets_of(labels, source_ids, borders, columns_of(samples)),
         sample_ids=tuple(sample.id for sample in samples),
         tokens=int(real.sum()),
         target_tokens=int((labels[:, 1:] != IGNORE).sum()),
@@ -118,61 +118,18 @@ def to_batch(
     )
 
 
-def _columns_of(samples: Sequence[PackedSample]) -> np.ndarray[Any, Any] | None:
-    """Return what a loss is told of each token's row, with the samples laid out one after another; None: nothing."""
-    found = [sample.columns for sample in samples if sample.columns is not None]
-    return np.concatenate(found, axis=1) if found else None
-
-
-def borders_of(position_ids: np.ndarray[Any, Any]) -> Borders:
-    """Return the borders of documents, which begin where positions restart. On the host, so no kernel waits for it."""
-    starts = np.append(np.flatnonzero(position_ids.reshape(-1) == 0), position_ids.size).astype(np.int32)
-    lengths = np.diff(starts)
-    return Borders(starts=torch.from_numpy(starts), longest=int(lengths.max()), lengths=tuple(lengths.tolist()))
-
-
-def targets_of(
-    labels: np.ndarray[Any, Any],
-    source_ids: np.ndarray[Any, Any],
-    borders: Borders,
-    columns: np.ndarray[Any, Any] | None = None,
-) -> Targets:
-    """Return the targets of samples. The token at place i of a sample is predicted at i - 1, in the same document.
-
-    `columns`: what a loss is told of each token's row, the tokens laid out one after another.
-    """
-    predicted = np.full_like(labels, IGNORE)
-    predicted[:, :-1] = labels[:, 1:]
-    places = np.flatnonzero(predicted != IGNORE)
-    datasets = source_ids.reshape(-1)[places].astype(np.int64)
-    arrays = (places, predicted.reshape(-1)[places], datasets)
-    tensors = [torch.from_numpy(each.astype(np.int64)) for each in arrays]
-    edges = np.searchsorted(places, borders.starts.numpy())
-    counts = np.diff(edges)
-    told = None if columns is None else columns[:, places[edges[:-1][counts > 0]]]
-    return Targets(
-        places=tensors[0],
-        ids=tensors[1],
-        datasets=tensors[2],
-        by_dataset=tuple(np.bincount(datasets).tolist()),
-        by_document=tuple(counts[counts > 0].tolist()),
-        columns=() if told is None else tuple(map(tuple, told.T.tolist())),
-    )
-
-
 def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> MicroBatch:
     """Return a micro-batch of padding: the shape of a full one, nothing trained on, nothing counted."""
     shape = (micro_batch, seq_len)
     positions = np.tile(np.arange(seq_len), (micro_batch, 1))
-    borders = borders_of(positions)
     return MicroBatch(
         index=FILLER_INDEX,
         input_ids=torch.full(shape, pad_id, dtype=torch.int64),
         labels=torch.full(shape, IGNORE, dtype=torch.int64),
         position_ids=torch.from_numpy(positions),
         source_ids=torch.full(shape, PADDING, dtype=torch.int64),
-        borders=borders,
-        targets=targets_of(np.empty((0, 1)), np.empty((0, 1)), borders),
+        borders=borders_of(positions),
+        targets=targets_of(np.empty((0, 1)), np.empty((0, 1)), borders_of(positions)),
         sample_ids=(),
         tokens=0,
         target_tokens=0,

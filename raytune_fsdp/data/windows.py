@@ -32,7 +32,7 @@ from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange,
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.opening import columns_of, open_sources
-from raytune_fsdp.data.sources.source import Columns, Source, dataset_names
+from raytune_fsdp.data.sources.source import Source, dataset_names
 from raytune_fsdp.data.trial import try_functions, try_templates
 from raytune_fsdp.data.unread import unread_columns
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
@@ -86,18 +86,15 @@ class Windows:
         opened = sources or open_sources(datasets, data, cache, progress, order.rules)
         self.columns = tuple(columns)
         """The columns of rows that a loss is told."""
-        self.sources = [
-            source.with_columns(more) if (more := _with(columns, dataset, order.rules)) else source
-            for dataset, source in zip(datasets, opened, strict=True)
-        ]
-        options: Any = {"tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": self.columns}
+        self.sources = _with_columns(opened, datasets, self.columns, order.rules)
+        options: Any = {
+            "tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": self.columns,
+            "special_tokens": data.special_tokens_in_text,
+        }  # fmt: skip
         formatters = [
-            Formatter(
-                dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar,
-                special_tokens=data.special_tokens_in_text, **options,
-            )
+            Formatter(dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar, **options)
             for dataset, source in zip(datasets, self.sources, strict=True)
-        ]  # fmt: skip
+        ]
         self._formatters: list[Formatter] | bytes = formatters
         self.order_version = self._lowest_order(formatters, order)
         self.unread = unread_columns(datasets, self.sources, self.order_version)
@@ -395,12 +392,17 @@ class Windows:
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
 
 
-def _with(columns: Sequence[str], dataset: DatasetConfig, order: int) -> Columns | None:
-    """Return the columns to read of a dataset whose loss is told some; None: those that its format names."""
+def _with_columns(
+    sources: Sequence[Source], datasets: Sequence[DatasetConfig], columns: Sequence[str], order: int
+) -> Sequence[Source]:
+    """Return sources that read these columns besides those that the formats name."""
     if not columns:
-        return None
-    read = columns_of(dataset.format, order)
-    return read._replace(needed=tuple(dict.fromkeys((*read.needed, *columns))))
+        return sources
+    read = [columns_of(dataset.format, order) for dataset in datasets]
+    return [
+        source.with_columns(own._replace(needed=tuple(dict.fromkeys((*own.needed, *columns)))))
+        for source, own in zip(sources, read, strict=True)
+    ]
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

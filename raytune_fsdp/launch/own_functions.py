@@ -45,8 +45,8 @@ def _name_of(function: Any, field: str) -> str:
     if getattr(imported, "__file__", None) is None:
         raise ConfigError(
             f"{field}: the code of {name} is in no file, so ranks could not import it, and nobody could tell when it "
-            "has changed: write it to a file (in a notebook, a cell that begins with %%writefile my_code.py) and import "
-            "it from there"
+            "has changed: write it to a file (in a notebook, a cell that begins with %%writefile my_code.py) and "
+            "import it from there"
         )
     return f"{_main(field, name) if module == '__main__' else module}:{name}"
 

@@ -98,6 +98,14 @@ def class_of(name: str, hf_config: PretrainedConfig) -> type[PreTrainedModel]:
         return type(build_own(name, copy.deepcopy(hf_config), torch.float32))
 
 
+def name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
+    """Name a network's class in its config, for those who load the exported model."""
+    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
+    others = type(network).__module__.startswith("transformers.") or hasattr(hf_config, ENTRY)
+    if others and hasattr(hf_config, "auto_map"):
+        del hf_config.auto_map  # it would load other code; this network is transformers' or the user's own
+
+
 def _tried(make: Callable[[], Any], said: str) -> Any:
     try:
         return make()

@@ -29,7 +29,7 @@ from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.model.objective.objective import Objective
-from raytune_fsdp.model.objective.own_loss import load_loss
+from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.record.tracker import Tracker
@@ -91,8 +91,6 @@ def assemble(
 ) -> RankRun:
     """Build everything that a rank trains with. Collective: needs the process group."""
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
-    for each in prepared.codes:
-        each.load()  # refuses other files than the run was prepared with
     built = build(
         config, prepared.hf_config, prepared.needs, Site.of_rank(plan, device),
         lambda network: kernels_of(config, prepared, standing, network, device),
@@ -108,7 +106,7 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    loss = load_loss(prepared.codes, config.train.loss_columns, device, dtype)
+    loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
     objective = Objective.of(config.train, built.routers, documents, loss)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.

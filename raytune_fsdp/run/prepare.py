@@ -26,7 +26,6 @@ from raytune_fsdp.data.census import Builder, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.questions import check_names, open_tasks
-from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -35,11 +34,9 @@ from raytune_fsdp.model.attention.choose import positions_of
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
-from raytune_fsdp.model.directory.needed_code import ENTRY
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
-from raytune_fsdp.model.objective.own_loss import find_loss
-from raytune_fsdp.model.own_network import find_network
+from raytune_fsdp.model.own_network import name_class
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
@@ -60,6 +57,7 @@ from raytune_fsdp.run.resume import (
     files_of,
     find_resume,
     identity_of,
+    own_code,
 )
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, resume_point_of
 from raytune_fsdp.run.starting_weights import (
@@ -93,13 +91,13 @@ def prepare(
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
-    codes = _own_code(config)
+    codes = own_code(config)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     adapted = adapted_before(found, place) if isinstance(config.method, AdapterMethod) else None
     network = build_network(hf_config, config, added, adapted)
-    _name_class(hf_config, network)
+    name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
     check_network(config, network, needs, world)
@@ -156,20 +154,6 @@ def prepare(
         warn_of_schedule(config, standing.plan)
         warn_of_saves(config)
     return prepared, confirm_complete(config, prepared, standing)
-
-
-def _own_code(config: FinetuneConfig) -> tuple[OwnCode, ...]:
-    """Return the code of the user's that the config names, tried, with its hashes; not functions that make rows."""
-    found = [] if config.train.loss is None else [find_loss(config.train.loss, config.train.loss_columns)]
-    return tuple(found if config.model.network is None else [*found, find_network(config.model.network)])
-
-
-def _name_class(hf_config: PretrainedConfig, network: PreTrainedModel) -> None:
-    """Name the class of the network in its config, for those who load the exported model."""
-    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
-    others = type(network).__module__.startswith("transformers.") or hasattr(hf_config, ENTRY)
-    if others and hasattr(hf_config, "auto_map"):
-        del hf_config.auto_map  # it would load other code; this network is transformers' or the user's own
 
 
 def _counted(

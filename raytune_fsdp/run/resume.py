@@ -33,6 +33,8 @@ from raytune_fsdp.model.adapters.attach import adapted_modules, adapter_tensors,
 from raytune_fsdp.model.adapters.targets import is_expression
 from raytune_fsdp.model.directory.known_files import code_files
 from raytune_fsdp.model.directory.needed_code import ENTRY
+from raytune_fsdp.model.objective.own_loss import find_loss
+from raytune_fsdp.model.own_network import find_network
 from raytune_fsdp.plan.identity import ABSENT, check_identity, named
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -95,6 +97,12 @@ def identity_of(
         **data_identity_of(train),
     }
     return _normal(identity)
+
+
+def own_code(config: FinetuneConfig) -> tuple[OwnCode, ...]:
+    """Return the code of the user's that the config names, tried, with its hashes; not functions that make rows."""
+    found = [] if config.train.loss is None else [find_loss(config.train.loss, config.train.loss_columns)]
+    return tuple(found if config.model.network is None else [*found, find_network(config.model.network)])
 
 
 def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed) -> dict[str, str]:

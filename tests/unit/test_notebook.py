@@ -39,7 +39,7 @@ def test_it_is_a_notebook_without_outputs() -> None:
 def test_its_cells_run_in_an_empty_directory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAY, str(NOTEBOOK)], cwd=tmp_path, capture_output=True, text=True, check=False,
-        timeout=300, env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"},
+        timeout=600, env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 60 loss 0.0" in done.stdout and "60 steps, from " in done.stdout

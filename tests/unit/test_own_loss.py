@@ -20,7 +20,7 @@ from torch import nn
 
 from raytune_fsdp.base.batch import Cursor, MicroBatch
 from raytune_fsdp.base.errors import ConfigError, DataError, ResumeError
-from raytune_fsdp.config import DatasetConfig, FinetuneConfig, TrainConfig
+from raytune_fsdp.config import DatasetConfig, TrainConfig
 from raytune_fsdp.data.batches import filler, stream_batch, to_batch
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.stream import Stream
@@ -34,6 +34,7 @@ from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.objective.own_loss import KEY, OwnLoss, find_loss
 from raytune_fsdp.model.proof import LENGTHS, documents
 from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.run.checks import check_config
 from raytune_fsdp.run.resume import identity_of
 from tests.models import build
 from tests.rows import make_windows
@@ -264,10 +265,9 @@ def test_what_does_not_go_with_it(tmp_path: Path) -> None:
         TrainConfig(global_batch=1, max_steps=1, loss="a:b", z_loss=0.1)
     with pytest.raises(ValidationError, match="is not module:function"):
         TrainConfig(global_batch=1, max_steps=1, loss="focal")
-    values = make_config(tmp_path, train={"loss": "a:b"}).model_dump()
-    values["parallel"]["mesh"]["sequence"] = 2
-    with pytest.raises(ValidationError, match=r"mesh\.sequence=2: your loss is a function of whole documents"):
-        FinetuneConfig.model_validate(values)
+    config = make_config(tmp_path, train={"loss": "a:b"}, parallel={"mesh": {"sequence": 2}})
+    with pytest.raises(ConfigError, match=r"mesh\.sequence=2: your loss is a function of whole documents"):
+        check_config(config, 2)
 
 
 REWARDS = [0.5, -2.0, 3.0, 0.0, 7.25, 1.0, -1.0]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import LlamaConfig
 
 from raytune_fsdp import finetune
@@ -19,6 +18,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, load_architecture
 from raytune_fsdp.model.own_network import own_config
+from raytune_fsdp.run.checks import check_config
 from raytune_fsdp.run.prepare import prepare
 from tests.models import save_checkpoint
 from tests.own_code import MineConfig, MineForCausalLM
@@ -78,10 +78,8 @@ def test_it_is_built_without_memory_in_the_type_of_the_run(tmp_path: Path) -> No
 
 
 def test_adapters_do_not_go_with_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValidationError, match=r"method\.type=lora with model\.network=.*set method\.type=full or freeze"
-    ):
-        config_of(tmp_path, method={"type": "lora"})
+    with pytest.raises(ConfigError, match=r"method\.type=lora with model\.network=.*set method\.type=full or freeze"):
+        check_config(config_of(tmp_path, method={"type": "lora"}), 1)
 
 
 @pytest.mark.thorough

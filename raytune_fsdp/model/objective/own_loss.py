@@ -51,6 +51,13 @@ class Bends(Protocol):
         """Return the values of a micro-batch's targets, from their log-probabilities, which are not changed."""
 
 
+def bent_sum(bends: Bends, log_probabilities: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the values of targets, through which gradients flow, and the values."""
+    fixed = log_probabilities.detach()
+    values, slopes = bends.bend(fixed, targets)
+    return values.sum() + (slopes * (log_probabilities - fixed)).sum(), values  # adds 0, whose gradient the slopes are
+
+
 class OwnLoss:
     """The user's function, imported."""
 
@@ -148,10 +155,15 @@ def find_loss(name: str, columns: Sequence[str] = ()) -> OwnCode:
     return replace(own, modules=there.modules)
 
 
-def load_loss(
+def load_code(
     codes: Sequence[OwnCode], columns: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> OwnLoss | None:
-    """Return the run's own loss, if it has one, tried on the device of a rank that computes in this type."""
+    """Return the run's own loss, if it has one, tried on the device of a rank that computes in this type.
+
+    Refuse other code than the run was prepared with, also of its network.
+    """
+    for each in codes:
+        each.load()
     own = next((each for each in codes if each.key == KEY), None)
     if own is None:
         return None
