@@ -72,21 +72,17 @@ class Windows:
         sources: Sequence[Source] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
-        """`order_version`: the version of the run that continues; None or an unknown one for a new run.
-
-        `newest_order`: the newest version when the run was begun, if it may have gained these datasets since.
-        `sources`: the sources of the datasets, if they are open already. `columns`: those that a loss is told.
+        """`order_version`: the version of the run that continues; None or an unknown one for a new run. `newest_order`:
+        the newest version when the run was begun, if it may have gained these datasets since. `sources`: those of the
+        datasets, if they are open already. `columns`: those that a loss is told.
         """
         order = Order.of(order_version, newest_order)
         self._datasets = datasets
-        self.data = data
-        self.seed = seed
+        self.data, self.seed, self.columns = data, seed, tuple(columns)
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
-        opened = sources or open_sources(datasets, data, cache, progress, order.rules)
-        self.columns = tuple(columns)
-        """The columns of rows that a loss is told."""
-        self.sources = _with_columns(opened, datasets, self.columns, order.rules)
+        sources = sources or open_sources(datasets, data, cache, progress, order.rules)
+        self.sources = _with_columns(sources, datasets, self.columns, order.rules)
         options: Any = {
             "tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": self.columns,
             "special_tokens": data.special_tokens_in_text,
