@@ -18,7 +18,7 @@ def focal(log_probabilities: torch.Tensor, document: LossDocument) -> torch.Tens
 
 
 def by_length(log_probabilities: torch.Tensor, document: LossDocument) -> torch.Tensor:
-    """Every document weighs the same, and so does its first half, whose targets are even or not."""
+    """Documents weigh the same whatever their length; inside of them early targets weigh more, and so do odd ones."""
     early = torch.linspace(1, 0, len(log_probabilities), dtype=log_probabilities.dtype)
     return -log_probabilities * (early + document.targets % 2) / len(log_probabilities)
 
@@ -32,7 +32,7 @@ class MineConfig(LlamaConfig):
 
 
 class MineForCausalLM(LlamaForCausalLM):
-    """A Llama whose layers see less of what comes in, the more of them there are before."""
+    """A Llama whose layers have other activations."""
 
     config_class = MineConfig
 

@@ -12,8 +12,6 @@ from raytune_fsdp.config import FinetuneConfig
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
 
 SLOW = pytest.mark.slow
-BOUNDS = {"fp64": 1e-10, "fp32": 1e-5}
-"""Relative, of losses; fp32 as tests/distributed/test_exact.py has it, where sums are not exact."""
 
 
 def config_of(directory: Path, name: str, train: dict[str, Any], **sections: Any) -> FinetuneConfig:
@@ -37,6 +35,7 @@ def test_worlds_agree(tmp_path: Path, function: str, worlds: tuple[int, ...]) ->
         assert largest_difference(alone, rows, "grad_norm") < 1e-10
 
 
+@pytest.mark.slow
 def test_minus_the_log_probability_is_the_run_without_it(tmp_path: Path) -> None:
     """To the bit, on two ranks, in the head that most runs have."""
     sections: Any = {"model": {"loss": "chunked", "init": "random", "architecture": LLAMA}, "architecture": LLAMA}
@@ -88,6 +87,7 @@ def test_a_network_of_ones_own_is_spread_and_goes_on(tmp_path: Path) -> None:
     assert largest_difference(alone, rows, "loss") < 1e-8 and largest_difference(alone, rows, "grad_norm") < 1e-6
 
 
+@pytest.mark.slow
 def test_columns_of_rows_reach_the_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Twice the reward of each row is twice the loss of the first step."""
     found = {}

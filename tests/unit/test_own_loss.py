@@ -72,10 +72,10 @@ def numbers(log_probabilities, document):
     return [-each for each in log_probabilities.tolist()]
 
 def infinite(log_probabilities, document):
-    return (log_probabilities + 1 / 16).log() - log_probabilities
+    return (1 - log_probabilities.exp()).log() - log_probabilities
 
 def steep(log_probabilities, document):
-    return (log_probabilities + 1 / 16).abs().sqrt()
+    return log_probabilities.abs().sqrt()
 
 def raising(log_probabilities):
     return -log_probabilities
@@ -184,11 +184,11 @@ def test_a_filler_has_no_document(code: Path) -> None:
     [
         ("total", r"for a document of 1 target\(s\) it returned a tensor of float32 of shape \[\]; it must return a "),
         ("half", r"returned a tensor of float16 of shape \[1\]; it must return a tensor of float32 of shape \[1\]: a "),
-        ("numbers", r"it returned \[0\.0625\]; it must return a tensor of float32 of shape \[1\]: a value for each "),
+        ("numbers", r"it returned \[-0\.0\]; it must return a tensor of float32 of shape \[1\]: a value for each "),
         ("detached", r"none of its values depends on log_probabilities for torch.*without \.item\(\), \.detach\(\)"),
         ("constant", "none of its values depends on log_probabilities"),
-        ("infinite", r"for a target with the log-probability -0\.0625 its value is -inf; keep it finite, such as by"),
-        ("steep", r"with the log-probability -0\.0625 its gradient is (nan|inf); keep it finite"),
+        ("infinite", r"for a target with the log-probability 0 its value is -inf; keep it finite, such as by"),
+        ("steep", r"with the log-probability 0 its gradient is (nan|inf); keep it finite"),
         (
             "raising",
             r"it raised TypeError: .*positional argument.*; it is called with a tensor of log-probabilities and",

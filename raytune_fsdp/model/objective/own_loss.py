@@ -109,7 +109,8 @@ class OwnLoss:
     def _tried(self, number: int, device: torch.device, dtype: torch.dtype) -> Bent:
         count = _TRIED[number]
         ids = torch.arange(count, device=device) * 31 % 97
-        given = -((torch.arange(count, device=device) * 37 + 11 * number) % 101 + 1).to(dtype) / 16
+        # From a certain target, whose log-probability rounds to 0, to an improbable one.
+        given = 0 - ((torch.arange(count, device=device) * 37 + 11 * number) % 101).to(dtype) / 16
         try:
             made = self._one(given, ids, [1.0] * len(self._columns))
         except ConfigError:
