@@ -51,6 +51,8 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [each for each in sys.modules if each.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # where another test had its cache
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\na prompt\n"))
     return tmp_path / "the-code-ran"
 
