@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from raytune_fsdp.launch.finetune import finetune
     from raytune_fsdp.launch.result import FinetuneResult
+    from raytune_fsdp.model.objective.own_loss import LossDocument
 
 __all__ = [
     "Answered",
@@ -54,6 +55,7 @@ __all__ = [
     "FinetuneResult",
     "Happening",
     "Interrupted",
+    "LossDocument",
     "RaytuneError",
     "StepEnded",
     "StopHandle",
@@ -72,6 +74,7 @@ _HOMES = {
     "FinetuneResult": "raytune_fsdp.launch.result",
     "Happening": "raytune_fsdp.launch.callbacks",
     "Interrupted": "raytune_fsdp.base.errors",
+    "LossDocument": "raytune_fsdp.model.objective.own_loss",
     "RaytuneError": "raytune_fsdp.base.errors",
     "StepEnded": "raytune_fsdp.launch.callbacks",
     "StopHandle": "raytune_fsdp.launch.callbacks",

@@ -41,13 +41,21 @@ def make_windows(
     tokenizer: PreTrainedTokenizerBase | None = None,
     vocab_size: int = VOCABULARY,
     order_version: int | None = None,
+    columns: Sequence[str] = (),
     **options: Any,
 ) -> Windows:
     """Windows of 8 rows and samples of 16 tokens, unless `options` (of the data section) say otherwise."""
     data = DataConfig.model_validate({"train": datasets, "seq_len": 16, "window": 8, **options})
     tokenizer = tokenizer or demo_tokenizer()
     return Windows(
-        datasets, data, seed=seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache, order_version=order_version
+        datasets,
+        data,
+        seed=seed,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        cache=cache,
+        order_version=order_version,
+        columns=columns,
     )
 
 

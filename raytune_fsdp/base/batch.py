@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+    Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 Progress = Callable[[str, int, int], None]
 """Called during long work with what is being done, how much is done, and how much there is in total."""
@@ -50,6 +51,8 @@ class PackedSample:
     source_ids: Int32Array
     id: int
     """xxh3_64 of the four arrays, as a signed integer."""
+    columns: Float64Array | None = None
+    """[columns, seq_len]: what a loss of the user's own is told of each token's row; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,10 @@ class Targets:
     """int64: the dataset of each, as in `source_ids`."""
     by_dataset: tuple[int, ...]
     """How many targets each dataset has, up to the last dataset that has any."""
+    by_document: tuple[int, ...] = ()
+    """How many targets each document has, of those that have any; empty for a part of a micro-batch."""
+    columns: tuple[tuple[float, ...], ...] = ()
+    """What a loss of the user's own is told of each of these documents; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

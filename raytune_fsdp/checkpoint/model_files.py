@@ -21,13 +21,16 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
 from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, merged_weights, weights_of_adapter
 from raytune_fsdp.checkpoint.objects import ObjectStorage
+from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.attention.choose import forget_flash_attention
-from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, wants_code
+from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, read_config, wants_code
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
+from raytune_fsdp.model.directory.needed_code import check_trusted
 from raytune_fsdp.model.directory.quantization import forget_quantization
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.model.network import choose_experts, stored_network
+from raytune_fsdp.model.own_network import KEY, build_own, class_of
 from raytune_fsdp.model.weights.dequantize import check_packed
 from raytune_fsdp.model.weights.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
 from raytune_fsdp.plan.run_dir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
@@ -143,6 +146,7 @@ def load_checkpoint(
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:
     """Load the model of a Hugging Face directory: safetensors, under names that do not lead out of it."""
+    own = _own_network(path, trust)
     network, files = stored_network(path), find_weights(path)
     sizes = files.sizes()
     for name in sizes:
@@ -164,9 +168,11 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         forget_flash_attention(hf_config)
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                path, config=hf_config, dtype="auto", use_safetensors=True, trust_remote_code=trust,
-                output_loading_info=True, ignore_mismatched_sizes=True,  # they are in the report
+            kind: Any = AutoModelForCausalLM if own is None else class_of(own, hf_config)
+            said = {"trust_remote_code": trust} if own is None else {}
+            model, report = kind.from_pretrained(
+                path, config=hf_config, dtype="auto", use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=True, **said,  # they are in the report
             )  # fmt: skip
         except RuntimeError:
             # What cannot be put together, such as a layer's experts of which some are missing, is in no report.
@@ -183,7 +189,7 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
 
 def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTrainedModel:
     """Build the model with these weights and the config in `files`."""
-    network, shapes = stored_network(files), weights.shapes()
+    own, network, shapes = _own_network(files, trust), stored_network(files), weights.shapes()
     if network is not None:  # compared before it takes any memory
         _compare(network, shapes, files, where)
     what = "does not describe a model that transformers can build"
@@ -191,14 +197,27 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
     forget_quantization(hf_config)  # of the base of an adapter
     forget_flash_attention(hf_config)
     dtype = dtype_of(weights)
-    model: PreTrainedModel = _loaded(
-        lambda: AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust), files, what
-    )
-    if network is None:  # its class is code that came with it, and known only now
+
+    def build() -> PreTrainedModel:
+        if own is not None:
+            return build_own(own, hf_config, dtype or torch.float32)
+        found: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust)
+        return found
+
+    model: PreTrainedModel = _loaded(build, files, what)
+    if network is None:  # its class is other code than transformers', and known only now
         _compare(model, shapes, files, where)
     # Not strict: a tied weight is stored under one name only.
     model.load_state_dict(weights.read_all(list(shapes)), strict=False)
     return model
+
+
+def _own_network(directory: Path, trust: bool) -> str | None:
+    """Return the function that builds the network of a config.json, imported; None: it needs none."""
+    own = check_trusted(read_config(directory), directory / CONFIG_FILE, trusted=trust)
+    if own is not None:
+        OwnCode(KEY, own).load()  # its module tells transformers of its config
+    return own
 
 
 def _compare(network: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], files: Path, where: str) -> None:

@@ -57,6 +57,16 @@ def without_secret_values(values: dict[str, Any] | None) -> dict[str, Any] | Non
     return values
 
 
+def function_name(value: str) -> str:
+    """Check the name of a function of the user's."""
+    module, _, function = value.partition(":")
+    if not all(name.isidentifier() for name in (*module.split("."), function)):
+        raise ValueError(
+            f"{value!r} is not module:function; write the module's name as in an import, such as rows:chat"
+        )
+    return value
+
+
 def model_place(value: str) -> str:
     """Check the place of a model: a directory, a hub name or a URL."""
     if not value.strip():

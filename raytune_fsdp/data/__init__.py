@@ -15,6 +15,7 @@ cache.py           built windows, as bytes on shared storage
 identity.py        everything that decides the windows, and its fingerprint
 census.py          every window built once and counted, before training; bad rows reported as training reaches them
 stream.py          the endless sequence of packed samples, the same at every world size
+targets.py         which of their tokens are predicted, document by document
 batches.py         the samples of one rank, as tensors; to_device.py copies them before they are needed
 shared_batches.py  micro-batches that several ranks share
 questions.py       questions with known answers

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets
+from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, MicroBatch, PackedSample, StepBatches
 from raytune_fsdp.data.stream import Stream, StreamSample
+from raytune_fsdp.data.targets import borders_of, columns_of, targets_of
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.step_counts import StepCounts
@@ -99,7 +99,7 @@ def to_batch(
     labels = np.stack([sample.labels for sample in samples])
     position_ids = np.stack([sample.position_ids for sample in samples])
     source_ids = np.stack([sample.source_ids for sample in samples])
-    real = source_ids != PADDING
+    real, borders = source_ids != PADDING, borders_of(position_ids)
     tensors = [torch.from_numpy(values.astype(np.int64)) for values in (input_ids, labels, position_ids, source_ids)]
     return MicroBatch(
         index=index,
@@ -107,34 +107,14 @@ def to_batch(
         labels=tensors[1],
         position_ids=tensors[2],
         source_ids=tensors[3],
-        borders=borders_of(position_ids),
-        targets=targets_of(labels, source_ids),
+        borders=borders,
+        targets=targets_of(labels, source_ids, borders, columns_of(samples)),
         sample_ids=tuple(sample.id for sample in samples),
         tokens=int(real.sum()),
         target_tokens=int((labels[:, 1:] != IGNORE).sum()),
         # The token at position p of its document attends to p + 1 tokens.
         attended_pairs=int((position_ids[real].astype(np.int64) + 1).sum()),
         after=after,
-    )
-
-
-def borders_of(position_ids: np.ndarray[Any, Any]) -> Borders:
-    """Return the borders of documents, which begin where positions restart. On the host, so no kernel waits for it."""
-    starts = np.append(np.flatnonzero(position_ids.reshape(-1) == 0), position_ids.size).astype(np.int32)
-    lengths = np.diff(starts)
-    return Borders(starts=torch.from_numpy(starts), longest=int(lengths.max()), lengths=tuple(lengths.tolist()))
-
-
-def targets_of(labels: np.ndarray[Any, Any], source_ids: np.ndarray[Any, Any]) -> Targets:
-    """Return the targets of samples. The token at place i of a sample is predicted at i - 1."""
-    predicted = np.full_like(labels, IGNORE)
-    predicted[:, :-1] = labels[:, 1:]
-    places = np.flatnonzero(predicted != IGNORE)
-    datasets = source_ids.reshape(-1)[places].astype(np.int64)
-    arrays = (places, predicted.reshape(-1)[places], datasets)
-    tensors = [torch.from_numpy(each.astype(np.int64)) for each in arrays]
-    return Targets(
-        places=tensors[0], ids=tensors[1], datasets=tensors[2], by_dataset=tuple(np.bincount(datasets).tolist())
     )
 
 
@@ -149,7 +129,7 @@ def filler(micro_batch: int, *, seq_len: int, pad_id: int) -> MicroBatch:
         position_ids=torch.from_numpy(positions),
         source_ids=torch.full(shape, PADDING, dtype=torch.int64),
         borders=borders_of(positions),
-        targets=targets_of(np.empty((0, 1)), np.empty((0, 1))),
+        targets=targets_of(np.empty((0, 1)), np.empty((0, 1)), borders_of(positions)),
         sample_ids=(),
         tokens=0,
         target_tokens=0,

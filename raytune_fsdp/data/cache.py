@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,9 @@ from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.packing import PackedSamples
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
+
+if TYPE_CHECKING:
+    from raytune_fsdp.base.batch import Float64Array
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Window:
             "lengths": pa.ListArray.from_arrays(offsets, _array(samples.lengths)),
             "sources": pa.ListArray.from_arrays(offsets, _array(samples.sources)),
             "id": _array(samples.ids),
+            **({} if samples.columns is None else {"columns": _told(offsets, samples.columns)}),
         }
         metadata = {"format": str(FORMAT), "seq_len": str(seq_len), "counts": self.counts.to_json(), **place}
         batch = pa.record_batch(list(columns.values()), names=list(columns)).replace_schema_metadata(metadata)
@@ -113,6 +117,7 @@ class Window:
             first_document=_values(batch["lengths"].offsets).astype(np.int64),
             lengths=_values(batch["lengths"].flatten()),
             sources=_values(batch["sources"].flatten()),
+            columns=_columns(batch["columns"]) if "columns" in schema.names else None,
         )
         counts = WindowCounts.from_json(metadata[b"counts"])
         if any(count.cut and not count.without_targets for count in counts.datasets):
@@ -149,6 +154,17 @@ def _count_targets(samples: PackedSamples, counts: Sequence[DatasetCount]) -> No
     for dataset, count in enumerate(counts):
         count.target_tokens = int(targets[dataset])
         count.without_targets = int(without[dataset])
+
+
+def _told(offsets: pa.Array, columns: Float64Array) -> pa.Array:
+    return pa.ListArray.from_arrays(
+        offsets, pa.FixedSizeListArray.from_arrays(_array(columns.reshape(-1)), columns.shape[1])
+    )
+
+
+def _columns(array: pa.Array) -> Float64Array:
+    inner = array.flatten()
+    return _values(inner.flatten()).reshape(len(inner), inner.type.list_size)
 
 
 def _row_bytes(seq_len: int) -> int:

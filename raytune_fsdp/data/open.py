@@ -69,7 +69,8 @@ def open_data(
         evals = {HELD_OUT: windows(once, [pairs[i][1] for i in some])}
         measured = {HELD_OUT: np.concatenate([own[i][pairs[i][1].numbers] for i in some])}
         own = {i: np.delete(each, pairs[i][1].numbers) for i, each in own.items()}
-    train = windows(datasets, without_equal(names, sources, own, measured.values(), data))
+    rest = without_equal(names, sources, own, measured.values(), data)
+    train = windows(datasets, rest, config.train.loss_columns)
     opened = [train, *evals.values()]
     if order_version is None:
         # A run has one version, and its evaluations must have the same rows when it continues. So must the questions of
@@ -141,7 +142,8 @@ def _groups(
     return found
 
 
-_Opener = Callable[[Sequence[DatasetConfig], Sequence[Source] | None], Windows]
+_Opener = Callable[..., Windows]
+"""Called with datasets, their sources if they are open, and the columns that a loss is told, if any."""
 
 
 def _opener(
@@ -153,9 +155,9 @@ def _opener(
     newest_order: int | None = None,
 ) -> _Opener:
     cache = cache_of(config)
-    return lambda datasets, sources: Windows(
+    return lambda datasets, sources=None, columns=(): Windows(
         datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
-        progress=progress, order_version=order_version, newest_order=newest_order, sources=sources,
+        progress=progress, order_version=order_version, newest_order=newest_order, sources=sources, columns=columns,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -20,7 +20,7 @@ from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow
 
 if TYPE_CHECKING:
-    from raytune_fsdp.base.batch import Int32Array
+    from raytune_fsdp.base.batch import Float64Array, Int32Array
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     Int64Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -109,13 +109,16 @@ class PackedSamples(Sequence[PackedSample]):
     """Tokens of each document."""
     sources: Int32Array
     """Dataset of each document."""
+    columns: Float64Array | None = None
+    """[documents, columns]: what a loss is told of each document's row; None: nothing."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def nbytes(self) -> int:
-        return sum(values.nbytes for values in (self.input_ids, self.trained, self.lengths, self.sources))
+        told = 0 if self.columns is None else self.columns.nbytes
+        return told + sum(each.nbytes for each in (self.input_ids, self.trained, self.lengths, self.sources))
 
     @overload
     def __getitem__(self, index: int) -> PackedSample: ...
@@ -136,7 +139,18 @@ class PackedSamples(Sequence[PackedSample]):
             position_ids=sample[2],
             source_ids=sample[3],
             id=int(self.ids[index]),
+            columns=self._columns(index),
         )
+
+    def _columns(self, index: int) -> Float64Array | None:
+        """Return what a loss is told of each token's row of a sample; 0 of padding."""
+        if self.columns is None:
+            return None
+        documents = slice(self.first_document[index], self.first_document[index + 1])
+        found = np.zeros((self.columns.shape[1], self.input_ids.shape[1]))
+        told = np.repeat(self.columns[documents], self.lengths[documents], axis=0)
+        found[:, : len(told)] = told.T
+        return found
 
     def rows(self, first: int, last: int) -> Int32Array:
         """Return [samples, 4, seq_len]: input, label, position and source ids of samples first <= i < last."""
@@ -234,6 +248,7 @@ def fill_samples(arranged: Arrangement, *, sources: Sequence[int], seq_len: int,
         first_document=np.cumsum([0, *map(len, bins)], dtype=np.int64),
         lengths=np.array([len(pieces[index].input_ids) for index in placed], dtype=np.int32),
         sources=np.array([sources[parents[index]] for index in placed], dtype=np.int32),
+        columns=np.array([pieces[index].columns for index in placed]) if placed and pieces[placed[0]].columns else None,
     )
     pads = np.full(seq_len, pad_id, dtype=np.int32), np.full(seq_len, IGNORE, dtype=np.int32)
     for first in range(0, len(bins), _SAMPLES_AT_ONCE):
@@ -253,7 +268,8 @@ def _cut(documents: Sequence[Document], seq_len: int) -> tuple[list[Document], l
             if not room:
                 bins.append([])
                 room = seq_len
-            piece = Document(document.input_ids[start : start + room], document.labels[start : start + room])
+            part = slice(start, start + room)
+            piece = replace(document, input_ids=document.input_ids[part], labels=document.labels[part])
             bins[-1].append(len(pieces))
             pieces.append(piece)
             parents.append(number)

@@ -13,7 +13,6 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.formats import Formatter
 from raytune_fsdp.data.rows.templates import ChatTemplate
-from raytune_fsdp.data.rows.user_functions import call_elsewhere
 from raytune_fsdp.data.sources.source import Source
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,9 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
         tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
         there = None
         if order >= FOURTH_ORDER:  # all its datasets in one process: its imports may take many seconds
-            there = call_elsewhere(name, [row for rows in tried for row in rows if not isinstance(row, RowError)])
+            assert pairs[0][0].function is not None
+            sound = [row for rows in tried for row in rows if not isinstance(row, RowError)]
+            there = pairs[0][0].function.call_elsewhere(sound)
         results = iter(() if there is None else there.results)
         for (formatter, source), rows in zip(pairs, tried, strict=True):
             assert formatter.function is not None
@@ -45,7 +46,7 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
                     row if isinstance(row, RowError) else formatter.function.read(next(results), where)
                     for row, where in zip(rows, wheres, strict=True)
                 ]
-                formatter.function.modules = there.modules
+                formatter.function.know(there.modules)
             formatter.check_function(rows, wheres, made)
     return any(each.function is not None and each.function.modules for each in formatters)
 

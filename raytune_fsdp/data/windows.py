@@ -26,12 +26,12 @@ from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
-from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, turns_of
+from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, told_of, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import TemplateChoice
-from raytune_fsdp.data.sources.opening import open_sources
+from raytune_fsdp.data.sources.opening import columns_of, open_sources
 from raytune_fsdp.data.sources.source import Source, dataset_names
 from raytune_fsdp.data.trial import try_functions, try_templates
 from raytune_fsdp.data.unread import unread_columns
@@ -70,27 +70,27 @@ class Windows:
         order_version: int | None = None,
         newest_order: int | None = None,
         sources: Sequence[Source] | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
-        """`order_version`: the version of the run that continues; None or an unknown one for a new run.
-
-        `newest_order`: the newest version when the run was begun, if it may have gained these datasets since.
-        `sources`: the sources of the datasets, if they are open already.
+        """`order_version`: the version of the run that continues; None or an unknown one for a new run. `newest_order`:
+        the newest version when the run was begun, if it may have gained these datasets since. `sources`: those of the
+        datasets, if they are open already. `columns`: those that a loss is told.
         """
         order = Order.of(order_version, newest_order)
         self._datasets = datasets
-        self.data = data
-        self.seed = seed
+        self.data, self.seed, self.columns = data, seed, tuple(columns)
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
-        self.sources = sources or open_sources(datasets, data, cache, progress, order.rules)
-        options: Any = {"tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules}
+        sources = sources or open_sources(datasets, data, cache, progress, order.rules)
+        self.sources = _with_columns(sources, datasets, self.columns, order.rules)
+        options: Any = {
+            "tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": self.columns,
+            "special_tokens": data.special_tokens_in_text,
+        }  # fmt: skip
         formatters = [
-            Formatter(
-                dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar,
-                special_tokens=data.special_tokens_in_text, **options,
-            )
+            Formatter(dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar, **options)
             for dataset, source in zip(datasets, self.sources, strict=True)
-        ]  # fmt: skip
+        ]
         self._formatters: list[Formatter] | bytes = formatters
         self.order_version = self._lowest_order(formatters, order)
         self.unread = unread_columns(datasets, self.sources, self.order_version)
@@ -109,7 +109,7 @@ class Windows:
             datasets, data, self.sources, weights, tokenizer,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
-        ) | turns_of([each.by_turn for each in formatters], self.order_version)  # fmt: skip
+        ) | turns_of([each.by_turn for each in formatters], self.order_version) | told_of(self.columns)  # fmt: skip
         """Everything that decides the windows, by name."""
         about = {"datasets": self.names, "sources": [each.label for each in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
@@ -350,7 +350,9 @@ class Windows:
             return [document]
         if policy == "split":
             ends = [slice(start, start + self.seq_len) for start in range(0, length, self.seq_len)]
-            return [Document(document.input_ids[part], document.labels[part]) for part in ends]
+            return [
+                replace(document, input_ids=document.input_ids[part], labels=document.labels[part]) for part in ends
+            ]
         if policy == "truncate":
             document = document.cut(self.seq_len)
             if document.target_tokens:
@@ -384,6 +386,19 @@ class Windows:
         made = self._formatters
         packed = made if isinstance(made, bytes) else pickle.dumps(made)
         return {**self.__dict__, "_memory": OrderedDict(), "_formatters": packed}
+
+
+def _with_columns(
+    sources: Sequence[Source], datasets: Sequence[DatasetConfig], columns: Sequence[str], order: int
+) -> Sequence[Source]:
+    """Return sources that read these columns besides those that the formats name."""
+    if not columns:
+        return sources
+    read = [columns_of(dataset.format, order) for dataset in datasets]
+    return [
+        source.with_columns(own._replace(needed=tuple(dict.fromkeys((*own.needed, *columns)))))
+        for source, own in zip(sources, read, strict=True)
+    ]
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

@@ -4,6 +4,7 @@ finetune.py        finetune(config) -> FinetuneResult, the whole program in one 
 result.py          what that call returns
 callbacks.py       what it tells the program that called it, meanwhile, and how that stops the run
 own_rows.py        writes the rows that a program has in memory where a run finds them
+own_functions.py   names functions that a program gives, so that ranks can import them
 start.py           chooses how to launch: on Ray, or as processes on this machine
 run_lock.py        lets one command at a time work on a run
 shared_storage.py  checks that `run.storage` is the same storage for every rank

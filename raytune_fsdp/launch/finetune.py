@@ -12,6 +12,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.callbacks import Callback, StopHandle, calling_back, check_not_called_back, functions_of
 from raytune_fsdp.launch.imported import leave_if_imported
+from raytune_fsdp.launch.own_functions import with_names
 from raytune_fsdp.launch.own_rows import load_with_rows
 from raytune_fsdp.launch.result import FinetuneResult
 from raytune_fsdp.plan.run_dir import RunDir
@@ -35,7 +36,8 @@ def finetune(
     """Train to the end, from the newest checkpoint if there is one, export, and make the report. Raises RaytuneError.
 
     `config`: the sections of a config, the path of a YAML file, or what `load_config` returns. In sections, rows may
-    stand for the `path` of a dataset: a Dataset, a table of pandas, polars or Arrow, an iterable of maps.
+    stand for the `path` of a dataset (a Dataset, a table of pandas, polars or Arrow, an iterable of maps), and a
+    function for its name in `train.loss` and `model.network`.
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. `on`:
@@ -46,7 +48,7 @@ def finetune(
     check_not_called_back()
     functions = functions_of(on, stop)
     if isinstance(config, Mapping):
-        config = load_with_rows(config)
+        config = load_with_rows(with_names(config))
     config = config if isinstance(config, FinetuneConfig) else load_config(config)
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting

@@ -19,8 +19,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.errors import ConfigError, ModelError, first_line
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, FullMethod, LoraMethod, Method
+from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.added_rows import train_rows
 from raytune_fsdp.model.attention.choose import forget_flash_attention
@@ -33,8 +35,10 @@ from raytune_fsdp.model.directory.bounds import (
     wants_code,
 )
 from raytune_fsdp.model.directory.named_class import built_on_meta
+from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
 from raytune_fsdp.model.objective.routers import names_of_routers
+from raytune_fsdp.model.own_network import KEY, build_own, own_config
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -49,7 +53,11 @@ MASTER_DTYPE = {
 
 def load_architecture(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
     """Return the Hugging Face config, from the model's directory or inline, with overrides."""
+    if config.network is not None:
+        OwnCode(KEY, config.network).load()  # its module may tell transformers of its config
     hf_config = _read(config, directory)
+    if config.network is not None:
+        hf_config = own_config(config.network, hf_config)
     # A model that also sees or hears keeps its language model's sizes in a separate config.
     text = hf_config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
@@ -112,7 +120,12 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
         raise ModelError(
             f"model.path={config.path}: {directory} has no config.json; it must be a Hugging Face model directory"
         )
-    _checked(partial(read_config, directory), f"model.path={config.path}")
+    values = _checked(partial(read_config, directory), f"model.path={config.path}")
+    if config.network is None and (function := function_in(values)) is not None:
+        raise ModelError(
+            f"model.path={config.path} needs a network of its maker's own, which {shown(function)} builds: look at "
+            f"that code, then set model.network={shown(function)}"
+        )
     return _checked(
         lambda: AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code),
         f"model.path={config.path}",
@@ -161,7 +174,10 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         kwargs["attn_implementation"] = config.attention
     try:
         with torch.device("meta"), bounded_building():
-            model = _causal_lm(hf_config, kwargs)
+            if config.network is None:
+                model = _causal_lm(hf_config, kwargs)
+            else:
+                model = build_own(config.network, hf_config, kwargs["dtype"], kwargs.get("attn_implementation"))
     except ModelError:
         raise
     except Exception as error:  # as in `_checked`

@@ -42,11 +42,16 @@ ABSENT: dict[str, Any] = {
     "format.python.then.chat.reasoning": "template",
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
+    # The class of transformers, or of code that comes with the model.
+    "model.network": None,
     **{f"method.{type_}.routers": None for type_ in ("full", "lora", "qlora")},
     "method.lora.init": "zero",
     "method.lora.train_added_tokens": False,
     "method.qlora.init": "zero",
     "method.qlora.train_added_tokens": False,
+    # The cross-entropy.
+    "train.loss": None,
+    "train.loss_columns": [],
     "train.neftune_noise_alpha": None,
     "train.label_smoothing": 0.0,
     "train.z_loss": 0.0,

@@ -29,6 +29,7 @@ from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.model.objective.objective import Objective
+from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.record.tracker import Tracker
@@ -105,7 +106,8 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    objective = Objective.of(config.train, built.routers, documents)
+    loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
+    objective = Objective.of(config.train, built.routers, documents, loss)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")

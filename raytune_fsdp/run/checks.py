@@ -51,12 +51,28 @@ def check_first(config: FinetuneConfig, world: int | None) -> RunDir:
     return place
 
 
+def _check_own_code(config: FinetuneConfig) -> None:
+    """Refuse what does not go with a loss or a network of the user's own."""
+    sequence, method = config.parallel.mesh.sequence, config.method.type
+    if config.train.loss is not None and sequence > 1:
+        raise ConfigError(
+            f"train.loss={config.train.loss} with parallel.mesh.sequence={sequence}: your loss is a function of whole "
+            "documents, of which each rank has a part; leave sequence out (with tensor, ranks share layers instead)"
+        )
+    if config.model.network is not None and method not in ("full", "freeze"):
+        raise ConfigError(
+            f"method.type={method} with model.network={config.model.network}: adapters are written for classes that "
+            "PEFT can build from a config.json alone; set method.type=full or freeze, or leave network out"
+        )
+
+
 def check_config(config: FinetuneConfig, world: int | None) -> None:
     """Check what has the same outcome in every process of a run: the part of `check_first` without its places."""
     check_device(config, config.cluster.device)
     check_trackers(config)
     check_early_stop(config)
     check_where(config)
+    _check_own_code(config)
     # Refuse samples that ranks cannot share evenly, and an attention that cannot be shared.
     sequence, length, attention = config.parallel.mesh.sequence, config.data.seq_len, config.model.attention
     if length % sequence:

@@ -36,6 +36,7 @@ from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
+from raytune_fsdp.model.own_network import name_class
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
@@ -52,9 +53,11 @@ from raytune_fsdp.run.resume import (
     adapted_before,
     check_same_adapters,
     check_same_run,
+    code_of_model,
     files_of,
     find_resume,
     identity_of,
+    own_code,
 )
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, resume_point_of
 from raytune_fsdp.run.starting_weights import (
@@ -88,15 +91,13 @@ def prepare(
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
+    codes = own_code(config)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     adapted = adapted_before(found, place) if isinstance(config.method, AdapterMethod) else None
     network = build_network(hf_config, config, added, adapted)
-    # For those who load the exported model.
-    hf_config.architectures = [type(network).__name__]  # missing in configs written by hand or of the bare decoder
-    if type(network).__module__.startswith("transformers.") and hasattr(hf_config, "auto_map"):
-        del hf_config.auto_map  # it would load other code; this network is transformers' own
+    name_class(hf_config, network)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
     check_network(config, network, needs, world)
@@ -111,7 +112,8 @@ def prepare(
     rules = Order.of(train.order_version, found.state.newest_order).rules
     tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
-    identity, files_of_data = identity_of(config, hf_config, train), files_of(train)
+    identity = identity_of(config, hf_config, train, codes, code_of_model(config, directory, found))
+    files_of_data = files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
     check_same_run(found, identity, files_of_data)
@@ -137,6 +139,7 @@ def prepare(
         adapted=adapted,
         dry=dry,
         mark=None if dry else mark_of(config, begins=begins),
+        codes=codes,
         commit=commit_here(),
     )
     standing = resume_point_of(config, prepared, world, found, windows_built=built)

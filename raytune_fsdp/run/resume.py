@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
 import yaml
 from pydantic import ValidationError
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,9 +27,14 @@ from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.sections.method import unordered
 from raytune_fsdp.config.text import MAX_BYTES, parse, problem_line, spelled
 from raytune_fsdp.data.identity import files_by_key
+from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.adapters.attach import adapted_modules, adapter_tensors, base_name
 from raytune_fsdp.model.adapters.targets import is_expression
+from raytune_fsdp.model.directory.known_files import code_files
+from raytune_fsdp.model.directory.needed_code import ENTRY
+from raytune_fsdp.model.objective.own_loss import find_loss
+from raytune_fsdp.model.own_network import find_network
 from raytune_fsdp.plan.identity import ABSENT, check_identity, named
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -42,14 +49,24 @@ _MOST_NAMED, _NAMES_BYTES = 100_000, 8 << 20
 more room than the rest of its state. Without them, a message about other data says only which dataset it is."""
 
 _LENGTH = ("max_steps", "epochs", "log_every")
+_CODE = "model.code."
 
 
-def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Windows) -> dict[str, Any]:
-    """Return everything that decides the trajectory, by names a user knows: the content of files, not their paths."""
+def identity_of(
+    config: FinetuneConfig,
+    hf_config: PretrainedConfig,
+    train: Windows,
+    own: Sequence[OwnCode] = (),
+    code: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return everything that decides the trajectory, by names a user knows: the content of files, not their paths.
+
+    `own`: code of the user's that the run needs, besides functions that make rows. `code`: see `code_of_model`.
+    """
     architecture = {
         f"model.{key}": value
         for key, value in hf_config.to_diff_dict().items()
-        if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache")
+        if key not in ("transformers_version", "_name_or_path", "dtype", "use_cache", ENTRY)
     }
     # In one spelling: moments in fp32 with weights in fp32 are the same run either way.
     chosen, wide = config.optim.optimizer, config.parallel.precision in ("bf16", "fp16", "fp32", "fp8")
@@ -66,6 +83,7 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         **{f"optim.{key}": value for key, value in optim.items()},
         "model.init": config.model.init,
         "model.revision": config.model.revision,
+        **({"model.network": config.model.network} if config.model.network != ABSENT["model.network"] else {}),
         **({"model.add_tokens": added} if added != ABSENT["model.add_tokens"] else {}),
         "method": named("method", config.method, exclude=("adapter",)),  # its values decide, not its path
         "run.seed": config.run.seed,
@@ -74,9 +92,31 @@ def identity_of(config: FinetuneConfig, hf_config: PretrainedConfig, train: Wind
         **fp8,
         **({"parallel.reduce_dtype": "bf16"} if config.parallel.reduce_dtype == "bf16" else {}),
         **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},
+        **{key: value for each in own for key, value in each.identity.items()},
+        **(code or {}),
         **data_identity_of(train),
     }
     return _normal(identity)
+
+
+def own_code(config: FinetuneConfig) -> tuple[OwnCode, ...]:
+    """Return the code of the user's that the config names, tried, with its hashes; not functions that make rows."""
+    found = [] if config.train.loss is None else [find_loss(config.train.loss, config.train.loss_columns)]
+    return tuple(found if config.model.network is None else [*found, find_network(config.model.network)])
+
+
+def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed) -> dict[str, str]:
+    """Return the entries for Python code that comes with the model, if it may run.
+
+    Runs that were begun when no identity had them go on without.
+    """
+    if not config.model.trust_remote_code or directory is None:
+        return {}
+    if found.checkpoint is not None and not any(key.startswith(_CODE) for key in found.state.identity):
+        return {}
+    return {
+        f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in code_files(directory)
+    }
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.questions import Questions
+from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.plan.counts import Census
@@ -73,6 +74,8 @@ class RunInputs:
     """A dry run: nothing is saved, and nothing evaluated."""
     mark: Mapping[str, Any] | None = None
     """This user's mark on the places that the config names (mark.py)."""
+    codes: Sequence[OwnCode] = ()
+    """The code of the user's that ranks import: a loss, a network."""
     commit: str | None = None
     """The git commit of the directory in which the command was started, if that is in a repository."""
 

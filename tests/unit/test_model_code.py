@@ -9,12 +9,19 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.cli import data, export, generate, train
+from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.resume import Resumed, code_of_model
 from tests.models import save_checkpoint
+from tests.runs import make_config
 from tests.unit.test_bad_input import flags
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +51,8 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [each for each in sys.modules if each.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # where another test had its cache
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\na prompt\n"))
     return tmp_path / "the-code-ran"
 
@@ -141,6 +150,34 @@ def test_those_who_trust_the_code_say_so_by_a_flag(
     exported = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"evil.py", "parts.py", "model.safetensors"} <= exported, "also what the named file imports"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoConfig"] == "evil.Config"
+
+
+@pytest.mark.thorough
+def test_such_code_belongs_to_the_run(model: Path, marker: Path, tmp_path: Path) -> None:
+    """It is trained, exported with its code, and not continued with other code; a run from before that rule is."""
+    _infect(model, marker)
+    chosen = {
+        "init": "pretrained",
+        "architecture": None,
+        "tokenizer": None,
+        "path": str(model),
+        "trust_remote_code": True,
+    }
+    config = make_config(
+        tmp_path, model=chosen, parallel={"precision": "fp32"}, train={"global_batch": 4, "max_steps": 2},
+        export={"at_end": True},
+    )  # fmt: skip
+    result = finetune(config)
+    assert marker.exists() and result.export is not None
+    assert {"evil.py", "parts.py"} <= {path.name for path in result.export.iterdir()}
+    prepared, standing = prepare(config, 1)
+    names = [key for key in prepared.identity if key.startswith("model.code.")]
+    assert names == ["model.code.evil.py", "model.code.parts.py"]
+    older = Resumed(checkpoint=standing.checkpoint, state=RunState(identity={"run.seed": 3}), damaged={})
+    assert code_of_model(config, model, older) == {} != code_of_model(config, model, replace(older, checkpoint=None))
+    (model / "parts.py").write_text("class Part: changed = True\n")
+    with pytest.raises(ResumeError, match=r"model\.code\.parts\.py: was '\w+', is '\w+'"):
+        prepare(config, 1)
 
 
 def test_every_call_says_whether_code_may_run() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from raytune_fsdp.base.batch import Cursor
-from raytune_fsdp.data.batches import borders_of, to_batch
+from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.data.targets import borders_of
 from raytune_fsdp.model.attention.choose import logits_of
 from tests.models import VOCABULARY, build
 from tests.rows import all_samples, make_windows, token_rows

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.rules import Section
+from raytune_fsdp.config.rules import Section, function_name
 
 SYSTEM, FUNCTIONS = "system", "functions"
 """Columns next to a conversation: its system message, and tools under the name that OpenAI first gave them."""
@@ -131,15 +131,6 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
     return [*parts, (text, None)]
 
 
-def _a_function(value: str) -> str:
-    module, _, function = value.partition(":")
-    if not all(name.isidentifier() for name in (*module.split("."), function)):
-        raise ValueError(
-            f"{value!r} is not module:function; write the module's name as in an import, such as rows:chat"
-        )
-    return value
-
-
 class TemplateFormat(Section):
     type: Literal["template"]
     """Rows have columns of any names, whose values are put into texts. `{name}` stands for the column `name`; `{{` and
@@ -182,7 +173,7 @@ class PythonFormat(Section):
     type: Literal["python"]
     """A function of yours turns rows into other rows, which are read in another format."""
 
-    function: Annotated[str, AfterValidator(_a_function)]
+    function: Annotated[str, AfterValidator(function_name)]
     """`module:function`. The function takes a row (a dict) and returns one. The module must be importable wherever data
     is read. Its file, and the files of your own modules that it imports, belong to the run: a changed one is refused."""
 

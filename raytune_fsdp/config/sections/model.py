@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.rules import Section, model_place, without_secret_values
+from raytune_fsdp.config.rules import Section, function_name, model_place, without_secret_values
 
 
 class NewToken(Section):
@@ -48,6 +48,11 @@ class ModelConfig(Section):
 
     tokenizer: Annotated[str, AfterValidator(model_place)] | None = None
     """Directory or hub name of the tokenizer. Default: `model.path`."""
+
+    network: Annotated[str, AfterValidator(function_name)] | None = None
+    """`module:function`: a function of your own that is given the model's config and returns the network, a
+    `transformers.PreTrainedModel`. A class will do. The module must be importable wherever ranks run. Its file, and the files
+    of your own modules that it imports, belong to the run: a changed one is refused."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""

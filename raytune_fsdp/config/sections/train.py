@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.rules import Section
+from raytune_fsdp.config.rules import Section, function_name
 
 
 class TrainConfig(Section):
@@ -27,6 +27,16 @@ class TrainConfig(Section):
     log_every: int = Field(default=1, ge=1)
     """Steps between two reads of the device: the metrics of all steps in between are fetched and written together."""
 
+    loss: Annotated[str, AfterValidator(function_name)] | None = None
+    """`module:function`: a loss of your own. It is called with the log-probabilities of one document's targets (a tensor) and
+    a `LossDocument`, and returns a tensor with a value for each target, in place of its cross-entropy. The module must be
+    importable wherever ranks run. Its file, and the files of your own modules that it imports, belong to the run: a
+    changed one is refused. Evaluations measure cross-entropy."""
+
+    loss_columns: list[str] = Field(default_factory=list)
+    """Columns of the rows, of numbers, that your loss is told: `document.columns`. Every row of `data.train` must have them (of
+    a function's rows, those that it returns)."""
+
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
     """NEFTune: add uniform noise to the embeddings of tokens, at most this over the square root of (tokens of the packed
     sample x width). Usually 5 to 15. Null: no noise."""
@@ -44,6 +54,23 @@ class TrainConfig(Section):
 
     router_z_loss_coef: float = Field(default=0.0, ge=0)
     """Add this times the mean square of the logarithm of the sums in the softmax of a mixture's routers; usually 1e-3."""
+
+    @model_validator(mode="after")
+    def _own_loss(self) -> Self:
+        if self.loss is None and self.loss_columns:
+            raise ValueError(
+                f"train.loss_columns={self.loss_columns} without train.loss: only a loss of your own reads them; name it, or "
+                "leave them out"
+            )
+        if len(set(self.loss_columns)) < len(self.loss_columns):
+            raise ValueError(f"train.loss_columns={self.loss_columns}: names a column twice; leave one out")
+        for field in ("label_smoothing", "z_loss") if self.loss is not None else ():
+            if value := getattr(self, field):
+                raise ValueError(
+                    f"train.{field}={value} with train.loss={self.loss}: it changes the cross-entropy, which your loss "
+                    f"takes the place of: set {field} to 0, or leave loss out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _length_and_batch(self) -> Self:

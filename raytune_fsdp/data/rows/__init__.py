@@ -6,7 +6,8 @@ formats.py         rows become documents, by the dataset's format; reads instruc
 row_keys.py        keys that tell which rows are equal
 conversation.py    reads a row's conversation, whatever names the file uses
 user_functions.py  a function of the user's turns rows into other rows
-elsewhere.py       calls that function in a process of its own, and lists the modules that it needs
+own_code.py        code of the user's that a config names: found, told apart by its source; losses and networks, too
+elsewhere.py       calls such a function in a process of its own, and lists the modules that it needs
 templates.py       chat templates: which one applies, and the text it renders
 sandbox.py         the process in which templates run, with limits, one for each process that reads rows
 template_program.py  what runs there: Jinja's sandbox, with what transformers gives to templates

@@ -1,7 +1,7 @@
 """Call a function of the user's in a process of its own, and list the modules that it needs.
 
-`user_functions` starts this file by its path, under another PYTHONHASHSEED. The file imports only the standard library,
-so every module that `sys.modules` gains comes from importing the function or from calling it.
+`own_code` starts this file by its path, under another PYTHONHASHSEED. The file imports only the standard library, so
+every module that `sys.modules` gains comes from importing the function or from calling it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 _INSTALLED = {"site-packages", "dist-packages"}
-_OURS = "raytune_fsdp"
+_NOT_USERS = {"raytune_fsdp", "__mp_main__", "_remote_module_non_scriptable"}
+"""This package; what `multiprocessing` calls this file when it is imported; and a module that torch writes among
+temporary files."""
 
 
 def try_call(function: Callable[[dict[str, Any]], Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
@@ -39,7 +41,7 @@ def modules_of_users(names: set[str]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in sorted(names):
         top = name.partition(".")[0]
-        if top == _OURS or _is_installed(file_of(top), places):
+        if top in _NOT_USERS or _is_installed(file_of(top), places):
             continue
         file = file_of(name)
         if file is None:
@@ -103,15 +105,21 @@ def _can_be_sent(value: Any) -> bool:
     return True
 
 
+def _named(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
 def main() -> None:
     request = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the function may print
     sys.path[:] = request["path"]
+    call = _named(request["by"]) if request["by"] else try_call
     before = set(sys.modules)
-    function = getattr(importlib.import_module(request["module"]), request["function"])
+    function = _named(f"{request['module']}:{request['function']}")
     # From the last row to the first, so that state which a function keeps between calls shows, too.
-    results = [_sent(*try_call(function, row)) for row in reversed(request["rows"])]
+    results = [_sent(*call(function, row)) for row in reversed(request["rows"])]
     modules = modules_of_users(set(sys.modules) - before - {request["module"]})
     with answer:
         pickle.dump({"results": results[::-1], "modules": modules}, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +54,8 @@ class Document:
 
     input_ids: Int32Array
     labels: Int32Array
+    columns: tuple[float, ...] = ()
+    """What a loss of the user's own is told of its row."""
 
     @property
     def target_tokens(self) -> int:
@@ -61,7 +64,7 @@ class Document:
 
     def cut(self, length: int) -> Document:
         """Return a document of the first `length` tokens."""
-        return Document(self.input_ids[:length], self.labels[:length])
+        return replace(self, input_ids=self.input_ids[:length], labels=self.labels[:length])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +112,25 @@ class Formatter:
         order: int = ORDER_VERSION,
         copied: bool = False,
         by_turn: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         """`template`: its text, None for the tokenizer's own, or all that the config says of it. `code`, `modules`: see
         `RowFunction`. `order`: the version by whose rules rows are read.
 
-        `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`.
+        `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`. `columns`:
+        the columns that a loss is told.
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
         self._given: dict[str, Any] = {
             "format": format, "tokenizer": tokenizer, "vocab_size": vocab_size, "template": template,
             "columnar": columnar, "special_tokens": special_tokens, "order": order, "by_turn": by_turn,
+            "columns": columns,
         }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
+        self._columns = columns
         self._order = order
         self._vocab_size = vocab_size
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -230,7 +237,8 @@ class Formatter:
 
         `wheres`: how errors name the rows. `made`: the user's function has made these rows already.
         """
-        begun = [self._read_or_error(row, where, made) for row, where in zip(rows, wheres, strict=True)]
+        rows = rows if made else [self._made(row, where) for row, where in zip(rows, wheres, strict=True)]
+        begun = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
         render_ahead([each.rendering for each in begun if isinstance(each, _Begun)])
         read = [self._finish_or_error(each) if isinstance(each, _Begun) else each for each in begun]
         # All texts in one call: the tokenizer spreads a batch over its threads.
@@ -240,10 +248,10 @@ class Formatter:
             spans, literals = [each.spans for each in texts], [each.literals for each in texts]
             encoded = iter(self._encoder.encode([each.text for each in texts], spans, literals))
         documents: list[Document | RowError] = []
-        for item, where in zip(read, wheres, strict=True):
+        for item, row, where in zip(read, rows, wheres, strict=True):
             document = self._assemble(item, next(encoded), where) if isinstance(item, RowText) else item
             if isinstance(document, Document):
-                document = self._check(document, where) or document
+                document = self._check(document, where) or self._told(document, row, where)
             documents.append(document)
         return documents
 
@@ -269,13 +277,29 @@ class Formatter:
                         "clocks, no order of a set: write sorted(…) around one)"
                     )
 
-    def _read_or_error(
-        self, row: dict[str, Any] | RowError, where: str, made: bool = False
-    ) -> RowText | Document | _Begun | RowError:
+    def _made(self, row: dict[str, Any] | RowError, where: str) -> dict[str, Any] | RowError:
+        """Return what the user's function makes of a row, if the format has one."""
+        if self.function is None or isinstance(row, RowError):
+            return row
+        try:
+            return self.function(row, where)
+        except RowError as error:
+            return error
+
+    def _told(self, document: Document, row: dict[str, Any] | RowError, where: str) -> Document | RowError:
+        """Return the document with the columns of its row that a loss is told."""
+        if not self._columns or isinstance(row, RowError):
+            return document
+        try:
+            return replace(document, columns=tuple(read_number(row, name, where) for name in self._columns))
+        except RowError as error:
+            return error
+
+    def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> RowText | Document | _Begun | RowError:
         if isinstance(row, RowError):
             return row
         try:
-            return self._begin(row if self.function is None or made else self.function(row, where), where)
+            return self._begin(row, where)
         except RowError as error:
             return error
 
@@ -378,10 +402,30 @@ class Formatter:
         return None
 
 
+def read_number(row: dict[str, Any], name: str, where: str) -> float:
+    """Return a column that a loss is told. Raises RowError."""
+    value = row.get(name)
+    if name not in row or value is None:
+        what = f"has no column {name!r}" if name not in row else f"has null in {name!r}"
+        raise RowError(
+            f"{where}: the row {what}, which train.loss_columns tells the loss; it has "
+            f"{shorten(', '.join(map(repr, row)))}; correct the name or the row",
+            "missing_column" if name not in row else "null",
+        )
+    number = float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
+    if not math.isfinite(number):
+        raise RowError(
+            f"{where}: {name}={shorten(value)} is no finite number, which train.loss_columns needs; correct "
+            "or remove the row",
+            "wrong_type",
+        )
+    return number
+
+
 def _content(document: Document | RowError) -> Any:
     if isinstance(document, RowError):
         return None  # its text does not count: an object's address in it differs every time
-    return document.input_ids.tolist(), document.labels.tolist()
+    return document.input_ids.tolist(), document.labels.tolist(), document.columns
 
 
 _NO_END = (

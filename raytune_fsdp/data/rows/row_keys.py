@@ -82,7 +82,7 @@ class RowKeys(Formatter):
 
     def keys(self, rows: Sequence[dict[str, Any] | RowError]) -> list[Keys]:
         """Return the keys of each row; zeros for a row that becomes no document."""
-        return [self._key(self._read_or_error(row, "", made=False)) for row in rows]
+        return [self._key(self._read_or_error(self._made(row, ""), "")) for row in rows]
 
     def _key(self, item: object) -> Keys:
         if isinstance(item, Document):

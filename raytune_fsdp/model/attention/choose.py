@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.errors import ConfigError, first_line
-from raytune_fsdp.data.batches import borders_of
+from raytune_fsdp.data.targets import borders_of
 from raytune_fsdp.model.attention.calls import PREFIX
 from raytune_fsdp.model.attention.flash import FLASH
 from raytune_fsdp.model.attention.kernels import KERNELS

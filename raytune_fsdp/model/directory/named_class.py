@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
+from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.quantization import forget_quantization
 
 Kind = type[PreTrainedModel]
@@ -32,7 +33,7 @@ Kind = type[PreTrainedModel]
 def built_on_meta(directory: Path, make: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel | None:
     """Return what `make` builds from a directory's config.json, on the meta device; None if it needs its own code."""
     values = read_config(directory)
-    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
+    if "auto_map" in values or function_in(values) is not None or values.get("model_type") not in CONFIG_MAPPING:
         return None
     try:
         with torch.device("meta"), bounded_building():
@@ -127,7 +128,7 @@ def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
 
     A run's own config.json names the class that it trains, so there the model_type decides.
     """
-    if "auto_map" in values:
+    if "auto_map" in values or function_in(values) is not None:
         return None
     kind = str(values.get("model_type"))
     known = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}.get(kind)

@@ -31,6 +31,7 @@ from raytune_fsdp.model.directory.known_files import (
     read_object,
     travelling,
 )
+from raytune_fsdp.model.directory.needed_code import check_there, function_in
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.model.export.mark import new_export
 from raytune_fsdp.model.export.older_names import add_older_names, rename_tokenizer
@@ -166,8 +167,11 @@ def check_complete(directory: Path, model: PreTrainedModel, shapes: Shapes) -> N
 
 def _check_code(model_files: Path, trusted: bool) -> None:
     """Refuse to spread Python code that nobody has read. A tokenizer may name code that never came with it."""
+    config = read_config(model_files)
+    if (function := function_in(config)) is not None:  # it lies elsewhere, and nothing of it is copied
+        check_there(function, model_files)
     named = code_files(model_files)
-    if not trusted and (named or "auto_map" in read_config(model_files)):
+    if not trusted and (named or "auto_map" in config):
         raise ModelError(
             f"{model_files} has a model with Python code of its own ({', '.join(named) or 'auto_map in config.json'}), "
             "which an export contains: read it, then add --trust-remote-code (in a run: model.trust_remote_code=true)"

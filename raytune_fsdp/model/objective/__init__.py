@@ -3,6 +3,7 @@
 objective.py        the cross-entropy of the targets, what a run adds to it, and the gradient of both
 loss.py             the loss of a micro-batch, summed over its targets
 losses.py           the results of a forward pass for its targets
+own_loss.py         values of the user's own in the place of cross-entropies
 chunked_head.py     losses without the logits of a whole micro-batch
 documents.py        the losses of single documents
 routers.py          the losses that keep experts balanced

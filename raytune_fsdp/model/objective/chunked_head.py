@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_and_gradients
+from raytune_fsdp.model.objective.own_loss import Bent
 from raytune_fsdp.model.pieces.sums import local_weight, summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
@@ -102,17 +104,16 @@ class LossHead(HeadWithRows):
             return super().forward(hidden)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
         rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
-        losses = linear_cross_entropy(
-            chosen,
-            weight,
-            bias,
-            self._targets.ids,
-            self.shape,
-            self._objective,
-            rows,
-            device_type=self.stands_for,
-            vocabulary=self.vocabulary,
-        )
+        compute = partial(
+            linear_cross_entropy, chosen, weight, bias, self._targets.ids, self.shape, self._objective, rows,
+            device_type=self.stands_for, vocabulary=self.vocabulary,
+        )  # fmt: skip
+        bent = None
+        if self._objective.own is not None:
+            with torch.no_grad():
+                plain = compute().each
+            bent = self._objective.own.bend(-plain, self._targets)
+        losses = compute(bent=bent)
         # One number in place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward when they reach what a module has returned.
         output = losses.total[None, None, None].clone()  # FSDP warns of views
@@ -157,14 +158,18 @@ def linear_cross_entropy(
     *,
     device_type: str | None = None,
     vocabulary: VocabularyPart | None = None,
+    bent: Bent | None = None,
 ) -> Losses:
-    """Compute the losses of the targets `ids`, each predicted from its row of `hidden` (tokens, width)."""
+    """Compute the losses of the targets `ids`, each predicted from its row of `hidden` (tokens, width).
+
+    `bent`: their losses, known already, and the derivatives of these by the log-probabilities.
+    """
     at_once = _CHUNK.get(device_type or hidden.device.type, _CHUNK["cpu"])
     # Asked here, since gradients are always off inside of a Function.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
-        ids, shape, objective, learning, at_once, vocabulary,
+        ids, shape, objective, learning, at_once, vocabulary, bent,
     )  # fmt: skip
     return Losses(total=total, each=each, right=right)
 
@@ -186,6 +191,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learning: bool,
         at_once: int,
         vocabulary: VocabularyPart | None,
+        bent: Bent | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         each = torch.empty(len(ids), dtype=wide, device=hidden.device)
@@ -203,6 +209,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + size)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
             each[part], right[part] = losses_and_gradients(logits, ids[part], objective, vocabulary)
+            _bend(each, logits, bent, part)
             if of_hidden is None and of_weight is None and of_rows is None:
                 continue
             if slope is not None:
@@ -231,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, *[None] * 7)
+        return (*scaled, *[None] * 8)
 
 
 def _logits(
@@ -255,6 +262,13 @@ def _logits(
     bent = logits.div_(shape.softcap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(shape.softcap), slope
+
+
+def _bend(each: torch.Tensor, gradient: torch.Tensor, bent: Bent | None, part: slice) -> None:
+    """Put other values in the place of cross-entropies, which are minus the log-probabilities, and their gradient."""
+    if bent is not None:
+        each[part] = bent.values[part]
+        gradient.mul_(-bent.slopes[part, None])
 
 
 def _taken_out(gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_of_targets
+from raytune_fsdp.model.objective.own_loss import bent_sum
 
 
 def micro_batch_loss(model: PreTrainedModel, batch: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
@@ -64,6 +65,8 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
     if objective.bends_losses:
         bent = losses_of_targets(logits.reshape(len(log_probabilities), -1), log_probabilities, places, ids, objective)
         total, each = bent.sum(), bent.detach()
+    if objective.own is not None:
+        total, each = bent_sum(objective.own, log_probabilities[places, ids], batch.targets)
     return Losses(total=total, each=each, right=right)
 
 

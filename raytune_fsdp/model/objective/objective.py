@@ -1,4 +1,4 @@
-"""What a step minimises: the cross-entropy of its targets, and what a run adds to it.
+"""What a step minimises: the cross-entropy of its targets, or a loss of the user's own, and what a run adds to it.
 
 Each token's loss is computed in two ways, which are next to each other here: from all logits of a micro-batch, where
 torch finds the gradient (`losses_of_targets`), and from a chunk's, with the gradient (`losses_and_gradients`).
@@ -18,6 +18,7 @@ from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
     from raytune_fsdp.model.objective.documents import DocumentLosses
+    from raytune_fsdp.model.objective.own_loss import Bends
     from raytune_fsdp.model.objective.routers import Routers
 
 
@@ -34,9 +35,16 @@ class Objective:
     documents: DocumentLosses | None = None
     """Notes the losses of documents, which do not change what is minimised."""
 
+    own: Bends | None = None
+    """Puts values of the user's own in the place of the cross-entropies."""
+
     @classmethod
     def of(
-        cls, train: TrainConfig, routers: Routers | None = None, documents: DocumentLosses | None = None
+        cls,
+        train: TrainConfig,
+        routers: Routers | None = None,
+        documents: DocumentLosses | None = None,
+        own: Bends | None = None,
     ) -> Objective:
         return cls(
             label_smoothing=train.label_smoothing,
@@ -44,6 +52,7 @@ class Objective:
             neftune_noise_alpha=train.neftune_noise_alpha,
             routers=routers,
             documents=documents,
+            own=own,
         )
 
     @property

@@ -31,6 +31,7 @@ from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install_chunked_loss
 from raytune_fsdp.model.objective.objective import Objective
+from raytune_fsdp.model.objective.own_loss import StandIn
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
@@ -326,7 +327,7 @@ def one_step(
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
-        objective=Objective.of(config.train, None, None), sums=sums,
+        objective=Objective.of(config.train, own=None if config.train.loss is None else StandIn()), sums=sums,
     )  # fmt: skip
 
 
@@ -401,6 +402,7 @@ def _repeated(one: MicroBatch, times: int) -> MicroBatch:
             ids=targets.ids.repeat(times),
             datasets=targets.datasets.repeat(times),
             by_dataset=tuple(times * count for count in targets.by_dataset),
+            by_document=targets.by_document * times,
         ),
         sample_ids=one.sample_ids * times,
         tokens=times * one.tokens,

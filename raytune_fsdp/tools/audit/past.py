@@ -80,6 +80,7 @@ def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) ->
     """Refuse to run code that a run's config names, unless the user trusts it. `ranks`: ranks will be started, too."""
     datasets = [*config.data.train, *([] if isinstance(config.data.eval, HeldOutConfig) else config.data.eval)]
     named = [each.format.function for each in datasets if isinstance(each.format, PythonFormat)]
+    named += [each for each in (config.train.loss, config.model.network) if each is not None]
     if config.model.trust_remote_code:
         named.append("model.trust_remote_code=true")
     if ranks:  # PYTHONPATH and LD_PRELOAD bring code, and others may

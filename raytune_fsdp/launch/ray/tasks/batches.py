@@ -18,7 +18,7 @@ from raytune_fsdp.data.batches import fill_up, stream_batch
 from raytune_fsdp.data.stream import StreamSample
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.launch.ray.tasks.calls import own_errors
-from raytune_fsdp.launch.ray.tasks.stream import TOKEN_COLUMNS, to_blocks
+from raytune_fsdp.launch.ray.tasks.stream import TOKEN_COLUMNS, TOLD, to_blocks
 from raytune_fsdp.plan.division import Division
 
 if TYPE_CHECKING:
@@ -84,9 +84,17 @@ class ToBlock(ArrowBatchCollateFn):  # type: ignore[misc]
         number: int = table["block"][0].as_py()
         arrays = {name: table[name].combine_chunks().flatten().to_numpy() for name in TOKEN_COLUMNS}
         tokens = {name: values.reshape(len(table), -1) for name, values in arrays.items()}
+        told = None
+        if TOLD in table.column_names:
+            flat = table[TOLD].combine_chunks().flatten().to_numpy()
+            told = flat.reshape(len(table), -1, tokens["input_ids"].shape[1])
         samples = [
             StreamSample(
-                PackedSample(id=row["id"], **{name: values[i] for name, values in tokens.items()}),
+                PackedSample(
+                    id=row["id"],
+                    columns=None if told is None else told[i],
+                    **{k: each[i] for k, each in tokens.items()},
+                ),
                 Cursor(epoch=row["epoch"], window=row["window"], index=row["index"]),
                 row["built"],
             )

@@ -147,7 +147,8 @@ def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedC
     if not chosen.task_gpus:
         torch.set_num_threads(chosen.task_cpus)
     whole = find_checkpoint(checkpoint.path)  # compared with its manifest
-    model = load_checkpoint(whole, device, trust_remote_code=config.model.trust_remote_code)
+    trust = config.model.trust_remote_code or config.model.network is not None
+    model = load_checkpoint(whole, device, trust_remote_code=trust)
     measured = Evaluation.of(config, prepared.evals, prepared.tasks)
     values, answered = examine(config, model, prepared.tokenizer, measured, device)
     return values, answered, time.monotonic() - started

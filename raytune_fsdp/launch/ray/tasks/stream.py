@@ -52,6 +52,8 @@ COUNTED_PER_CPU = 2
 """Windows in flight per CPU in a census, so that no CPU waits for its next window."""
 
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids", "source_ids")
+TOLD = "columns"
+"""What a loss of the user's own is told of the tokens' rows, if there is such a loss."""
 _FIRST_BLOCK, _BYTES_PER_BLOCK = "raytune_fsdp.first_block", "raytune_fsdp.bytes_per_block"
 
 
@@ -66,7 +68,7 @@ def stream_dataset(stream: Stream, cursor: Cursor, *, micro_batch: int, samples:
     dataset = ray.data.read_datasource(
         source, override_num_blocks=1, num_cpus=0, label_selector={"ray.io/node-id": here}
     )
-    block_bytes = micro_batch * _sample_bytes(stream.windows.seq_len)
+    block_bytes = micro_batch * _sample_bytes(stream.windows)
     context = dataset.context
     context.set_config(_FIRST_BLOCK, first_block)
     context.set_config(_BYTES_PER_BLOCK, block_bytes)
@@ -83,13 +85,12 @@ def first_samples(stream: Stream, cursor: Cursor, division: Division, steps: ran
     """Return the samples of the first steps, as far as the stream's first window has them; the steps that are left; and
     where those begin. Thus the first steps need not wait until Ray Data has started, which takes seconds.
     """
-    seq_len = stream.windows.seq_len
     # Ray Data always has the last step, which may be short.
-    most = min(FIRST_STEPS, FIRST_BYTES // (_sample_bytes(seq_len) * division.global_batch), len(steps) - 1)
+    most = min(FIRST_STEPS, FIRST_BYTES // (_sample_bytes(stream.windows) * division.global_batch), len(steps) - 1)
     samples = list(islice(stream.section(cursor, 0), most * division.global_batch)) if most else []
     num = len(samples) // division.global_batch
     samples = samples[: num * division.global_batch]
-    return _to_table(samples, seq_len), steps[num:], samples[-1].after if samples else cursor
+    return _to_table(samples, stream.windows), steps[num:], samples[-1].after if samples else cursor
 
 
 def to_blocks(tables: Iterator[pa.Table], micro_batch: int, samples: int, first_block: int) -> Iterator[pa.Table]:
@@ -172,7 +173,7 @@ def _sections(held: ObjectRef, cursor: Cursor) -> Generator[pa.Table, None, None
 
 def _section(held: Sequence[ObjectRef], cursor: Cursor, number: int) -> pa.Table:
     stream: Stream = opened(held[0])
-    return _to_table(list(stream.section(cursor, number)), stream.windows.seq_len)
+    return _to_table(list(stream.section(cursor, number)), stream.windows)
 
 
 def _count(held: Sequence[ObjectRef], epoch: int, k: int) -> tuple[WindowCounts, bool]:
@@ -184,16 +185,21 @@ def _count(held: Sequence[ObjectRef], epoch: int, k: int) -> tuple[WindowCounts,
 _section_task, _count_task = on_a_cpu(_section), on_a_cpu(_count)
 
 
-def _sample_bytes(seq_len: int) -> int:
-    """Return the bytes of a row of `_to_table`: int32 tokens, and five 8-byte columns with the number of the block."""
-    return 4 * len(TOKEN_COLUMNS) * seq_len + 8 * 5
+def _sample_bytes(windows: Windows) -> int:
+    """Return the bytes of a row of `_to_table`: int32 tokens, what a loss is told of them, and five 8-byte columns with
+    the number of the block."""
+    return (4 * len(TOKEN_COLUMNS) + 8 * len(windows.columns)) * windows.seq_len + 8 * 5
 
 
-def _to_table(samples: Sequence[StreamSample], seq_len: int) -> pa.Table:
+def _to_table(samples: Sequence[StreamSample], windows: Windows) -> pa.Table:
     columns: dict[str, pa.Array] = {}
     for name in TOKEN_COLUMNS:
         values = [getattr(each.sample, name) for each in samples] or [np.empty(0, dtype=np.int32)]
-        columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(values)), seq_len)
+        columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(values)), windows.seq_len)
+    if windows.columns:
+        told = [each.sample.columns for each in samples if each.sample.columns is not None]
+        flat = np.concatenate([each.reshape(-1) for each in told] or [np.empty(0)])
+        columns[TOLD] = pa.FixedSizeListArray.from_arrays(pa.array(flat), windows.seq_len * len(windows.columns))
     columns["id"] = pa.array([each.sample.id for each in samples], pa.int64())
     for name in ("epoch", "window", "index"):
         columns[name] = pa.array([getattr(each.after, name) for each in samples], pa.int64())

@@ -1,0 +1,365 @@
+"""A loss of the user's own: ours where it says the same, the book where it does not, and refused where it is none."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from raytune_fsdp.base.batch import Cursor, MicroBatch
+from raytune_fsdp.base.errors import ConfigError, DataError, ResumeError
+from raytune_fsdp.config import DatasetConfig, TrainConfig
+from raytune_fsdp.data.batches import filler, stream_batch, to_batch
+from raytune_fsdp.data.rows.own_code import OwnCode
+from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.launch.own_functions import with_names
+from raytune_fsdp.model.attention.choose import logits_of
+from raytune_fsdp.model.objective import chunked_head
+from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
+from raytune_fsdp.model.objective.loss import micro_batch_loss
+from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.objective.own_loss import KEY, OwnLoss, find_loss
+from raytune_fsdp.model.proof import LENGTHS, documents
+from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.run.checks import check_config
+from raytune_fsdp.run.resume import identity_of
+from tests.models import build
+from tests.rows import make_windows
+from tests.runs import make_config
+
+CPU = torch.device("cpu")
+
+CODE = """
+import itertools, torch
+import weights_of_mine
+
+def plain(log_probabilities, document):
+    return -log_probabilities
+
+def focal(log_probabilities, document):
+    return -((1 - log_probabilities.exp()) ** 2) * log_probabilities
+
+def by_length(log_probabilities, document):
+    assert document.targets.dtype == torch.int64
+    return -log_probabilities * weights_of_mine.of(document.targets) / len(log_probabilities)
+
+def total(log_probabilities, document):
+    return -log_probabilities.sum()
+
+def half(log_probabilities, document):
+    return -log_probabilities.half()
+
+def detached(log_probabilities, document):
+    return -log_probabilities.detach()
+
+def constant(log_probabilities, document):
+    return torch.ones_like(log_probabilities)
+
+def numbers(log_probabilities, document):
+    return [-each for each in log_probabilities.tolist()]
+
+def infinite(log_probabilities, document):
+    return (1 - log_probabilities.exp()).log() - log_probabilities
+
+def steep(log_probabilities, document):
+    return log_probabilities.abs().sqrt()
+
+def raising(log_probabilities):
+    return -log_probabilities
+
+def columns(log_probabilities, document):
+    return -log_probabilities * document.columns["reward"]
+
+calls = itertools.count()
+
+def changing(log_probabilities, document):
+    return -log_probabilities * next(calls)
+
+def unordered(log_probabilities, document):
+    return -log_probabilities * float(str({str(i) for i in range(12)})[2:].split("'")[0])
+
+def drawn(log_probabilities, document):
+    return -log_probabilities * torch.rand(len(log_probabilities))
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "losses_of_mine.py").write_text(CODE)
+    (tmp_path / "weights_of_mine.py").write_text("def of(ids): return 1 + (ids % 3 == 0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    for name in ("losses_of_mine", "weights_of_mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def own(function: str) -> OwnLoss:
+    return OwnLoss(OwnCode(KEY, f"losses_of_mine:{function}"))
+
+
+def by_the_book(function: str, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """The value of each target, document after document, by a loop over the tokens of the batch."""
+    values, place = [], 0
+    for length in (n for row in LENGTHS for n in row):
+        targets = batch.input_ids.flatten()[place + 1 : place + length]
+        logs = nn.functional.log_softmax(logits[place : place + length - 1], -1)
+        for row, target in zip(logs, targets, strict=True):
+            p = row[target]
+            if function == "focal":
+                values.append(-((1 - p.exp()) ** 2) * p)
+            elif function == "by_length":
+                values.append(-p * (2 if target % 3 == 0 else 1) / (length - 1))
+            else:
+                values.append(-p)
+        place += length
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("function", ["plain", "focal", "by_length"])
+@pytest.mark.parametrize("head", ["plain", "chunked"])
+def test_values_and_gradients_are_those_of_the_book(
+    code: Path, function: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunked_head._CHUNK, "cpu", 131 * 5)  # in chunks that end inside of documents
+    model = build("llama", attn_implementation="eager").double()
+    batch = documents(model, CPU)
+    logits = logits_of(model, batch.input_ids, batch.position_ids, batch.borders).flatten(0, 1)
+    each = by_the_book(function, logits, batch)
+    (0.125 * each.sum()).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    if head == "chunked":
+        install_chunked_loss(model)
+    found = micro_batch_loss(model, batch, Objective(own=own(function)))
+    (0.125 * found.total).backward()
+    assert torch.allclose(found.each, each, rtol=1e-12, atol=0) and not found.each.requires_grad
+    assert found.total.item() == pytest.approx(each.sum().item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-9, atol=1e-14), name
+    ours = micro_batch_loss(model, batch)
+    assert torch.equal(found.right, ours.right)
+    assert (function == "plain") == torch.allclose(found.each, ours.each, rtol=1e-6), "or it does nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_minus_the_log_probability_is_our_loss_to_the_bit(code: Path, dtype: torch.dtype) -> None:
+    """In the head that most runs have."""
+    model = build("llama", attn_implementation="eager").to(dtype)
+    install_chunked_loss(model)
+    batch, found = documents(model, CPU), []
+    for objective in (CROSS_ENTROPY, Objective(own=own("plain"))):
+        model.zero_grad()
+        losses = micro_batch_loss(model, batch, objective)
+        losses.total.backward()
+        found.append([losses.total.detach(), losses.each, *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_filler_has_no_document(code: Path) -> None:
+    model = build("llama")
+    for chunked in (False, True):
+        if chunked:
+            install_chunked_loss(model)
+        losses = micro_batch_loss(model, filler(2, seq_len=16, pad_id=0), Objective(own=own("by_length")))
+        losses.total.backward()
+        assert losses.total.item() == 0.0 and not any(p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("total", r"for a document of 1 target\(s\) it returned a tensor of float32 of shape \[\]; it must return a "),
+        ("half", r"returned a tensor of float16 of shape \[1\]; it must return a tensor of float32 of shape \[1\]: a "),
+        ("numbers", r"it returned \[-0\.0\]; it must return a tensor of float32 of shape \[1\]: a value for each "),
+        ("detached", r"none of its values depends on log_probabilities for torch.*without \.item\(\), \.detach\(\)"),
+        ("constant", "none of its values depends on log_probabilities"),
+        ("infinite", r"for a target with the log-probability 0 its value is -inf; keep it finite, such as by"),
+        ("steep", r"with the log-probability 0 its gradient is (nan|inf); keep it finite"),
+        (
+            "raising",
+            r"it raised TypeError: .*positional argument.*; it is called with a tensor of log-probabilities and",
+        ),
+        ("columns", r"raised KeyError: 'reward'; it is called .* whose columns are those of train\.loss_columns"),
+        ("missing", r"losses_of_mine\.py has no function missing; correct the name"),
+        ("changing", "called twice for one document, it returned two different losses.*no state between calls"),
+        ("drawn", "called twice for one document, it returned two different losses.*no random numbers"),
+    ],
+)
+def test_what_is_no_loss_is_refused_at_the_start(code: Path, function: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:{function}: .*{message}") as caught:
+        find_loss(f"losses_of_mine:{function}")
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_its_source_and_its_modules_make_the_run(code: Path) -> None:
+    """As with functions that make rows."""
+
+    def identity() -> dict[str, Any]:
+        config = make_config(code, train={"loss": "losses_of_mine:by_length"})
+        windows: Any = SimpleNamespace(identity={})
+        from transformers import GPT2Config
+
+        return identity_of(config, GPT2Config(), windows, [find_loss("losses_of_mine:by_length")])
+
+    before = identity()
+    assert before["train.loss"] == "losses_of_mine:by_length"
+    assert {key for key in before if "loss_" in key} == {"train.loss_file", "train.loss_modules.weights_of_mine"}
+    sent = pickle.dumps(find_loss("losses_of_mine:by_length"))
+    with open(code / "weights_of_mine.py", "a") as file:
+        file.write("# another comment\n")
+    with pytest.raises(ConfigError, match=r"weights_of_mine\.py on .* is not the file that the run was started with"):
+        pickle.loads(sent).load()
+    with pytest.raises(ResumeError, match=r"train\.loss_modules\.weights_of_mine: was '\w+', is '\w+'"):
+        check_identity(before, identity(), "x", files_before={}, files_now={})
+    (code / "losses_of_mine.py").unlink()
+    del sys.modules["losses_of_mine"]
+    with pytest.raises(ConfigError, match=r"^train\.loss=losses_of_mine:by_length: losses_of_mine cannot be imported"):
+        find_loss("losses_of_mine:by_length")
+
+
+def test_one_without_source_is_refused(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def local(log_probabilities: torch.Tensor, document: Any) -> torch.Tensor:
+        return -log_probabilities
+
+    for function, message in (
+        (lambda p, _: -p, r"train\.loss: .*<lambda> cannot be imported by ranks.*at the top of its module"),
+        (local, r"local cannot be imported by ranks"),
+        (nn.Identity(), r"train\.loss: Identity\(\) is no function with a name"),
+        (len, r"train\.loss: the code of len is in no file.*%%writefile my_code\.py"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            with_names({"train": {"loss": function}})
+    from losses_of_mine import focal  # type: ignore[import-not-found]
+
+    given = {"Train": {"Loss": focal, "max_steps": 3}, "data": {"train": []}}
+    assert with_names(given)["Train"] == {"Loss": "losses_of_mine:focal", "max_steps": 3}
+    assert given["Train"]["Loss"] is focal, "the caller's own map is as it was"  # type: ignore[index]
+    main = SimpleNamespace(__file__=str(code / "script.py"), __spec__=None, focal=focal)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(focal, "__module__", "__main__")
+    assert with_names({"train": {"loss": focal}}) == {"train": {"loss": "script:focal"}}
+    main.__file__ = str(code / "my-script.py")
+    with pytest.raises(ConfigError, match=r"focal is in .*my-script\.py, which cannot be imported"):
+        with_names({"train": {"loss": focal}})
+    del main.__file__
+    with pytest.raises(ConfigError, match=r"the code of focal is in no file.*in a notebook"):
+        with_names({"train": {"loss": focal}})
+
+
+def test_what_does_not_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"train\.z_loss=0\.1 with train\.loss=a:b: it changes the cross-entropy"):
+        TrainConfig(global_batch=1, max_steps=1, loss="a:b", z_loss=0.1)
+    with pytest.raises(ValidationError, match="is not module:function"):
+        TrainConfig(global_batch=1, max_steps=1, loss="focal")
+    config = make_config(tmp_path, train={"loss": "a:b"}, parallel={"mesh": {"sequence": 2}})
+    with pytest.raises(ConfigError, match=r"mesh\.sequence=2: your loss is a function of whole documents"):
+        check_config(config, 2)
+
+
+REWARDS = [0.5, -2.0, 3.0, 0.0, 7.25, 1.0, -1.0]
+
+
+def rewarded(directory: Path, kind: str) -> DatasetConfig:
+    """Rows of two to eight tokens, the first of them not trained on, each with a reward."""
+    rows = [
+        {"input_ids": [10 + i] * (2 + i), "labels": [-100, *[10 + i] * (1 + i)], "reward": reward, "other": "x"}
+        for i, reward in enumerate(REWARDS)
+    ]
+    file = directory / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return DatasetConfig(path=str(file), format={"type": "tokens"})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_columns_of_rows_stay_with_their_documents(tmp_path: Path, kind: str, packing: str) -> None:
+    """Packed, cut, written to the cache, and read from it."""
+
+    def windows(**more: Any) -> Windows:
+        return make_windows([rewarded(tmp_path, kind)], cache=tmp_path / "cache", seq_len=9, packing=packing, **more)
+
+    plain, told = windows(), windows(columns=["reward"])
+    assert {key for key in told.identity.keys() | plain.identity if key not in plain.identity} == {"columns"}
+    built, again = told.get(0, 0)[0].samples, windows(columns=["reward"]).get(0, 0)
+    assert not again[1], "from the cache"
+    for samples in (built, again[0].samples):
+        batch = to_batch(list(samples), index=0, after=Cursor())
+        assert sum(batch.targets.by_document) == len(batch.targets.ids)
+        ends = np.cumsum(batch.targets.by_document)
+        for document, (end, count) in enumerate(zip(ends, batch.targets.by_document, strict=True)):
+            (token,) = set(batch.targets.ids[end - count : end].tolist())
+            assert batch.targets.columns[document] == (REWARDS[token - 10],)
+    theirs = to_batch(list(plain.get(0, 0)[0].samples), index=0, after=Cursor())
+    assert theirs.targets.columns == () and [each.id for each in built] == [
+        each.id for each in plain.get(0, 0)[0].samples
+    ]
+    assert torch.equal(theirs.input_ids, batch.input_ids) and theirs.targets.by_document == batch.targets.by_document
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, r"the row has no column 'reward', which train\.loss_columns tells the loss; it has 'input_ids'"),
+        ({"reward": None}, "the row has null in 'reward'"),
+        ({"reward": "high"}, "reward=high is no finite number"),
+        ({"reward": 10**400}, "is no finite number"),
+    ],
+)
+def test_a_row_without_its_columns_is_a_bad_one(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"input_ids": [3, 4, 5], **row}) + "\n")
+    dataset = DatasetConfig(path=str(file), format={"type": "tokens", "labels": None})
+    with pytest.raises(DataError, match=message):
+        make_windows([dataset], cache=tmp_path / "cache", columns=["reward"]).get(0, 0)
+
+
+@pytest.mark.thorough
+def test_columns_travel_through_ray_data_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from raytune_fsdp.launch.ray.tasks.batches import ToBlock
+    from raytune_fsdp.launch.ray.tasks.stream import _sample_bytes, _to_table, to_blocks
+    from raytune_fsdp.plan.division import Division
+
+    windows = make_windows([rewarded(tmp_path, "jsonl")], cache=tmp_path / "cache", seq_len=9, columns=["reward"])
+    samples = list(Stream(windows, seed=0).section(Cursor(), 0))
+    table = _to_table(samples, windows)
+    division = Division(global_batch=2, micro_batch=2, total_samples=len(samples), data_ranks=1)
+    (first, *_) = to_blocks(iter([table]), 2, len(samples), 0)
+    assert 0.75 * 2 * _sample_bytes(windows) < first.nbytes < 1.1 * 2 * _sample_bytes(windows), (
+        "or Ray Data merges blocks"
+    )
+    found = ToBlock(division)(first).batch
+    assert found.targets.columns == stream_batch(samples[:2], index=0).targets.columns != ()
+
+
+def test_a_loss_is_told_the_columns_of_its_document(code: Path) -> None:
+    """As by a loop over documents."""
+    model = build("llama", attn_implementation="eager").double()
+    batch = documents(model, CPU)
+    rewards = [float(number + 1) for number in range(len(batch.targets.by_document))]
+    batch = replace(batch, targets=replace(batch.targets, columns=tuple((each,) for each in rewards)))
+    objective = Objective(own=OwnLoss(OwnCode(KEY, "losses_of_mine:columns"), ["reward"]))
+    found = micro_batch_loss(model, batch, objective)
+    ours = micro_batch_loss(model, batch).each.split(list(batch.targets.by_document))
+    wanted = torch.cat([each * reward for each, reward in zip(ours, rewards, strict=True)])
+    assert torch.allclose(found.each, wanted, rtol=1e-12)
+    install_chunked_loss(model)
+    assert torch.allclose(micro_batch_loss(model, batch, objective).each, wanted, rtol=1e-12)
+    assert find_loss("losses_of_mine:columns", ["reward"]).code
