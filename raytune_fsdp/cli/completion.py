@@ -7,41 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from raytune_fsdp.cli.common import ConfigParser, Parser, run_command
-
-SHELLS = ("bash", "zsh", "fish")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """A flag of a command, or one for a field of the config."""
-
-    name: str
-    about: str
-    takes: bool = True
-    """Whether a value follows."""
-    values: tuple[str, ...] = ()
-    """The values, where they are known."""
-    path: bool = False
-    """Whether the value may also be the path of a file or a directory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandWords:
-    """What may follow a command."""
-
-    name: tuple[str, ...]
-    """The command, with the one below it if it has some: `data`, `preview`."""
-    about: str
-    flags: tuple[Flag, ...]
-    first: tuple[str, ...]
-    """The first word, where it is one of a few."""
-    config: bool
-    """Whether fields of the config are flags, too."""
+from raytune_fsdp.cli.completion_scripts import SCRIPTS, CommandWords, Flag
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp completion") -> int:
@@ -56,14 +26,12 @@ def parser_of(prog: str) -> Parser:
         "<(raytune-fsdp completion bash) in ~/.bashrc; zsh: the same with zsh in ~/.zshrc, after compinit; fish: "
         "raytune-fsdp completion fish > ~/.config/fish/completions/raytune-fsdp.fish",
     )
-    parser.add_argument("shell", choices=SHELLS, help="the shell that is to read it")
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell that is to read it")
     return parser
 
 
 def _completion(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.cli.completion_scripts import SCRIPTS
-
     print(SCRIPTS[found.shell](list(commands()), list(fields())), end="")
     return 0
 

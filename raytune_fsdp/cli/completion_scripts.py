@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from raytune_fsdp.cli.completion import CommandWords, Flag
 from raytune_fsdp.cli.main import COMMANDS, PROGRAM
 
 _LONGEST = 80
 """Characters of an explanation, where a shell shows them beside a flag."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag of a command, or one for a field of the config."""
+
+    name: str
+    about: str
+    takes: bool = True
+    """Whether a value follows."""
+    values: tuple[str, ...] = ()
+    """The values, where they are known."""
+    path: bool = False
+    """Whether the value may also be the path of a file or a directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandWords:
+    """What may follow a command."""
+
+    name: tuple[str, ...]
+    """The command, with the one below it if it has some: `data`, `preview`."""
+    about: str
+    flags: tuple[Flag, ...]
+    first: tuple[str, ...]
+    """The first word, where it is one of a few."""
+    config: bool
+    """Whether fields of the config are flags, too."""
 
 
 def _below(commands: Sequence[CommandWords]) -> dict[str, list[str]]:
@@ -27,7 +55,7 @@ def _valued(flags: Sequence[Flag]) -> Iterator[Flag]:
 
 def _short(text: str) -> str:
     """Return the first sentence of an explanation, or its beginning, on one line."""
-    sentence = re.split(r"(?<=[.:;]) ", " ".join(text.split()))[0].rstrip(".:;")
+    sentence = re.split(r"(?<=[.;]) ", " ".join(text.split()))[0].rstrip(".;")
     return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 1].rstrip()}…"
 
 

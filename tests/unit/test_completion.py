@@ -9,7 +9,8 @@ from shutil import which
 
 import pytest
 
-from raytune_fsdp.cli.completion import SHELLS, commands, fields
+from raytune_fsdp.cli.completion import commands, fields
+from raytune_fsdp.cli.completion_scripts import SCRIPTS
 from raytune_fsdp.cli.main import COMMANDS, main
 from raytune_fsdp.config.load import recipes
 
@@ -32,7 +33,7 @@ LINES: Mapping[str, set[str]] = {
     "checkpoint ve": {"verify"},
     "generate model --optim.lr": set(),
     "eval runs/x --lm-eval-t": {"--lm-eval-tasks"},
-    "completion ": set(SHELLS),
+    "completion ": {"bash", "zsh", "fish"},
 }
 """What may follow the beginning of a line; files are left to the shell."""
 
@@ -40,7 +41,7 @@ LINES: Mapping[str, set[str]] = {
 @pytest.fixture
 def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Path]:
     found = {}
-    for shell in SHELLS:
+    for shell in SCRIPTS:
         assert main(["completion", shell]) == 0
         found[shell] = tmp_path / f"completion.{shell}"
         found[shell].write_text(capsys.readouterr().out)
@@ -78,9 +79,28 @@ def test_fish(scripts: Mapping[str, Path], tmp_path: Path) -> None:
         assert wanted <= found if line in files or not wanted else wanted == found, line
 
 
+_STUBS = """
+_describe() { [[ $1 == -o ]] && shift; print -l -- ${${(P)2}%%:*} }
+compadd() { if [[ $1 == -a ]]; then print -l -- ${(P)2}; else shift; print -l -- "$@"; fi }
+_files() { }
+compset() { }
+compdef() { }
+"""
+"""What the script calls of zsh's completion, printing what would be offered."""
+
+
 @pytest.mark.skipif(which("zsh") is None, reason="zsh is not installed")
-def test_zsh_can_read_its_script(scripts: Mapping[str, Path]) -> None:
-    ran("zsh", "-f", "-n", str(scripts["zsh"]))
+def test_zsh(scripts: Mapping[str, Path]) -> None:
+    asked = dict(LINES) | {"train --parallel.strategy=hy": {"full_shard", "shard_grad_op", "hybrid_shard", "replicate"}}
+    program = [_STUBS, f"source {scripts['zsh']}"]
+    for line in asked:
+        words = ["raytune-fsdp", *line.split(" ")]
+        program.append(f"words=({' '.join(repr(word) for word in words)}) CURRENT={len(words)}")
+        program.append("print -- $(_raytune_fsdp)")
+    answers = ran("zsh", "-f", "-s", said="\n".join(program)).splitlines()
+    for (line, wanted), answer in zip(asked.items(), answers, strict=True):
+        begins = "" if "=" in line else line.rpartition(" ")[2]  # zsh keeps what begins like the word
+        assert {each for each in answer.split() if each.startswith(begins)} == wanted, line
 
 
 def test_every_script_has_every_word(scripts: Mapping[str, Path]) -> None:
