@@ -79,7 +79,7 @@ $(COMPAT)/.installed: requirements-compat.lock | $(COMPAT)/bin/python
 lock:  ## write requirements.lock anew, with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[all,aws,gcp,dev,bench]'
+	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[all,aws,gcp,lm-eval,dev,bench]'
 	.lock-venv/bin/pip freeze --all --exclude pip --exclude raytune-fsdp | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
 	rm -rf .lock-venv build *.egg-info
 

@@ -91,7 +91,10 @@ class Interrupted(RaytuneError):
     exit_code = 130
 
 
-_EXTRAS = {"lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate", "fp8": "torchao"}
+_EXTRAS = {
+    "lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate", "fp8": "torchao",
+    "lm-eval": "lm_eval accelerate",
+}  # fmt: skip
 
 
 def pip_install(extra: str) -> str:

@@ -98,15 +98,20 @@ def _another(files: WeightFiles, name: str) -> ModelError:
     )
 
 
-def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights, Path]:
-    """Return the weights of an exported adapter's network, merged into its base, and the directory of the base."""
+def base_of_adapter(directory: Path, moved: str | None) -> Path:
+    """Return the directory of an exported adapter's base; `moved`: where it is now."""
     values = read_object(directory / ADAPTER_CONFIG_FILE)
     path, revision = (
         (moved, None) if moved is not None else (values.get("base_model_name_or_path"), values.get("revision"))
     )
     if not isinstance(path, str) or not path or not isinstance(revision, str | None):
         raise ModelError(f"{directory / ADAPTER_CONFIG_FILE} does not name the model it is for: say it with --base")
-    base = _located(path, revision)
+    return _located(path, revision)
+
+
+def weights_of_adapter(directory: Path, moved: str | None) -> tuple[WholeWeights, Path]:
+    """Return the weights of an exported adapter's network, merged into its base, and the directory of the base."""
+    base = base_of_adapter(directory, moved)
     files = find_weights(directory, "adapter_model")
     plain = plain_network(base)
     named = find_named(plain, base, base)

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import ModelError, ResumeError, first_line, is_panic, pip_install
@@ -19,7 +25,14 @@ from raytune_fsdp.base.threads import READERS
 from raytune_fsdp.base.untrusted import UnsoundError
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, as_checkpoint, newest, verify
-from raytune_fsdp.checkpoint.merged import WholeWeights, base_of, dtype_of, merged_weights, weights_of_adapter
+from raytune_fsdp.checkpoint.merged import (
+    WholeWeights,
+    base_of,
+    base_of_adapter,
+    dtype_of,
+    merged_weights,
+    weights_of_adapter,
+)
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.attention.choose import forget_flash_attention
@@ -44,18 +57,21 @@ _SHARE = 0.8
 of a long conversation."""
 
 
-def find_checkpoint(place: Path | str) -> CommittedCheckpoint:
-    """Return the verified checkpoint at a path or URL, or the newest intact one of a run directory."""
+def find_checkpoint(place: Path | str, *, hashes: bool = True) -> CommittedCheckpoint:
+    """Return the verified checkpoint at a path or URL, or the newest intact one of a run directory.
+
+    Without `hashes`, which read all of its files, it is compared with its manifest by sizes alone.
+    """
     # Resolved, since the run directory is found from a checkpoint by its parents.
     path = str(place) if is_url(str(place)) else str(Path(place).resolve())
     found = as_checkpoint(path)
     if found is not None:
-        problem = verify(found, hashes=True, threads=READERS)
+        problem = verify(found, hashes=hashes, threads=READERS)
         if problem:
             raise ResumeError(f"checkpoint {path} is damaged: {problem}; use another one of the run")
         return found
     found, _ = newest(
-        checkpoints_below(path) if is_url(path) else checkpoints_of(Path(path)), hashes=True, threads=READERS
+        checkpoints_below(path) if is_url(path) else checkpoints_of(Path(path)), hashes=hashes, threads=READERS
     )
     if found is None:
         raise ResumeError(f"{path} is neither a committed checkpoint nor the directory of a run that has one")
@@ -106,6 +122,22 @@ def put_model_files(model: Path, checkpoints: str) -> None:
                 shutil.copyfile(model / name, target)
 
 
+def describe_for_inference(
+    path: Path, *, trust_remote_code: bool = False, base: str | None = None
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Return config and tokenizer of what `load_for_inference` loads. No weights are read."""
+    _check_directory(path)
+    if (path / CONFIG_FILE).is_file():
+        own, files = path, path
+    elif (path / ADAPTER_CONFIG_FILE).is_file():
+        own, files = path, base_of_adapter(path, base)
+    else:
+        own = files = model_files(find_checkpoint(path, hashes=False))
+    what = "does not describe a model that transformers can build"
+    hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust_remote_code), files, what)
+    return hf_config, _tokenizer(own, trust_remote_code)
+
+
 def load_for_inference(
     path: Path, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -114,9 +146,7 @@ def load_for_inference(
     A model that is too large for the device is spread over all devices. `base`: where the base of the run's adapters is
     now.
     """
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "there is no such directory"
-        raise ModelError(f"{path}: {what}; name a run, a checkpoint, or a Hugging Face model directory")
+    _check_directory(path)
     trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
     if (path / CONFIG_FILE).is_file():
         if base is not None:
@@ -131,6 +161,12 @@ def load_for_inference(
         return load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base), tokenizer
     choose_experts(model)
     return place(model, device).eval(), tokenizer
+
+
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "there is no such directory"
+        raise ModelError(f"{path}: {what}; name a run, a checkpoint, or a Hugging Face model directory")
 
 
 def load_checkpoint(

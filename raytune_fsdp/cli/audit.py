@@ -17,6 +17,10 @@ DIFFERS = 4
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") -> int:
     """Audit a run; return the exit code."""
+    return run_command(parser_of(prog), argv, _audit)
+
+
+def parser_of(prog: str) -> ConfigParser:
     parser = ConfigParser(
         prog,
         "Train the steps between two checkpoints of a run again, at any number of ranks, and compare samples, losses "
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") ->
         help="take tokenized rows from the run's cache, which is faster and proves less: not that they are its data's",
     )
     add_trust(parser, code=RUNS_CODE)
-    return run_command(parser, argv, _audit)
+    return parser
 
 
 def _audit(parser: ConfigParser, arguments: list[str]) -> int:

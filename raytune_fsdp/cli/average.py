@@ -10,6 +10,10 @@ from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command,
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
     """Export the mean of checkpoints; return the exit code."""
+    return run_command(parser_of(prog), argv, _average)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(prog, "Write the mean of checkpoints of a run as a Hugging Face model directory. Needs no GPU.")
     parser.add_argument("run", help="run directory, or the URL of its checkpoints")
     parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
@@ -19,7 +23,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") 
     parser.add_argument("--dtype", choices=("trained", "bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
     add_trust(parser, base=BASE, code=f"{TRUST}; it is copied, not run")
-    return run_command(parser, argv, _average)
+    return parser
 
 
 def _average(parser: Parser, arguments: Sequence[str]) -> int:

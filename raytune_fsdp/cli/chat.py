@@ -17,6 +17,10 @@ _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> int:
     """Talk until the input ends; return the exit code."""
+    return run_command(parser_of(prog), argv, _chat)
+
+
+def parser_of(prog: str) -> ModelParser:
     parser = ModelParser(
         prog,
         f"Talk with a trained model. {_COMMANDS}; Ctrl-C ends an answer. Where the input is not a terminal, each line "
@@ -24,7 +28,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> 
         max_new_tokens=512,
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    return run_command(parser, argv, _chat)
+    return parser
 
 
 def _chat(parser: ModelParser, arguments: Sequence[str]) -> int:

@@ -23,6 +23,10 @@ _SILENT_SECONDS = 3.5
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
     """Ask for, list, verify or index checkpoints; return the exit code."""
+    return run_command(parser_of(prog), argv, _run)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(prog, "The checkpoints of a run.")
     parser.add_argument(
         "what",
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint
         "--wait", type=float, default=600.0, metavar="SECONDS", help="how long `now` waits (default: 600)"
     )
     add_trust(parser)
-    return run_command(parser, argv, _run)
+    return parser
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:

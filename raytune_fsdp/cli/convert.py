@@ -14,6 +14,10 @@ _PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") -> int:
     """Print the config, and on stderr what became of each key; return the exit code."""
+    return run_command(parser_of(prog), argv, _run)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog, "Turn another trainer's config into one of ours. What cannot be carried is named, never lost."
     )
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") 
         help="convert as if the file did not have these; may be given again",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the config there (default: print it)")
-    return run_command(parser, argv, _run)
+    return parser
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,6 @@ def _main(arguments: list[str], prog: str) -> int:
 
 def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, FinetuneConfig]:
     """Parse as other commands do. If the config is a run's own, which may be a stranger's, check the run's places."""
-    add_trust(parser)
     found, config = parser.parse_with_config(arguments)
     file = Path(found.config or "")
     if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
@@ -59,10 +58,16 @@ def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, 
     return found, placed(config, past_place(file.parent)) if moved else config
 
 
-def _preview(arguments: Sequence[str], prog: str) -> int:
+def preview_parser(prog: str) -> ConfigParser:
     parser = ConfigParser(prog, "Show packed samples as they are trained on, in the order of the run.")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="how many (default: 2)")
     parser.add_argument("--eval", metavar="NAME", help="show this evaluation dataset (default: the training data)")
+    add_trust(parser)
+    return parser
+
+
+def _preview(arguments: Sequence[str], prog: str) -> int:
+    parser = preview_parser(prog)
     found, config = _parsed(parser, arguments)
     if found.samples < 1:
         parser.error(f"--samples {found.samples} must be at least 1")
@@ -88,9 +93,15 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _stats(arguments: Sequence[str], prog: str) -> int:
+def stats_parser(prog: str) -> ConfigParser:
     parser = ConfigParser(prog, "Count the data: tokenize and pack all windows, and keep them for the run.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
+    add_trust(parser)
+    return parser
+
+
+def _stats(arguments: Sequence[str], prog: str) -> int:
+    parser = stats_parser(prog)
     found, config = _parsed(parser, arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.data.left_out import left_out_of
@@ -121,7 +132,7 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _clean(arguments: Sequence[str], prog: str) -> int:
+def clean_parser(prog: str) -> Parser:
     parser = Parser(prog, "Remove prepared rows and windows from a cache; they are made again when needed.")
     parser.add_argument("cache", type=Path, help="the cache: data.cache.path, or `cache` in run.storage")
     parser.add_argument(
@@ -129,6 +140,11 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_argument("--keep-gb", type=float, default=0.0, metavar="N", help="stop when N GB are left (default: 0)")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    return parser
+
+
+def _clean(arguments: Sequence[str], prog: str) -> int:
+    parser = clean_parser(prog)
     found = parser.parse(arguments)
     for flag, value in (("--unused-days", found.unused_days), ("--keep-gb", found.keep_gb)):
         if not 0 <= value < math.inf:
@@ -147,6 +163,12 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
     verb = "would remove" if found.dry_run else "removed"
     print(f"{verb} {len(removed):,} prepared files and windows, {_size(freed)}; left {_size(before - freed)}")
     return 0
+
+
+PARSERS: Mapping[str, Callable[[str], Parser]] = {
+    "preview": preview_parser, "stats": stats_parser, "clean": clean_parser,
+}  # fmt: skip
+"""The parsers of the three commands, by their names; each takes what the command is called."""
 
 
 def _size(count: int) -> str:

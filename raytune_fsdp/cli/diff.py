@@ -15,6 +15,10 @@ PART = 1
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> int:
     """Compare two runs; return the exit code."""
+    return run_command(parser_of(prog), argv, _diff)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog,
         "Compare two runs step by step, and name the first step at which they part and what may have caused it. Exit "
@@ -22,7 +26,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> 
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("other", type=Path, help="the other run's directory")
-    return run_command(parser, argv, _diff)
+    return parser
 
 
 def _diff(parser: Parser, arguments: Sequence[str]) -> int:

@@ -17,6 +17,10 @@ _MOST = 10
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp digest") -> int:
     """Print the digest of the numbers in a checkpoint or model, or compare two; return the exit code."""
+    return run_command(parser_of(prog), argv, _digest)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog,
         "Print a digest of the numbers in a checkpoint or a model directory, which does not depend on how many ranks "
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp digest") -
     )
     parser.add_argument("--merge", action="store_true", help="with --as-export: adapters merged into their base")
     add_trust(parser, base=f"with --as-export: {BASE}")
-    return run_command(parser, argv, _digest)
+    return parser
 
 
 @dataclass(frozen=True, slots=True)

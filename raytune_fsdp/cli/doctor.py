@@ -16,6 +16,10 @@ from raytune_fsdp.cli.common import ConfigParser, run_command
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -> int:
     """Print what was found; return 0, or 2 if there is a problem."""
+    return run_command(parser_of(prog), argv, _doctor)
+
+
+def parser_of(prog: str) -> ConfigParser:
     parser = ConfigParser(
         prog,
         "Check this machine, the Ray cluster that a run would join and, with a config, what the run needs. At most 20 "
@@ -28,7 +32,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -
         "--bandwidth", metavar="SPEED", help="the nominal speed of the network, such as 400Gbps, to compare with"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return run_command(parser, argv, _doctor)
+    return parser
 
 
 def _doctor(parser: ConfigParser, arguments: Sequence[str]) -> int:

@@ -1,17 +1,20 @@
-"""`raytune-fsdp eval`: measure any model as a run's evaluation measures its own, in one process."""
+"""`raytune-fsdp eval`: measure any model as a run's evaluation measures its own, in one process or several."""
 
 from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.cli import eval_harness
 from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run_command
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> int:
     """Measure a model; return the exit code."""
+    return run_command(parser_of(prog), argv, _eval)
+
+
+def parser_of(prog: str) -> ConfigParser:
     parser = ConfigParser(
         prog,
         "Measure a model on the datasets of data.eval and the questions of eval.tasks, and let it answer eval.prompts; "
@@ -31,30 +38,39 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> 
     )
     parser.add_argument("model", type=Path, help="run directory, checkpoint, export, or Hugging Face model directory")
     parser.add_argument(
+        "--workers", type=int, default=1, metavar="N",
+        help="ranks on this machine, which share the work and have a whole copy of the model each (default: 1)",
+    )  # fmt: skip
+    eval_harness.add_flags(parser)
+    parser.add_argument(
         "--json",
         action="store_true",
         help="print the numbers alone as one line of JSON; null is for what is not finite",
     )
     add_trust(parser, base=BASE, code=f"{TRUST}; and {RUNS_CODE}")
-    return run_command(parser, argv, _eval)
+    return parser
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
+    harness = eval_harness.is_asked_for(arguments)
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
-        # The run that a directory belongs to: the run's own, its export's or one of its checkpoints'. Many programs
-        # have a config.yaml; only a run also has an events file next to it.
-        place = Path(model).resolve()
-        near = (place, *list(place.parents)[:2])
-        run = next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
+        run = _run_of(Path(model).resolve())
         if run is not None:
             check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
-        if run is None and "--config" not in [word.partition("=")[0] for word in arguments]:
-            if not is_url(model) and not place.exists():
+        if run is None and not harness and "--config" not in [word.partition("=")[0] for word in arguments]:
+            if not is_url(model) and not Path(model).exists():
                 parser.error(f"{model} does not exist: name a run, an export, or a Hugging Face model directory")
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
+    if harness:
+        found, rest = parser.parse_known_args(arguments)
+        _print(eval_harness.measure(found, eval_harness.tasks_of(parser, found, rest)), as_json=found.json)
+        return 0
     found, config = parser.parse_with_config(arguments)
+    eval_harness.check_without(parser, found)
+    if found.workers < 1:
+        parser.error(f"--workers {found.workers} must be at least 1")
     from raytune_fsdp.run.places import check_places
 
     if found.config is None and run is not None:  # the config of the run, which may be a stranger's
@@ -73,17 +89,26 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     prompts = [] if found.json else config.eval.prompts
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": prompts})})
     own = None if found.config is not None or parser.default_config is None else Path(parser.default_config)
-    measured, answered = _measure(config, found.model, own, trust=found.trust_remote_code, base=found.base)
-    values = with_perplexity(measured)
-    if found.json:
-        # JSON has no numbers for what is not finite.
-        print(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}))
-        return 0
-    for key, value in values.items():
-        print(printable(f"{key} {value:.6g}"))
+    measured, answered = _measure(found, config, own)
+    _print(with_perplexity(measured), as_json=found.json)
     for fields in answered:
         print(printable(event_in_words(ANSWERED, fields), keep="\n\t"))
     return 0
+
+
+def _run_of(place: Path) -> Path | None:
+    """Return the run that a directory belongs to: it is the run's own, its export's or one of its checkpoints'."""
+    # Many programs have a config.yaml; only a run also has an events file next to it.
+    near = (place, *list(place.parents)[:2])
+    return next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
+
+
+def _print(values: Mapping[str, float], *, as_json: bool) -> None:
+    if as_json:  # which has no numbers for what is not finite
+        print(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}))
+        return
+    for key, value in values.items():
+        print(printable(f"{key} {value:.6g}"))
 
 
 _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "long_documents", "window")
@@ -111,38 +136,49 @@ def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | 
 
 
 def _measure(
-    config: FinetuneConfig, model: Path, own: Path | None, *, trust: bool, base: str | None
+    found: Namespace, config: FinetuneConfig, own: Path | None
 ) -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-    """Return the values of an evaluation, its questions and answers. `own`: the run's config file, if it is used."""
+    """Return the values of an evaluation, its questions and answers. `own`: the run's config file, if it is used.
+
+    Everything that can be wrong with the data is found before the model is loaded.
+    """
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
-    from raytune_fsdp.checkpoint.model_files import load_for_inference
+    from raytune_fsdp.data.census import census
     from raytune_fsdp.data.mixture import Order
     from raytune_fsdp.data.open import open_evals
     from raytune_fsdp.data.questions import check_names, open_tasks
-    from raytune_fsdp.launch.local import check_gpus, examine
+    from raytune_fsdp.launch.examine import StoredModel, check_workers, examine, examine_on_ranks
+    from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device
     from raytune_fsdp.model.attention.choose import positions_of
     from raytune_fsdp.run.evaluation.answers import check_prompts
     from raytune_fsdp.run.evaluation.evaluation import Evaluation
-    from raytune_fsdp.run.network_checks import check_lengths
-    from raytune_fsdp.run.prepare import set_template
+    from raytune_fsdp.run.network_checks import check_positions
 
     check_gpus(config)
-    device = choose_device(config.cluster.device, 1)
-    network, tokenizer = load_for_inference(model, device, trust_remote_code=trust, base=base)
-    check_lengths(config, network)
-    set_template(config, tokenizer)
-    vocabulary, positions = network.config.get_text_config().vocab_size, positions_of(network.config)
+    check_workers(config, found.workers)
+    stored = StoredModel(path=found.model, trust_remote_code=found.trust_remote_code, base=found.base)
+    hf_config, tokenizer = stored.described(config)
+    check_positions(config, hf_config)
+    vocabulary, positions = hf_config.get_text_config().vocab_size, positions_of(hf_config)
     check_prompts(config, tokenizer, positions)
     orders = _orders_of_run(config, own)
     rules = Order.of(**orders).rules
     with show_progress() as progress:
         evals = open_evals(config, tokenizer, vocabulary, progress, **orders)
         tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
-    check_names(tasks, evals)
-    return examine(config, network, tokenizer, Evaluation.of(config, evals, tasks), device)
+        check_names(tasks, evals)
+        for windows in evals.values():
+            census(windows, progress=progress)  # as in a run: a row that cannot be used is said now
+    # Added up in the order of the micro-batches, so that the number of ranks makes no difference.
+    exam = replace(Evaluation.of(config, evals, tasks), exact=True)
+    if found.workers > 1:
+        return examine_on_ranks(config, stored, exam, found.workers)
+    device = choose_device(config.cluster.device, 1)
+    model, tokenizer = stored.load(config, device)
+    return examine(config, model, tokenizer, exam, device)
 
 
 if __name__ == "__main__":

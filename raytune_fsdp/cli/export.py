@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, exit_code, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command, say
 from raytune_fsdp.launch.signals import Signals
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
     """Export a checkpoint; return the exit code."""
+    return run_command(parser_of(prog), argv, _export)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(prog, "Write a checkpoint as a Hugging Face model directory. Needs no GPU.")
     parser.add_argument("source", help="run directory (its newest checkpoint) or one checkpoint, as path or URL")
     parser.add_argument("destination", type=Path, help="directory to write; replaces a model that is there")
@@ -21,7 +24,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         "--merge", action="store_true", help="merge adapters into their base, and export the whole model"
     )
     parser.add_argument("--max-file-bytes", type=int, default=5_000_000_000, metavar="N", help="default: 5 GB")
-    arguments = sys.argv[1:] if argv is None else argv
     parser.add_argument("--push", metavar="NAME", help="then push it to the hub as owner/name; needs HF_TOKEN")
     parser.add_argument(
         "--private",
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -
         base=f"{BASE}. Also for a multimodal model whose tower was not trained",
         code=f"{TRUST}; it is copied, not run",
     )
-    return exit_code(lambda: _export(parser, arguments))
+    return parser
 
 
 def _export(parser: Parser, arguments: Sequence[str]) -> int:

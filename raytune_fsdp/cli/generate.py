@@ -11,11 +11,15 @@ from raytune_fsdp.cli.common import ModelParser, run_command
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
     """Answer prompts; return the exit code."""
+    return run_command(parser_of(prog), argv, _generate)
+
+
+def parser_of(prog: str) -> ModelParser:
     parser = ModelParser(
         prog, "Ask a trained model. Without prompts, each line of standard input is one.", max_new_tokens=128
     )
     parser.add_argument("prompts", nargs="*", metavar="prompt", help="what to ask")
-    return run_command(parser, argv, _generate)
+    return parser
 
 
 def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:

@@ -26,13 +26,17 @@ _ALIVE = ("running", None)
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp logs") -> int:
     """Show logs; return the exit code."""
+    return run_command(parser_of(prog), argv, _logs)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(prog, "Show what the ranks of a run under Ray have printed.")
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--rank", type=int, metavar="N", help="only this rank (default: all)")
     parser.add_argument("--attempt", type=int, metavar="N", help="this attempt (default: the newest)")
     parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of each rank")
     parser.add_argument("--follow", action="store_true", help="go on until the run ends")
-    return run_command(parser, argv, _logs)
+    return parser
 
 
 def _logs(parser: Parser, arguments: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """`raytune-fsdp COMMAND`: find the command and hand it the rest of the line.
 
-A command is a file `raytune_fsdp/cli/<name>.py` with `main(argv, prog) -> int`, and a line in COMMANDS. It is imported
-only when it is called, and imports anything heavy only when it works.
+A command is a file `raytune_fsdp/cli/<name>.py` with `main(argv, prog) -> int` and `parser_of(prog)`, and a line in
+COMMANDS. It is imported only when it is called, and imports anything heavy only when it works.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ COMMANDS = {
     "recipes": "list, show and copy the configs that come with the package",
     "convert": "turn another trainer's config into one of ours",
     "schema": "print the config's JSON schema, for editors",
+    "completion": "print a script with which a shell completes these commands",
 }
 
 

@@ -6,14 +6,17 @@ Imports torch only for GPUs (`plan_on_gpus.py`) and `--units`.
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
 from raytune_fsdp.cli.common import ConfigParser, run_command, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
+from raytune_fsdp.cli.plan_rows import SECONDS, CountedRows, count_rows
 from raytune_fsdp.plan.cadence import cadence_in_words
 
 if TYPE_CHECKING:
@@ -23,13 +26,19 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> int:
     """Print the plan; return the exit code."""
+    return run_command(parser_of(prog), argv, _plan)
+
+
+def parser_of(prog: str) -> ConfigParser:
     parser = ConfigParser(prog, "Show what a config amounts to: batches, steps, learning rate, sharding.")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks to plan for (default: cluster.workers, or 1)"
     )
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="packed samples of an epoch, for a length in train.epochs"
-    )
+        "--samples", type=int, metavar="N",
+        help="packed samples of an epoch, for a length in train.epochs; without it, the rows are counted for up to "
+        f"{SECONDS:g} seconds",
+    )  # fmt: skip
     parser.add_argument(
         "--units", action="store_true", help="also which weights are gathered together; needs torch and a model config"
     )
@@ -37,7 +46,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> 
     plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return run_command(parser, argv, _plan)
+    return parser
 
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
@@ -49,17 +58,24 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         return plan_calibrate.calibrate_here(parser, found, overrides)
     found, config = parser.parse_with_config(arguments)
     from raytune_fsdp.plan.counts import Census
-    from raytune_fsdp.plan.plan import resolve, sizes_of
+    from raytune_fsdp.plan.plan import layout_of, resolve, sizes_of
     from raytune_fsdp.plan.run_dir import RunDir
 
     world = found.world_size or sizes_of(config)[-1]
-    census = None
+    check(parser, found)
+    plan_as_page.check(parser, found)
+    layout_of(config, world)  # refused before anything is counted
+    counted, census, counts_all = None, None, ""
     if found.samples is not None:
         census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))
     elif config.train.epochs is not None:
-        parser.error("the length of train.epochs depends on the data: give --samples N, or set train.max_steps")
-    check(parser, found)
-    plan_as_page.check(parser, found)
+        words = ["--config", found.config, *overrides] if found.config is not None else overrides
+        counts_all = redact_text(shlex.join(["raytune-fsdp", "data", "stats", *words]))
+        from raytune_fsdp.cli.progress import show_progress
+
+        with show_progress(quiet=found.json) as progress:
+            counted = count_rows(config, counts_all, progress)
+        census = counted.census
     plan = resolve(config, world, census)
     if found.serve:
         return plan_as_page.serve_plan(found, config, census, world)
@@ -67,10 +83,12 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     units = _units(found, config, plan) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)
     if found.json:
-        data = on_gpus[1] if on_gpus else {}
-        print(json.dumps({**plan.to_dict(), "layout": plan.spread(), **units, **data}, indent=2))
+        data = {**plan.to_dict(), "layout": plan.spread(), **units, **(on_gpus[1] if on_gpus else {})}
+        if counted is not None:
+            data |= counted.as_data(lambda each: resolve(config, world, each), data)
+        print(json.dumps(data, indent=2))
         return 0
-    say_lines(plan_in_words(config, plan, place.path))
+    say_lines(plan_in_words(config, plan, place.path, counted, counts_all))
     if on_gpus:
         print(f"\n{on_gpus[0]}")
     if found.units:
@@ -100,8 +118,10 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
-    """Return the plan as lines of text."""
+def plan_in_words(
+    config: FinetuneConfig, plan: Plan, run_dir: Path, counted: CountedRows | None = None, counts_all: str = ""
+) -> str:
+    """Return the plan as lines of text. `counts_all`: the command that counts all rows, where only some were."""
     layout, division, data, parallel = plan.layout, plan.division, config.data, config.parallel
     tokens = division.global_batch * data.seq_len
     fillers = f", and {division.fillers} without data that keep the ranks aligned" if division.fillers else ""
@@ -112,14 +132,16 @@ def plan_in_words(config: FinetuneConfig, plan: Plan, run_dir: Path) -> str:
     over = layout.shard_size * layout.tensor
     rounds = f"{division.full_rounds} a step"
     by_clock = ["by the clock (checkpoint.every)"] if config.checkpoint.by_clock else []
+    about = "about " if counted is not None and counted.estimated else ""
     saved = [*([cadence_in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []), *by_clock]
     rows = {
         "run": str(run_dir),
         "world": f"{_ranks(layout.world)}: {copies}, each over {_ranks(over)} ({parallel.strategy})",
         "precision": parallel.precision,
         "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
+        **({} if counted is None else {"data": counted.in_words(counts_all)}),
         "rounds": f"{rounds}: {division.micro_batches} micro-batches of {division.micro_batch} over all ranks{fillers}",
-        "steps": f"{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
+        "steps": f"{about}{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",
         "saved": f"{', '.join(saved)}, and at the end",

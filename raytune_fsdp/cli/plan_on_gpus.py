@@ -98,6 +98,8 @@ def gpu_of(name: str) -> Device:
 def check(parser: ConfigParser, found: Namespace) -> None:
     if found.gpu is not None and found.search is not None:
         parser.error("--gpu plans one kind of GPU, --search finds one of several: give one of the two")
+    if found.gpu is not None:
+        gpu_of(found.gpu)  # an unknown one is refused before rows are counted
     needs: dict[str, Callable[[], bool]] = {
         "network": lambda: found.gpu is None and found.search is None,
         "architecture": lambda: found.gpu is None and found.search is None,

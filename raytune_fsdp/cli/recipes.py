@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") -> int:
     """List, show or copy recipes; return the exit code."""
+    return run_command(parser_of(prog), argv, _run)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(prog, "The configs that come with the package. `--config NAME` of other commands takes them, too.")
     parser.add_argument(
-        "what", nargs="?", default="list", choices=("list", "show", "copy"), help="default: list all of them"
-    )
+        "what", nargs="?", default="list", choices=("list", "show", "copy"),
+        help="default: list all of them, with the columns that rows of their data must have",
+    )  # fmt: skip
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to show or copy")
     parser.add_argument(
         "destination", nargs="?", type=Path, metavar="DEST", help="file or directory to copy to (default: NAME.yaml)"
     )
-    return run_command(parser, argv, _run)
+    return parser
 
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
@@ -34,10 +39,10 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     if found.what == "list":
         if found.name is not None:
             parser.error(f"unexpected argument {found.name}; a recipe is shown with `show {found.name}`")
-        for name, path in known.items():
-            comment = takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
-            about = " ".join(line.removeprefix("# ") for line in comment).partition(". ")[0].rstrip(".")
-            print(f"{name:24} {about}")
+        rows = [("recipe", "columns", "what it is"), *((name, *_described(path)) for name, path in known.items())]
+        names, columns = (max(len(row[number]) for row in rows) for number in (0, 1))
+        for name, needed, about in rows:
+            print(f"{name:{names}}  {needed:{columns}}  {about}")
         return 0
     if found.name is None:
         parser.error(f"{found.what} needs the name of a recipe: {', '.join(known)}")
@@ -62,13 +67,30 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _described(recipe: Path) -> tuple[str, str]:
+    """Return the columns that rows of a recipe's datasets must have, each kind of rows once, and what it is."""
+    from raytune_fsdp.config.load import load_config
+    from raytune_fsdp.config.sections.formats import needed_columns
+
+    data = load_config(recipe).data
+    formats = [dataset.format for dataset in (*data.train, *(data.eval if isinstance(data.eval, list) else []))]
+    needed = [", ".join(columns) for each in formats if (columns := needed_columns(each)) is not None]
+    comment = takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
+    about = " ".join(line.removeprefix("# ") for line in comment).partition(". ")[0].rstrip(".")
+    return " | ".join(dict.fromkeys(needed)), about
+
+
 def _yours(config: FinetuneConfig) -> Iterator[str]:
     """Yield the fields of a recipe that name files which are not here, or models that the hub must have."""
+    from raytune_fsdp.config.sections.formats import needed_columns
+
     evals = config.data.eval if isinstance(config.data.eval, list) else []
     for kind, datasets in (("train", config.data.train), ("eval", evals)):
         for index, dataset in enumerate(datasets):
             if dataset.path is not None and not Path(dataset.path).exists():
-                yield f"data.{kind}.{index}.path: {dataset.path} is not here"
+                columns = needed_columns(dataset.format)
+                rows = f" (rows with {', '.join(columns)})" if columns else ""
+                yield f"data.{kind}.{index}.path: {dataset.path} is not here{rows}"
     if config.model.path is not None and not Path(config.model.path).exists():
         yield f"model.path: {config.model.path} comes from the hub, or give a directory"
 

@@ -12,6 +12,10 @@ COMPARISON = "comparison.html"
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -> int:
     """Make the page; return the exit code."""
+    return run_command(parser_of(prog), argv, _report)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog,
         "Make the page about a run from its directory, or one that compares several: their curves, and the first step "
@@ -26,7 +30,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -
         f"runs report/{COMPARISON} of the first)",
     )
     parser.add_argument("--png", action="store_true", help="also draw the loss as a picture, next to the page")
-    return run_command(parser, argv, _report)
+    return parser
 
 
 def _report(parser: Parser, arguments: Sequence[str]) -> int:

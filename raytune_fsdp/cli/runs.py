@@ -23,6 +23,10 @@ _LOOK_SECONDS = 0.2
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> int:
     """List runs; return the exit code."""
+    return run_command(parser_of(prog), argv, _runs)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog,
         "List the runs of a storage directory. A run is stale if its command has left a lock and gives no sign of life "
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> 
     )
     parser.add_argument("storage", type=Path, nargs="?", default=Path("runs"), help="run.storage (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every run")
-    return run_command(parser, argv, _runs)
+    return parser
 
 
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:

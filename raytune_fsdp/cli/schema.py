@@ -10,7 +10,11 @@ from raytune_fsdp.cli.common import Parser, run_command
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
     """Print the schema; return the exit code."""
-    return run_command(Parser(prog, "Print the JSON schema of a run's config, for editors."), argv, _schema)
+    return run_command(parser_of(prog), argv, _schema)
+
+
+def parser_of(prog: str) -> Parser:
+    return Parser(prog, "Print the JSON schema of a run's config, for editors.")
 
 
 def _schema(parser: Parser, arguments: Sequence[str]) -> int:

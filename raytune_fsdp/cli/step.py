@@ -25,6 +25,10 @@ Losses = Sequence[Sequence[tuple[float, int]]]
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> int:
     """Show a step; return the exit code."""
+    return run_command(parser_of(prog), argv, _step)
+
+
+def parser_of(prog: str) -> ConfigParser:
     parser = ConfigParser(
         prog,
         "Show which rows were in a step of a run, from the run directory and the data; the record proves that these "
@@ -41,7 +45,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> 
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every document")
     add_trust(parser, base=BASE, code=RUNS_CODE)
-    return run_command(parser, argv, _step)
+    return parser
 
 
 def _step(parser: ConfigParser, arguments: list[str]) -> int:

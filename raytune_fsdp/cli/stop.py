@@ -20,6 +20,10 @@ _POLL_SECONDS = 0.2
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp stop") -> int:
     """Ask a run to stop, and wait until its command has ended; return the exit code."""
+    return run_command(parser_of(prog), argv, _stop)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog,
         "Let a run commit a checkpoint after its current step and end, from any machine that sees its directory. The "
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp stop") -> 
     parser.add_argument(
         "--wait", type=float, default=600.0, metavar="SECONDS", help="how long to wait for its end (default: 600)"
     )
-    return run_command(parser, argv, _stop)
+    return parser
 
 
 def _stop(parser: Parser, arguments: Sequence[str]) -> int:

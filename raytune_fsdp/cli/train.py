@@ -31,7 +31,7 @@ def main(
     arguments = sys.argv[1:] if argv is None else argv
     before = set(threading.enumerate())
     # Make the parser inside, too: its imports take a second, and Ctrl-C may come then.
-    code = exit_code(lambda: _train(_parser(prog, default_config), arguments))
+    code = exit_code(lambda: _train(parser_of(prog, default_config), arguments))
     ours = set(threading.enumerate()) - before  # threads of this function's caller are not ours to end
     if code and any(thread.name.startswith(_WAITING) for thread in ours):
         # A thread waits for storage that does not answer, and a library would wait for that thread another minute.
@@ -39,7 +39,7 @@ def main(
     return code
 
 
-def _parser(prog: str, default_config: str | Path | None) -> ConfigParser:
+def parser_of(prog: str, default_config: str | Path | None = None) -> ConfigParser:
     from raytune_fsdp.launch.finetune import WAIT_FOR_TRACKING
 
     parser = ConfigParser(prog, "Fine-tune a model.", default_config)

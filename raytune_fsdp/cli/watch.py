@@ -32,11 +32,15 @@ _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") -> int:
     """Follow a run; return the exit code: that of the run's command, or 0 after Ctrl-C."""
+    return run_command(parser_of(prog), argv, _watch)
+
+
+def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
     )
     parser.add_argument("run", type=Path, help="run directory")
-    return run_command(parser, argv, _watch)
+    return parser
 
 
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:

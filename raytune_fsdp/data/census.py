@@ -39,6 +39,18 @@ def build_here(windows: Windows, places: Places) -> Iterator[tuple[WindowCounts,
         yield window.counts, built
 
 
+def different_epochs(windows: Windows, epochs: float) -> int:
+    """Return how many epochs have to be counted: one, if all have the same windows."""
+    distinct = 1 if windows.repeats else math.ceil(Fraction(str(epochs)))
+    if distinct > _MAX_EPOCHS:
+        raise ConfigError(
+            f"train.epochs={epochs:g}: every epoch has other windows (data.reshuffle, data.train.*.weight), so each is "
+            f"counted before training, at most {_MAX_EPOCHS:,}: set train.max_steps, which needs no count, or "
+            "data.reshuffle=windows"
+        )
+    return distinct
+
+
 def census(
     windows: Windows,
     epochs: float = 1.0,
@@ -48,14 +60,7 @@ def census(
 ) -> Census:
     """Count `epochs` epochs. Reuses what an earlier census counted or built. Raises RowError for bad rows."""
     known = windows.cache.read_census()
-    # If all epochs have the same windows, counting one is enough.
-    distinct = 1 if windows.repeats else math.ceil(Fraction(str(epochs)))
-    if distinct > _MAX_EPOCHS:
-        raise ConfigError(
-            f"train.epochs={epochs:g}: every epoch has other windows (data.reshuffle, data.train.*.weight), so each is "
-            f"counted before training, at most {_MAX_EPOCHS:,}: set train.max_steps, which needs no count, or "
-            "data.reshuffle=windows"
-        )
+    distinct = different_epochs(windows, epochs)
     counted = [_restore(windows, known.get(str(epoch))) for epoch in range(distinct)]
     places = [(e, k) for e, found in enumerate(counted) if found is None for k in range(windows.count(e))]
     results = iter(build(windows, places)) if places else iter(())

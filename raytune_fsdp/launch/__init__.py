@@ -9,6 +9,7 @@ start.py           chooses how to launch: on Ray, or as processes on this machin
 run_lock.py        lets one command at a time work on a run
 shared_storage.py  checks that `run.storage` is the same storage for every rank
 local.py           one rank in this process, several processes, or those of torchrun; needs no Ray
+examine.py         measures a model without a run, in one process or several
 imported.py        refuses scripts that these processes cannot import
 torchrun.py        reads what torchrun sets in a process's environment
 worker.py          the work of a rank, whatever started it

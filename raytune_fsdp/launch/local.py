@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base import errors
 from raytune_fsdp.base.batch import Progress
@@ -34,17 +33,11 @@ from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
-from raytune_fsdp.model.attention.choose import generating
-from raytune_fsdp.plan.plan import ALONE
 from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
-from raytune_fsdp.run.evaluation.evaluation import Evaluation
-from raytune_fsdp.run.network_checks import check_packed
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, agree
-from raytune_fsdp.run.trials.computation import check_computation
-from raytune_fsdp.run.trials.needs import use_attention_for_packed
 from raytune_fsdp.step.parallel import memory_of
 
 T = TypeVar("T")
@@ -108,7 +101,12 @@ def run(
     if world == 1:
         _alone(config, prepared, standing, phases, predicted)
     else:
-        _start_ranks(config, prepared, standing, world, phases, predicted)
+        # In a dry run, what ranks leave is inside the run's directory, where everything is removed, also after a kill.
+        start_ranks(
+            _rank_main, (config, prepared, standing, phases, predicted), world, name=config.run.name,
+            then="the same command continues from the last checkpoint",
+            where=prepared.place.path if prepared.dry else None,
+        )  # fmt: skip
     return prepared, standing
 
 
@@ -148,21 +146,23 @@ def _alone(
         stop.check_export(config.export.at_end)
 
 
-def _start_ranks(
-    config: FinetuneConfig,
-    prepared: RunInputs,
-    standing: ResumePoint,
+def start_ranks(
+    main: Callable[..., Any],
+    inputs: Sequence[Any],
     world: int,
-    phases: Phases,
-    predicted: Predicted | NotPredicted,
+    *,
+    name: str,
+    then: str = "the same command continues",
+    where: Path | None = None,
 ) -> None:
-    """Start `world` processes on this machine and wait for them. If one fails, the others are ended."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # they repeat what we report, for developers
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    # The directory where torch lets ranks write about their failure. In a dry run it is inside the run's directory,
-    # where everything is removed, also after a kill.
-    where = prepared.place.path if prepared.dry else None
+    """Start `world` processes on this machine and wait for them. If one fails, the others are ended.
+
+    Each calls `main(*inputs, file)`, with the file that has the inputs, and which may be removed once all are there.
+    `then`: how to go on after a failure. `where`: a directory for files that the processes leave if they are killed.
+    """
+    for logger in list(logging.root.manager.loggerDict):
+        if logger.startswith("torch.distributed.elastic"):  # they repeat what we report, for developers
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
     # Divide the cores among the ranks: by default torch takes all of them in every process, and ranks compete.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world))}
     # Older versions of torch lack this field; they always wait for 30 seconds.
@@ -179,7 +179,7 @@ def _start_ranks(
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=world,
-                run_id=config.run.name,
+                run_id=name,
                 rdzv_backend="c10d",
                 rdzv_endpoint="localhost:0",  # any free port
                 max_restarts=0,
@@ -189,27 +189,26 @@ def _start_ranks(
             )
             # Not as arguments: a process that dies before it has read as much as fills a pipe (64 KiB) would leave this
             # one waiting for it.
-            inputs = Path(logs, "inputs.pkl")
-            inputs.write_bytes(pickle.dumps((config, prepared, standing, phases, predicted)))
+            file = Path(logs, "inputs.pkl")
+            file.write_bytes(pickle.dumps((main, *inputs)))
             try:
-                elastic_launch(launch, _rank_process)(inputs)
+                elastic_launch(launch, _rank_process)(file)
             except Exception:
                 check_not_called(logs)
                 raise
     except SignalException as signal:
-        raise Interrupted(
-            f"stopped by {signal.sigval.name}; the same command continues from the last checkpoint"
-        ) from signal
+        raise Interrupted(f"stopped by {signal.sigval.name}; {then}") from signal
     except ChildFailedError as failed:
-        raise _cause(failed) from None
+        raise _cause(failed, then) from None
 
 
-def _rank_process(inputs: Path) -> int | None:
+def _rank_process(inputs: Path) -> Any:
     """Run a process that elastic_launch started."""
     os.environ.pop(STARTING, None)
     # `record` has written the error. If torch saw the exception, it would leave a file behind (pytorch-errorfile-*).
     try:
-        return _rank_main(*(record(_read)(inputs) or ()))
+        main, *arguments = record(_read)(inputs) or ()
+        return main(*arguments, inputs)
     except RaytuneError:
         raise SystemExit(1) from None
     except Exception:
@@ -220,8 +219,9 @@ def _rank_process(inputs: Path) -> int | None:
 
 
 def _read(inputs: Path) -> tuple[Any, ...]:
-    """Return the arguments of `_rank_main`."""
-    return (*pickle.loads(inputs.read_bytes()), inputs)
+    """Return the function to call, and its arguments."""
+    found: tuple[Any, ...] = pickle.loads(inputs.read_bytes())
+    return found
 
 
 @record
@@ -232,7 +232,7 @@ def _rank_main(
     standing: ResumePoint,
     phases: Phases,
     predicted: Predicted | NotPredicted,
-    inputs: Path | None = None,
+    inputs: Path,
 ) -> int:
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
@@ -241,8 +241,7 @@ def _rank_main(
         _join(config, device)
         hooks = None
         if dist.get_rank() == 0:
-            if inputs is not None:  # all have read it, and it has the values of cluster.env
-                inputs.unlink(missing_ok=True)
+            inputs.unlink(missing_ok=True)  # all have read it, and it has the values of cluster.env
             phases.finished("workers")
             notices = {**notices_of(config.cluster, os.environ, ray=False), "ranks": SHUTDOWN_SECONDS}
             hooks = LauncherHooks(reached=phases.finished, predicted=predicted, notices=notices)
@@ -316,8 +315,8 @@ def _join(config: FinetuneConfig, device: torch.device) -> None:
     join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
-def _cause(failed: ChildFailedError) -> RaytuneError:
-    """Return the error that the first failing rank raised."""
+def _cause(failed: ChildFailedError, then: str) -> RaytuneError:
+    """Return the error that the first failing rank raised. `then`: how to go on."""
     rank, failure = failed.get_first_failure()
     # For an exception `record` has written a dict; if the process died, the message is a string.
     message = failure.message.get("message", "") if isinstance(failure.message, dict) else failure.message
@@ -326,28 +325,5 @@ def _cause(failed: ChildFailedError) -> RaytuneError:
     if isinstance(kind, type) and issubclass(kind, RaytuneError):
         return kind(text)
     if failure.exitcode < 0:
-        return TrainingError(f"rank {rank} was killed by {failure.signal_name()}; the same command continues")
+        return TrainingError(f"rank {rank} was killed by {failure.signal_name()}; {then}")
     return TrainingError(f"rank {rank} failed: {message}")
-
-
-# Measure a model in one process, without a run.
-
-
-def examine(
-    config: FinetuneConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    exam: Evaluation,
-    device: torch.device,
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the values of an evaluation, and its questions and answers. Refuses a network that computes wrongly."""
-    needs = use_attention_for_packed(config, model, device)
-    check_packed(config, model, needs)
-    with alone(device):
-        check_computation(model, config.data.packing, device, model.dtype)
-        attention = generating(model, needs)
-        values = exam.values(
-            model, tokenizer,
-            micro_batch=config.train.micro_batch, layout=ALONE, device=device, attention=attention,
-        )  # fmt: skip
-        return values, exam.answers(model, tokenizer, device=device, attention=attention)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import shown
@@ -144,14 +144,18 @@ def _fp8(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
         )  # fmt: skip
 
 
-def check_lengths(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+def check_positions(config: FinetuneConfig, hf_config: PretrainedConfig) -> None:
     """Refuse samples that are longer than the model knows positions."""
-    positions = positions_of(network.config)
+    positions = positions_of(hf_config)
     if config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is more than the model's {positions} positions "
             f"(max_position_embeddings or max_seq_len in its config): set data.seq_len to at most {positions}"
         )
+
+
+def _lengths(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    check_positions(config, network.config)
 
 
 def check_packed(config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds, *_: object) -> None:
@@ -194,7 +198,7 @@ CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None
     _optimizer,
     _quantized,
     _fp8,
-    check_lengths,
+    _lengths,
     check_packed,
     _routers,
     _recomputed,

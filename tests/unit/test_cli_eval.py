@@ -89,6 +89,53 @@ def test_any_model_with_the_template_of_the_config(
     assert found[0] != found[1]
 
 
+def test_the_data_is_checked_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row that is wrong is the last one, and the model has no weights: nobody waits for them to hear of it."""
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    good = '{"text": "Ada was born in London."}\n'
+    (tmp_path / "rows.jsonl").write_text(good * 40 + '{"text": 5}\n')
+    command = ["eval", "model", "--config", "config.yaml", "--data.eval.0.path", "rows.jsonl"]
+    command += ["--data.eval.0.format.type", "completion"]
+    assert main(command) == 2
+    assert "rows.jsonl:41" in capsys.readouterr().err
+    question = '{"question": "Who?", "choices": ["Ada", "Bob"], "answer": "C"}\n'
+    (tmp_path / "mmlu.jsonl").write_text(question)
+    asks = ["--eval.tasks.0.type", "choices", "--eval.tasks.0.path", "mmlu.jsonl"]
+    assert main(["eval", "model", "--config", "config.yaml", *asks]) == 2
+    assert "mmlu.jsonl:1: the answer 'C' is none of the 2 choices" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text(good)
+    assert main(command) == 2
+    assert "rows.jsonl" not in (error := capsys.readouterr().err) and "model" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "0"], "--workers 0 must be at least 1"),
+        (["--workers", "2", "--cluster.device", "cuda"], "cluster.device=cuda, but this machine has no GPU"),
+        (["--lm-eval-chat"], "--lm-eval-chat goes with --lm-eval: name the tasks"),
+    ],
+)
+def test_mistakes_with_flags(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    command = ["eval", "model", "--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl"]
+    assert main([*command, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_json_has_what_the_text_has_and_null_for_what_is_not_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,9 +173,15 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     listed = shown(capsys, "list").splitlines()
-    assert [line.split()[0] for line in listed] == [path.stem for path in RECIPES]
+    assert [line.split()[0] for line in listed] == ["recipe", *(path.stem for path in RECIPES)]
     about = "  The demo: a tiny Llama learns 181 conversations about training large models, on this machine, in about a"
-    assert listed[0].endswith(f"{about} minute")
+    assert listed[1].endswith(f"{about} minute")
+    begins = [listed[0].index(head) for head in ("columns", "what it is")]
+    columns = {line.split()[0]: line[begins[0] : begins[1]].strip() for line in listed}
+    assert columns["llama2-70b-full-16xa100"] == "content"
+    assert columns["falcon-180b-lora"] == "instruction, response"
+    assert columns["mixture"] == "messages | instruction, output | text"
+    assert all(line[begins[1] - 1] == " " != line[begins[1]] for line in listed), "names of any length"
     assert shown(capsys).splitlines() == listed
     assert shown(capsys, "show", "llama3-8b-full-8xa100") == recipes()["llama3-8b-full-8xa100"].read_text()
 
@@ -192,8 +198,8 @@ def test_a_copied_recipe_works_where_it_is(
     said = shown(capsys, "copy", "llama2-70b-full-16xa100", str(tmp_path)).splitlines()
     assert said[1:4] == [
         "set what is yours:",
-        "  data.train.0.path: data/train.jsonl is not here",
-        "  data.eval.0.path: data/eval.jsonl is not here",
+        "  data.train.0.path: data/train.jsonl is not here (rows with content)",
+        "  data.eval.0.path: data/eval.jsonl is not here (rows with content)",
     ]
     assert (tmp_path / "llama2-70b-full-16xa100.yaml").read_text() == recipes()["llama2-70b-full-16xa100"].read_text()
 

@@ -72,3 +72,10 @@ def test_commands_are_there_at_once() -> None:
     assert len(light) >= 15
     assert imported_by(*light)[0] == set()
     assert imported_by(*[f"raytune_fsdp.cli.{name}" for name in WITH_PYDANTIC])[0] == {"pydantic"}
+
+
+def test_completing_needs_no_library_but_pydantic() -> None:
+    code = "from raytune_fsdp.cli.main import main; assert main(['completion', 'bash']) == 0\n"
+    code += f"import sys; print(*[each for each in {HEAVY} if each in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "pydantic"

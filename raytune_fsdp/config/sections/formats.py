@@ -200,3 +200,13 @@ COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "tokens": (["input_ids"], ["labels", "mask"]),
 }
 """For each type: the fields that name a column every row must have, and those that name an optional one."""
+
+
+def needed_columns(format: Format) -> tuple[str, ...] | None:
+    """Return the columns that every row must have; None: whatever the user's function reads."""
+    if isinstance(format, PythonFormat):
+        return None
+    if isinstance(format, TemplateFormat):
+        parts = (*parts_of(format.prompt), *parts_of(format.completion))
+        return tuple(dict.fromkeys(name for _, name in parts if name is not None))
+    return tuple(getattr(format, field) for field in COLUMNS[format.type][0])

@@ -19,9 +19,7 @@ from raytune_fsdp.config.sections.formats import (
     FUNCTIONS,
     ChatFormat,
     Format,
-    PythonFormat,
-    TemplateFormat,
-    parts_of,
+    needed_columns,
 )
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.arrow import open_arrow
@@ -103,15 +101,11 @@ def open_sources(
 
 def columns_of(format: Format, order: int) -> Columns:
     """Return the columns that a format needs, and those that it also reads if they exist, under version `order`."""
-    if isinstance(format, PythonFormat):
+    needed = needed_columns(format)
+    if needed is None:
         return Columns((), (), every=True)
-    if isinstance(format, TemplateFormat):
-        parts = (*parts_of(format.prompt), *parts_of(format.completion))
-        return Columns(tuple(dict.fromkeys(name for _, name in parts if name is not None)), ())
-    needed, optional = (
-        tuple(name for field in fields if (name := getattr(format, field)) is not None)
-        for fields in COLUMNS[format.type]
-    )
+    others = COLUMNS[format.type][1] if format.type in COLUMNS else []
+    optional = tuple(name for field in others if (name := getattr(format, field)) is not None)
     if isinstance(format, ChatFormat) and order < FOURTH_ORDER:
         optional = tuple(name for name in optional if name == format.tools)
     elif isinstance(format, ChatFormat) and format.tools is not None:

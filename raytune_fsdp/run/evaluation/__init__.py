@@ -4,6 +4,7 @@ evaluation.py  what an evaluation consists of
 losses.py      the loss on each dataset
 answers.py     what the model answers
 tasks.py       questions with known answers
+harness.py     tasks of lm-evaluation-harness, as that tool measures them
 owed.py        what ranks measure, and which evaluation the run still owes
 early_stop.py  when a run ends before its last step
 """

@@ -137,7 +137,7 @@ def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedC
     import torch
 
     from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_checkpoint
-    from raytune_fsdp.launch.local import examine
+    from raytune_fsdp.launch.examine import examine
     from raytune_fsdp.run.evaluation.evaluation import Evaluation
 
     check_seen(token, by="an evaluation")
