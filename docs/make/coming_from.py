@@ -42,7 +42,8 @@ _INTRO = """\
 
 # Coming from another trainer
 
-A config of axolotl, TRL, LLaMA-Factory or accelerate becomes one of ours:
+A config of axolotl, TRL, LLaMA-Factory, torchtune, accelerate or DeepSpeed becomes one of ours. So does a config of an
+older version, whose fields get the names of today:
 
 ```sh
 raytune-fsdp convert run.yaml --gpus 8 --out mine.yaml
