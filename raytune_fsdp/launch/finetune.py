@@ -90,7 +90,7 @@ def _result(
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None
-    curve, report, pushed, registered, unsent = None, None, None, None, None
+    curve, report, pushed, registered, unsent, page = None, None, None, None, None, None
     if is_rank0():
         if before.complete:
             clean_config(place)
@@ -109,6 +109,7 @@ def _result(
         curve, report = make_curve(place.path), make_report(place.path)
         for tracker in trackers:
             tracker.finish("finished")
+        page = next((tracker.page for tracker in trackers if tracker.page), None)
         unsent = "; ".join(filter(None, (tracker.unsent for tracker in trackers))) or None
         if config.tracking.mlflow.enabled and trackers and trackers[0].unsent is None:
             with Signals("before the export was registered: training is complete, and the same command does it"):
@@ -125,4 +126,5 @@ def _result(
         report=report,
         registered=registered,
         unsent=unsent,
+        mlflow_page=page,
     )
