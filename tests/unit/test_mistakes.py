@@ -351,7 +351,7 @@ def test_modules_that_there_are_not_are_answered_with_all_that_there_are() -> No
     with pytest.raises(ConfigError) as refused:
         attach(network, LoraMethod(type="lora", target_modules=["wq", "wv", "attn"]))
     assert str(refused.value) == (
-        "method.target_modules=['wq', 'wv', 'attn']: a LlamaForCausalLM has no such modules; its linear layers are "
+        "method.target_modules=['attn', 'wq', 'wv']: a LlamaForCausalLM has no such modules; its linear layers are "
         "called q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
     )
 
