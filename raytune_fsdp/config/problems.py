@@ -147,7 +147,8 @@ def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping
     nearest = f"; nearest: {near}" if near else ""
     line = f"{'.'.join(path)}{equals}: unknown {what}{nearest}; {known}{_origin([path], sources)}"
     if len(line) > _MOST_CHARACTERS:  # names that nobody reads
-        line = line.replace(known, f"`raytune-fsdp train --help {'.'.join(_without_numbers(parents))}` lists all")
+        section = " ".join(["--help", ".".join(_without_numbers(parents))]).strip()
+        line = line.replace(known, f"`raytune-fsdp train {section}` lists all")
     return line
 
 
