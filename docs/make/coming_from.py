@@ -11,7 +11,7 @@ from raytune_fsdp.convert.rules import Project, TheirOption
 
 PAGE = Path(__file__).resolve().parents[1] / "start" / "coming-from.md"
 
-_AGAIN = ("fsdp_config.fsdp_", "test_datasets.")
+_AGAIN = ("fsdp_config.fsdp_", "test_datasets.", "dataset.*.", "dataset_val.")
 
 EXAMPLE = """\
 base_model: NousResearch/Meta-Llama-3.1-8B

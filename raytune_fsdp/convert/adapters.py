@@ -153,8 +153,8 @@ def _type_of_model(name: str) -> str | None:
         content = read_json(Path(name, "config.json"), limit=_MOST_BYTES, links=True)
         kind = content.get("model_type") if isinstance(content, dict) else None
         return kind if isinstance(kind, str) else None
-    text = files("raytune_fsdp.predict").joinpath("architectures.json").read_text(encoding="utf-8")
-    known = {each.lower(): found["config"]["model_type"] for each, found in json.loads(text).items()}
+    public = json.loads(files("raytune_fsdp.predict").joinpath("architectures.json").read_text(encoding="utf-8"))
+    known: dict[str, str] = {each.lower(): found["config"]["model_type"] for each, found in public.items()}
     return known.get(name.lower())
 
 

@@ -350,9 +350,9 @@ def _convert_ours(file: str, tree: dict[str, Any]) -> Converted:
     """Give a config of an older version today's names. One that has them needs no conversion, and is refused so."""
     now, renamed = _with_todays_names(tree)
     lines = [KeyLine(key, None, Said("carried", f"is called {name} now")) for key, name in renamed.items()]
+    problems: list[str] = []
     try:
         load_config(spelled(now))
-        problems = []
     except ConfigError as error:
         problems = [str(each) for each in error.args]
     if not renamed and not problems:

@@ -33,7 +33,7 @@ from raytune_fsdp.convert.sharding import FP8, strategy
 _LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _TYPES = {"bf16": "bf16_pure", "fp32": "fp32"}
-_OPTIMIZERS = {
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "adamw"},
     "PagedAdamW": {"type": "adamw"},
     "AdamW8bit": {"type": "adamw", "moments": "8bit"},
