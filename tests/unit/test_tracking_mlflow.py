@@ -373,7 +373,7 @@ def test_a_run_of_an_older_version_goes_on_without_a_point_twice(tmp_path: Path,
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(older))
     Attempt(tmp_path, start_of(2, 40, total_steps=60)).train(41, 60).finish()
     assert server.values(run_id) == on_record(tmp_path / "metrics.jsonl", older=True), "under the names that it has"
-    assert {"train/accuracy", "perf/memory_bytes"} <= {key for key, _ in server.values(run_id)}
+    assert "perf/memory_bytes" in {key for key, _ in server.values(run_id)}
     filled = {time for key, time, number, _ in server.points[run_id] if 12 <= number <= 25}
     assert filled == {1_000_000}, "lines without a time get that of the run's start, the same whenever they are sent"
 
