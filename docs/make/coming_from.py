@@ -11,7 +11,7 @@ from raytune_fsdp.convert.rules import Project, TheirOption
 
 PAGE = Path(__file__).resolve().parents[1] / "start" / "coming-from.md"
 
-_AGAIN = ("fsdp_config.fsdp_", "test_datasets.")
+_AGAIN = ("fsdp_config.fsdp_", "test_datasets.", "dataset.*.", "dataset_val.")
 
 EXAMPLE = """\
 base_model: NousResearch/Meta-Llama-3.1-8B
@@ -42,7 +42,8 @@ _INTRO = """\
 
 # Coming from another trainer
 
-A config of axolotl, TRL, LLaMA-Factory or accelerate becomes one of ours:
+A config of axolotl, TRL, LLaMA-Factory, torchtune, accelerate or DeepSpeed becomes one of ours. So does a config of an
+older version, whose fields get the names of today:
 
 ```sh
 raytune-fsdp convert run.yaml --gpus 8 --out mine.yaml

@@ -74,7 +74,11 @@ def find_checkpoint(place: Path | str, *, hashes: bool = True) -> CommittedCheck
         checkpoints_below(path) if is_url(path) else checkpoints_of(Path(path)), hashes=hashes, threads=READERS
     )
     if found is None:
-        raise ResumeError(f"{path} is neither a committed checkpoint nor the directory of a run that has one")
+        there = is_url(path) or Path(path).exists()
+        what = (
+            "is neither a committed checkpoint nor the directory of a run that has one" if there else "does not exist"
+        )
+        raise ResumeError(f"{path} {what}; name a run, <run.storage>/<run.name>, or one of its checkpoints")
     return found
 
 

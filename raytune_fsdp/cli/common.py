@@ -134,7 +134,14 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (?:\S+/)?(\S+): invalid (int|float) value: (.*)", message):
             message = f"{wrong[1]} {wrong[3]}: must be {'a whole number' if wrong[2] == 'int' else 'a number'}"
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-            message = f"missing: {missing[1].upper()}; {' '.join(self.format_usage().split())}"
+            needed = " ".join(action.dest for action in self._actions if not action.option_strings)
+            message = f"missing: {missing[1].upper()}; usage: {self.prog} [-h] {needed}"
+        if other := re.fullmatch(r"argument (?:\S+/)?(\S+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            known = re.findall(r"'?([^', ]+)'?", other[3])
+            what = (
+                f"{other[1]} {other[2]}" if other[1].startswith("-") else f"unknown {self.prog.split()[-1]} {other[2]}"
+            )
+            message = f"{what}{nearest(other[2], known)}; there are {', '.join(known)}"
         raise ConfigError(f"{message} ({self.prog} --help)")
 
     def flags(self) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.common import Parser, run_command, say, write_new
 
-_PROJECTS = ("axolotl", "trl", "llama-factory", "accelerate")
+_PROJECTS = ("axolotl", "trl", "llama-factory", "torchtune", "accelerate", "deepspeed")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") -> int:
@@ -22,7 +22,9 @@ def parser_of(prog: str) -> Parser:
         prog, "Turn another trainer's config into one of ours. What cannot be carried is named, never lost."
     )
     # Optional only for the parser: in `--drop KEY FILE` it takes the file for a key.
-    parser.add_argument("file", metavar="FILE", nargs="?", help="YAML file of the other trainer")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="YAML or JSON file of the other trainer, or of an older version"
+    )
     parser.add_argument(
         "--from", dest="project", choices=_PROJECTS, help="the trainer (default: the one that knows most of its keys)"
     )

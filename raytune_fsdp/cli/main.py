@@ -58,8 +58,7 @@ def _main(arguments: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         what = "argument" if name.startswith("-") else "command"
-        near = nearest(name, COMMANDS)
-        raise ConfigError(f"unknown {what} {name}{near}; commands: {', '.join(COMMANDS)}")
+        raise ConfigError(f"unknown {what} {name}{nearest(name, COMMANDS)}; `{PROGRAM} --help` lists the commands")
     return int(import_module(f"raytune_fsdp.cli.{name}").main(rest, prog=f"{PROGRAM} {name}"))
 
 

@@ -45,9 +45,9 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
             print(f"{name:{names}}  {needed:{columns}}  {about}")
         return 0
     if found.name is None:
-        parser.error(f"{found.what} needs the name of a recipe: {', '.join(known)}")
+        parser.error(f"{found.what} needs the name of a recipe; `{parser.prog}` lists them")
     if found.name not in known:
-        parser.error(f"unknown recipe {found.name}{nearest(found.name, known)}; recipes: {', '.join(known)}")
+        parser.error(f"unknown recipe {found.name}{nearest(found.name, known)}; `{parser.prog}` lists all")
     text = recipe_text(found.name)
     if found.what == "show":
         if found.destination is not None:

@@ -15,7 +15,11 @@ from raytune_fsdp.record.console import duration
 
 _MARGIN = 3
 """Columns that stay free at the right: a terminal prints ^C where the cursor is, which must not wrap the line."""
-_BAR = (10, 40)
+_LEAST_BAR = 10
+_OURS = re.compile(r"(?:\x1b\[[0-9;]*m)?(?: {5}|eval )")
+"""How the lines of a run begin that are broken between words; those of others stay as they are, to be copied."""
+_AGAIN = " " * 7
+"""What a line begins with that goes on with another."""
 _MOST_WORKS = 4
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")
@@ -109,9 +113,8 @@ class View:
             return f"{what}  {end}"
         share = min(1.0, done / total)
         tail = f" {100 * share:3.0f}%  {end}".rstrip()
-        least, most = _BAR
-        cells = min(most, columns - width_of(what) - len(tail) - 4)
-        if cells < least:
+        cells = columns - width_of(what) - len(tail) - 4
+        if cells < _LEAST_BAR:
             return f"{cut_to(what, columns - len(tail) - 1)} {tail}"
         full = int(share * cells)
         return f"{what}  [{self._full * full}{self._empty * (cells - full)}]{tail}"
@@ -139,6 +142,19 @@ def clean(text: str) -> str:
     plain = _ESCAPE.sub(lambda found: found[0] if _COLOUR.fullmatch(found[0]) else "", text.expandtabs(8))
     shown = "".join(c for c in plain if c == "\x1b" or c.isprintable())
     return f"{shown}\x1b[0m" if "\x1b" in shown else shown
+
+
+def broken(line: str, columns: int) -> list[str]:
+    """Break a line of a run between words, where a terminal would break it inside of one."""
+    found: list[str] = []
+    while _OURS.match(line) and width_of(_COLOUR.sub("", line)) > columns:
+        room = columns + sum(len(each) for each in _COLOUR.findall(line[:columns]))
+        end = line.rfind(" ", len(_AGAIN), room + 1)
+        if end < 0 or not line[:end].strip():
+            break
+        found.append(line[:end])
+        line = _AGAIN + line[end:].lstrip()
+    return [*found, line]
 
 
 def width_of(text: str) -> int:

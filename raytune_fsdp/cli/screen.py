@@ -26,7 +26,7 @@ from typing import Literal
 
 import raytune_fsdp
 from raytune_fsdp.base.leaving import flush_output
-from raytune_fsdp.cli.region import Region, View, clean
+from raytune_fsdp.cli.region import Region, View, broken, clean
 from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.record.screen_messages import VARIABLE, read_message
 
@@ -167,6 +167,7 @@ class _Screen:
         columns, rows = columns or 80, rows or 24
         lines = [] if self._hidden else self._view.lines(columns, rows)
         above, self._above = self._above, []
+        above = [part for line in above for part in broken(line, columns)]
         self._write(self._region.draw(above, lines, columns))
 
     def _write(self, text: str) -> None:

@@ -123,7 +123,7 @@ def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
             )
         )
         print()
-        say_lines(next_commands(result.run_dir, export=result.export, mlflow_uri=uri))
+        say_lines(next_commands(result.run_dir, export=result.export, mlflow_uri=uri, mlflow_page=result.mlflow_page))
         if result.unsent is not None:
             print()
             say(result.unsent)

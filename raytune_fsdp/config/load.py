@@ -98,7 +98,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
         text = content.decode()
     except FileNotFoundError:
         if str(path).lower() not in recipes():
-            raise ConfigError(f"config file {path}: no such file{_nearest(Path(path))}") from None
+            raise ConfigError(f"config file {path}: no such file{nearest_file(Path(path))}") from None
         text = recipe_text(str(path).lower())
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
@@ -115,14 +115,14 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     return tree, {loc: f"{path} line {line}" for loc, line in lines.items() if loc}
 
 
-def _nearest(path: Path) -> str:
+def nearest_file(path: Path) -> str:
     """Return what to add to the news that there is no such file."""
     hint = "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
     beside = [each.name for each in islice(path.parent.glob("*.y*ml"), 1000)] if path.parent.is_dir() else []
     near = [str(path.parent / name) for name in get_close_matches(path.name, beside, n=1)]
     if not path.suffix:
         recipe = get_close_matches(str(path).lower(), recipes(), n=1)
-        hint += f", and no recipe{'' if recipe else '; there are ' + ', '.join(recipes())}"
+        hint += f", and no recipe{'' if recipe else ' (`raytune-fsdp recipes` lists them)'}"
         near = near or recipe
     return hint + (f"; nearest: {near[0]}" if near else "")
 

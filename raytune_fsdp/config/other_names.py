@@ -9,6 +9,7 @@ OURS = {
     "optimizer": "optim.optimizer",
     "adam_beta1": "optim.beta1",
     "adam_beta2": "optim.beta2",
+    "betas": "optim.beta1 and optim.beta2",
     "adam_epsilon": "optim.eps",
     "lr_scheduler": "optim.schedule",
     "lr_scheduler_type": "optim.schedule",
@@ -110,7 +111,7 @@ _VALUES = {
         "mixed": "bf16",
     },
     "cluster.device": {"gpu": "cuda", "cuda:0": "cuda"},
-    "method.quantization": {"4": "nf4", "8": "int8", "4bit": "nf4", "8bit": "int8", "fp4": "nf4"},
+    "method.quantization": {"int4": "nf4", "4": "nf4", "8": "int8", "4bit": "nf4", "8bit": "int8", "fp4": "nf4"},
     "model.attention": {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "flash_attn": "flash_attention_2"},
     "format.type": {
         "alpaca": "instruction, with style: alpaca",

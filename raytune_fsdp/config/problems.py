@@ -19,15 +19,19 @@ from raytune_fsdp.config.text import Loc
 
 _MOST_LINES = 100
 """The most problems reported of one config. Looking for the nearest name of 60,000 keys would take an hour."""
+_MOST_CHARACTERS = 200
+"""The most of a line with all names of a section: two lines of a terminal of 100 columns."""
 _MENTION = re.compile(r"\b[a-z_]+(?:\.[a-z0-9_]+)+")
 
 
 def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> list[str]:
     """Return one line for each field that pydantic refuses."""
-    if (foreign := _another_trainers(error, tree, root, sources)) is not None:
+    if (foreign := _another_files(error, tree, root, sources)) is not None:
         return [foreign]
     lines: dict[Loc, str] = {}
-    for number, detail in enumerate(error.errors(include_url=False)):
+    # Unknown names come first: a mistyped one may be why another is missing.
+    found = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    for number, detail in enumerate(found):
         if len(lines) >= _MOST_LINES:
             return [*lines.values(), f"and {error.error_count() - number} more problems like these"]
         path, place, holder = _locate(detail["loc"], root, tree)
@@ -42,10 +46,13 @@ def explain(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc
     return list(lines.values())
 
 
-def _another_trainers(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> str | None:
-    """Return the line for a whole file of another trainer, which has no section of ours."""
+def _another_files(error: ValidationError, tree: Any, root: Place, sources: Mapping[Loc, str]) -> str | None:
+    """Return the line for a whole file that is no config: another trainer's, or a model's, without a section of ours."""
     if any(isinstance(tree.get(name), dict) and (name,) in sources for name in root.fields()):
         return None
+    if ("model_type",) in sources:
+        file = sources["model_type",].rpartition(" line ")[0]
+        return f"config file {file}: is a model's config.json, not a run's: name its directory in model.path"
     unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
     theirs = [str(loc[0]) for loc in unknown if len(loc) == 1 and loc[0] in OURS]
     files = {sources[(name,)].rpartition(" line ")[0] for name in theirs if (name,) in sources} - {""}
@@ -115,6 +122,9 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
         return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value, name)}: {rule}{origin}"
     if (ours := our_value(path, value)) is not None:
         return f"{name}={shown(value, name)}: here it is {ours}{_origin([path], sources)}"
+    kinds = [tag for section in place.sections for tag in tags(section)] if place is not None else []
+    if isinstance(value, str) and value.lower() in kinds:
+        return f"{name}={shown(value, name)}: here it is {{type: {value.lower()}}}{_origin([path], sources)}"
     rule = f"must be {type_in_words(place)}" if place is not None and not place.free else detail["msg"]
     near = get_close_matches(str(value).lower(), place.choices, n=1) if place is not None else []
     hint = f"; nearest: {near[0]}" if near else ""
@@ -135,7 +145,15 @@ def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping
         return f"{'.'.join(path)}{equals}: unknown {what}; here it is {ours}{_origin([path], sources)}"
     near = _sibling(path, names, root) or _elsewhere(path, root)
     nearest = f"; nearest: {near}" if near else ""
-    return f"{'.'.join(path)}{equals}: unknown {what}{nearest}; {known}{_origin([path], sources)}"
+    line = f"{'.'.join(path)}{equals}: unknown {what}{nearest}; {known}{_origin([path], sources)}"
+    if len(line) > _MOST_CHARACTERS:  # names that nobody reads
+        section = " ".join(["--help", ".".join(_without_numbers(parents))]).strip()
+        line = line.replace(known, f"`raytune-fsdp train {section}` lists all")
+    return line
+
+
+def _without_numbers(path: list[str]) -> list[str]:
+    return ["N" if part.isdecimal() else part for part in path]
 
 
 def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:

@@ -219,10 +219,29 @@ def dump(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
 
 
+_IN_WORDS = {
+    "expected <block end>": "it is indented otherwise than the lines above that it belongs to",
+    "expected '<document start>'": "a second document begins here, and a config is one",
+    "found character '\\t'": "it begins with a tab, and YAML is indented with spaces",
+    "mapping values are not allowed": "the line above has no colon with a space after it",
+    "could not find expected ':'": "a key needs a colon with a space after it",
+}
+"""What PyYAML says, by how it begins, and what that means."""
+_OPEN = {
+    "while scanning a quoted scalar": "the text in quotes",
+    "while parsing a flow mapping": "the map in braces",
+    "while parsing a flow sequence": "the list in brackets",
+}
+"""What has no end, by what PyYAML was doing."""
+
+
 def problem_line(error: yaml.YAMLError) -> str:
     """Return a YAML error in one line, with the line number if it has one."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or " ".join(str(error).split()))[:500]  # it may quote the whole file
-    if problem.startswith("expected <block end>"):
-        problem = f"it is indented otherwise than the lines above that it belongs to ({problem})"
+    context, begun = getattr(error, "context", None), getattr(error, "context_mark", None)
+    said = next((said for known, said in _IN_WORDS.items() if problem.startswith(known)), None)
+    if said is None and begun is not None and context in _OPEN:
+        said = f"{_OPEN[context]} that begins in line {begun.line + 1} has no end"
+    problem = problem if said is None else f"{said} ({problem})"
     return f"line {mark.line + 1}: {problem}" if mark is not None else problem

@@ -6,8 +6,8 @@
     schedules.py       the schedules of the learning rate
     adapters.py        options of LoRA; optimizers.py: of optimizers
     sharding.py        options of FSDP
-    deepspeed.py       options of DeepSpeed in axolotl, TRL and LLaMA-Factory
-    axolotl.py, trl.py, llama_factory.py, accelerate.py
+    deepspeed.py       options of DeepSpeed in axolotl, TRL and LLaMA-Factory, and its own file
+    axolotl.py, trl.py, llama_factory.py, torchtune.py, accelerate.py
                        a table for each project: what becomes of every option, and the defaults that are not ours
     axolotl_left.py    options of axolotl that do not change what is learned
     axolotl_adapters.py
@@ -16,7 +16,7 @@
                        their datasets
     llama_factory_rows.py
                        a function that a converted config may name for its rows
-    file.py            converts a file: reads it, guesses the project, checks the result
+    file.py            converts a file: reads it, guesses the project, checks the result; older configs of ours
 
 An option that changes what is learned is carried, or refused by name; none is lost in silence. Imports no torch.
 """

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
+from raytune_fsdp.base.untrusted import UnsoundError, read_json
 from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.convert.rules import Translation, WrongValueError, flag, number, text, whole, words
+
+PEFT_CHOOSES = {
+    **dict.fromkeys(
+        (
+            "llama", "llama4", "mistral", "mixtral", "stablelm", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3",
+            "opt", "gptj", "gpt_neo",
+        ),
+        ["q_proj", "v_proj"],
+    ),
+    **dict.fromkeys(("bloom", "gpt_neox", "falcon"), ["query_key_value"]),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ["c_attn"]),
+    "mpt": ["Wqkv"],
+    "phi": ["q_proj", "v_proj", "fc1", "fc2"],
+    "codegen": ["qkv_proj"],
+    "nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}  # fmt: skip
+"""What PEFT adapts of a type of model where no modules are named. A test compares it with the installed PEFT."""
+_MOST_BYTES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +63,12 @@ class Quantized:
     kind: Literal["nf4", "int8"]
 
 
-# Both types are close to those of bitsandbytes. Its 8 bits also round the inputs of a layer, which we never do.
-_NOT_BIT_EQUAL = {
+NOT_BIT_EQUAL = {
     "nf4": "there the scales of scales span rows, here each row has its own: numbers differ slightly",
     "int8": "only weights are rounded, with a scale for 64 numbers; there (LLM.int8) the input of a layer is rounded, "
     "too, except its outliers",
 }
+"""Both types are close to those of bitsandbytes. Its 8 bits also round the inputs of a layer, which we never do."""
 _NESTED = "scales are one byte each"
 _NOT_NESTED = f"there scales are fp32, here {_NESTED}"
 
@@ -83,7 +106,7 @@ def carry_lora(c: Translation, lora: Lora, quantized: Quantized | None = None) -
     c.put("method.type", kind, lora.owner)
     c.say(lora.owner, "carried", f"method.type={kind}")
     if quantized is not None:
-        c.carry(quantized.key, "method.quantization", quantized.kind, _NOT_BIT_EQUAL[quantized.kind])
+        c.carry(quantized.key, "method.quantization", quantized.kind, NOT_BIT_EQUAL[quantized.kind])
     rank, alpha, dropout = lora.defaults
     _value(c, lora.rank, "method.rank", c.get(lora.rank, whole, rank))
     found = c.get(lora.rank, whole, rank)
@@ -96,9 +119,7 @@ def carry_lora(c: Translation, lora: Lora, quantized: Quantized | None = None) -
     elif lora.all_by_default:
         c.default("method.target_modules", ALL_LINEAR, f"{lora.targets} by default")
     elif "method.target_modules" not in c.fields:
-        c.refuse_unsaid(
-            lora.targets, "PEFT chooses modules by the kind of model: name them, or all-linear, in the file"
-        )
+        _as_peft_chooses(c, lora.targets)
     for key, field, read in (
         (lora.saved, "method.modules_to_save", words),
         (lora.parameters, "method.target_parameters", words),
@@ -111,6 +132,30 @@ def carry_lora(c: Translation, lora: Lora, quantized: Quantized | None = None) -
         if value not in (None, False, []):
             c.carry(key, field, value)
         c.say(key, "same", "off")
+
+
+def _as_peft_chooses(c: Translation, key: str) -> None:
+    """Name the modules that PEFT adapts where none are named, which it chooses by the type of the model."""
+    kind = _type_of_model(c.get(c.first("model_name_or_path", "base_model"), text, ""))
+    if kind is None:
+        why = "PEFT chooses modules by the type of the model, which is not known here: q_proj and v_proj in most"
+        c.refuse_unsaid(key, f"{why}. Name them, or all-linear, in the file")
+    elif kind in PEFT_CHOOSES:
+        c.default("method.target_modules", PEFT_CHOOSES[kind], f"what PEFT takes of a {kind} without {key}")
+    else:
+        why = f"PEFT knows none for a {kind}, and would refuse it"
+        c.refuse_unsaid(key, f"{why}: name them, or all-linear, in the file")
+
+
+def _type_of_model(name: str) -> str | None:
+    """Return the type in a model's config.json, if it is here, or one of the public models that are known offline."""
+    with suppress(OSError, UnsoundError):
+        content = read_json(Path(name, "config.json"), limit=_MOST_BYTES, links=True)
+        kind = content.get("model_type") if isinstance(content, dict) else None
+        return kind if isinstance(kind, str) else None
+    public = json.loads(files("raytune_fsdp.predict").joinpath("architectures.json").read_text(encoding="utf-8"))
+    known: dict[str, str] = {each.lower(): found["config"]["model_type"] for each, found in public.items()}
+    return known.get(name.lower())
 
 
 def _value(c: Translation, key: str, field: str, value: Any) -> None:

@@ -1,4 +1,5 @@
-"""Convert DeepSpeed's options in axolotl, TRL and LLaMA-Factory: the name of its file, or its content as a map."""
+"""Convert DeepSpeed's options: in axolotl, TRL and LLaMA-Factory (the name of its file, or its content as a map), and
+in a JSON file of its own, which says how a model is spread, and perhaps its optimizer and batch."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import re
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
+    Project,
+    Rule,
     Said,
     Translation,
     ask,
@@ -16,11 +19,14 @@ from raytune_fsdp.convert.rules import (
     plain,
     refuse,
     same,
+    settled,
+    table,
     text,
     whole,
 )
 
 _ZERO = {0: "replicate", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
+_ZERO_LEFT = "how ZeRO moves weights; FSDP has its own ways"
 _SEE = "see that its file sets no optimizer, schedule or clipping of its own"
 _AUTO = "as it is outside of deepspeed"
 
@@ -111,7 +117,7 @@ DEEPSPEED_OPTIONS = (
         "`parallel.cpu_offload`",
         _offload,
     ),
-    leave(_deep("zero_optimization zero_optimization.*"), "how ZeRO moves weights; FSDP has its own ways"),
+    leave(_deep("zero_optimization zero_optimization.*"), _ZERO_LEFT),
     ask(_deep("gradient_clipping"), "`optim.max_grad_norm`", _clipping),
     ask(_deep("optimizer.type"), "same, if it is AdamW; others are named outside of deepspeed", _optimizer),
     refuse(
@@ -153,4 +159,187 @@ DEEPSPEED_OPTIONS = (
         ),
         "DeepSpeed is not used; see `parallel`",
     ),
+)
+
+
+# A file of its own. `auto` is left to the training script.
+
+_SCRIPT = "as the training script says"
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
+
+
+def _auto(c: Translation, key: str) -> bool:
+    """Return whether an option is left to the training script, and then say so."""
+    if key in c.given and plain(c.given[key]) == "auto":
+        c.say(key, "left", _SCRIPT)
+    return key not in c.given or key in c.said
+
+
+def prepare(c: Translation) -> None:
+    stage = c.get("zero_optimization.stage", whole, 0)
+    if stage not in _ZERO:
+        c.say("zero_optimization.stage", "refused", "ZeRO has the stages 0 to 3")
+    else:
+        c.carry("zero_optimization.stage", "parallel.strategy", _ZERO[stage])
+        c.default("parallel.strategy", _ZERO[stage], "without a stage of ZeRO nothing is sharded")
+    _precision(c)
+    _batch(c)
+    _schedule(c)
+
+
+def _precision(c: Translation) -> None:
+    keys = {kind: f"{kind}.enabled" for kind in ("bf16", "fp16")}
+    if any(key in c.given and _auto(c, key) for key in keys.values()):
+        return
+    on = [kind for kind, key in keys.items() if c.get(key, flag, False)]
+    found = on[0] if on else "fp32"
+    for key in keys.values():
+        c.carry(key, "parallel.precision", found)
+    c.default("parallel.precision", found, "neither bf16 nor fp16 is on")
+
+
+def _batch(c: Translation) -> None:
+    """Carry the batch: of a GPU, the passes of a step, and that of all GPUs, of which any two say the third."""
+    micro, passes, whole_batch = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+    given = {key: c.get(key, whole, 1) for key in (micro, passes, whole_batch) if not _auto(c, key)}
+    if micro in given:
+        c.carry(micro, "train.micro_batch", given[micro])
+    if whole_batch in given:
+        c.carry(whole_batch, "train.global_batch", given[whole_batch])
+        c.say(passes, "left", "train_batch_size decides")
+    elif micro in given and c.gpus is not None:
+        total = given[micro] * given.get(passes, 1) * c.gpus
+        c.put("train.global_batch", total, micro)
+        c.say(passes, "carried", f"train.global_batch={total}")
+    elif micro in given:
+        c.problems.append(
+            f"{micro}={given[micro]} is the batch of one GPU, and train.global_batch is that of all: give the number "
+            "of GPUs that the file was meant for with --gpus N"
+        )
+    c.say(passes, "left", "a part of train.global_batch, which this file does not say")
+
+
+def _schedule(c: Translation) -> None:
+    key, steps = "scheduler.type", "scheduler.params.warmup_num_steps"
+    if not _auto(c, key):
+        kind = _SCHEDULES.get(c.get(key, text, ""))
+        if kind is None:
+            c.say(key, "refused", f"the schedules that are carried are {', '.join(_SCHEDULES)}: see optim.schedule")
+        else:
+            c.carry(key, "optim.schedule", {"type": kind}, "its warmup is a straight line here, whatever its type")
+    if not _auto(c, steps):
+        c.carry(steps, "optim.warmup_steps", c.get(steps, whole, 0))
+    total = "scheduler.params.total_num_steps"
+    if not _auto(c, total):
+        c.carry(total, "train.max_steps", c.get(total, whole, 1))
+
+
+def finish(c: Translation) -> None:
+    """Do nothing: what a file leaves out, its training script says."""
+
+
+def _number(field: str, *, off: float | None = None) -> Rule:
+    def rule(c: Translation, key: str) -> None:
+        if not _auto(c, key):
+            value = c.get(key, number, 0)
+            c.carry(key, field, None if value == off else value)
+
+    return rule
+
+
+def _own_optimizer(c: Translation, key: str) -> None:
+    ours = None if _auto(c, key) else _OPTIMIZERS.get(c.get(key, text, "").lower())
+    if ours is None:
+        c.say(key, "refused", "the optimizers that are carried are AdamW, Adam and Lion: see optim.optimizer")
+    elif ours == "adamw":
+        c.say(key, "same", "AdamW: Adam is that, too, unless adam_w_mode is off")
+    else:
+        c.carry(key, "optim.optimizer", {"type": ours})
+
+
+def _betas(c: Translation, key: str) -> None:
+    if _auto(c, key):
+        return
+    found = c.get(key, lambda value: [number(each) for each in value] if isinstance(value, list) else [], [])
+    if len(found) != 2:
+        c.say(key, "refused", "must be two numbers")
+    elif c.get("optimizer.type", text, "").lower() == "lion":
+        c.say(key, "refused", "set optim.optimizer.beta1 and beta2 afterwards")
+    else:
+        c.put("optim.beta1", found[0], key)
+        c.carry(key, "optim.beta2", found[1], f"and optim.beta1={found[0]}")
+
+
+def _warmup_rate(c: Translation, key: str) -> None:
+    if not _auto(c, key):
+        c.say(key, "left", "optim.lr is the peak, and a warmup begins near 0")
+
+
+_FILE_OPTIONS = (
+    settled("zero_optimization.stage", "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
+    ask(
+        "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.cpu_offload "
+        "zero_optimization.cpu_offload_params",
+        "`parallel.cpu_offload`",
+        _offload,
+    ),
+    leave("zero_optimization zero_optimization.*", _ZERO_LEFT),
+    settled("bf16.enabled fp16.enabled", "`parallel.precision`"),
+    leave("bf16 fp16 bf16.* fp16.*", "how DeepSpeed scales an fp16 loss; here it is scaled automatically"),
+    settled("train_micro_batch_size_per_gpu", "`train.micro_batch`"),
+    settled("train_batch_size gradient_accumulation_steps", "`train.global_batch`"),
+    ask("gradient_clipping", "`optim.max_grad_norm` (0: null)", _number("optim.max_grad_norm", off=0)),
+    ask("optimizer.type", "AdamW, and `optim.optimizer` of Lion; others are refused", _own_optimizer),
+    ask("optimizer.params.lr", "`optim.lr`", _number("optim.lr")),
+    ask("optimizer.params.weight_decay", "`optim.weight_decay`", _number("optim.weight_decay")),
+    ask("optimizer.params.eps", "`optim.eps`", _number("optim.eps")),
+    ask("optimizer.params.betas", "`optim.beta1`, `optim.beta2`", _betas),
+    leave("optimizer.params.torch_adam optimizer.params.bias_correction", "how AdamW is computed"),
+    refuse("optimizer.params.adam_w_mode", "weight decay is apart from the gradient", off=(True,), alike="as here"),
+    settled("scheduler.type", "`optim.schedule`: constant, linear and cosine, each with a warmup; others are refused"),
+    settled("scheduler.params.warmup_num_steps", "`optim.warmup_steps`"),
+    settled("scheduler.params.total_num_steps", "`train.max_steps`"),
+    ask("scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr", "left: see `optim.lr`", _warmup_rate),
+    leave("scheduler.params.warmup_type", "a warmup is a straight line here"),
+    refuse(
+        "amp amp.enabled fp32_allreduce prescale_gradients gradient_predivide_factor sparse_gradients",
+        "gradients are summed in fp32, and nothing is scaled on the way",
+        off=(False, 0, 1.0),
+    ),
+    leave("optimizer scheduler optimizer.params scheduler.params", "an empty map sets nothing"),
+    refuse(
+        "optimizer.params.* scheduler.params.* scheduler.*",
+        "no option of those that are carried: see optim.optimizer and optim.schedule",
+        off=("auto",),
+        alike=_SCRIPT,
+    ),
+    leave(
+        "steps_per_print wall_clock_breakdown dump_state memory_breakdown comms_logger flops_profiler tensorboard "
+        "wandb csv_monitor autotuning aio checkpoint comms_logger.* flops_profiler.* tensorboard.* wandb.* "
+        "csv_monitor.* "
+        "autotuning.* aio.* checkpoint.*",
+        "what DeepSpeed prints and writes; see `metrics.jsonl` and `checkpoint`",
+    ),
+    leave(
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type data_types data_types.* "
+        "gradient_accumulation_dtype",
+        "DeepSpeed is not used; see `parallel`",
+    ),
+    leave(
+        "activation_checkpointing activation_checkpointing.*",
+        "how activations are computed again; whether is said by parallel.activation_checkpointing",
+    ),
+)
+
+
+DEEPSPEED = Project(
+    name="deepspeed",
+    title="DeepSpeed",
+    about="Its JSON file, as Transformers, accelerate and axolotl take it beside their own. It names no model and no "
+    "data, so the result is a part of a config: put it into one. `auto` is left to what the rest says.",
+    options=table(*_FILE_OPTIONS),
+    prepare=prepare,
+    finish=finish,
+    fragment=True,
 )

@@ -17,16 +17,18 @@ from raytune_fsdp.base.redaction import find_secrets
 from raytune_fsdp.base.untrusted import MAX_DEPTH, UnsoundError, reason
 from raytune_fsdp.base.untrusted import read_file as read_bytes
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import ROOT
+from raytune_fsdp.config.load import ROOT, load_config, nearest_file
 from raytune_fsdp.config.problems import explain, shown
 from raytune_fsdp.config.text import Plain, dump, parse, problem_line, spelled
 from raytune_fsdp.convert.accelerate import ACCELERATE
 from raytune_fsdp.convert.axolotl import AXOLOTL
+from raytune_fsdp.convert.deepspeed import DEEPSPEED
 from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
 from raytune_fsdp.convert.rules import Project, Said, TheirOption, Translation
+from raytune_fsdp.convert.torchtune import TORCHTUNE
 from raytune_fsdp.convert.trl import TRL
 
-PROJECTS = {project.name: project for project in (AXOLOTL, TRL, LLAMA_FACTORY, ACCELERATE)}
+PROJECTS = {project.name: project for project in (AXOLOTL, TRL, LLAMA_FACTORY, TORCHTUNE, ACCELERATE, DEEPSPEED)}
 _INSIDES = {
     name: {option[: dot.start()] for option in project.options for dot in re.finditer(r"\.", option)}
     for name, project in PROJECTS.items()
@@ -78,7 +80,7 @@ class Converted:
 
     def report(self) -> str:
         """Return a line for every key of the file, and for every default that is not ours."""
-        width = min(44, max(len(line.name) for line in self.lines))
+        width = min(44, max((len(line.name) for line in self.lines), default=0))
         fates = [line.said.fate for line in self.lines]
         counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(sorted(fates)))
         taken = f" ({self.guessed})" if self.guessed else ""
@@ -91,7 +93,7 @@ class Converted:
         dropped = [line.key for line in self.lines if line.said.fate == "dropped"]
         without = f", without {', '.join(dropped)}" if dropped else ""
         part = (
-            "\n# A part of a config: it says nothing about the model, the data and the training."
+            "\n# A part of a config: put it into one that names the model, the data and the training."
             if self.project.fragment
             else ""
         )
@@ -106,6 +108,8 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
     """
     tree = read(file)
     guessed = ""
+    if project is None and _is_ours(tree):
+        return _convert_ours(file, tree)
     if project is None:
         project, guessed = guess(file, tree)
     about = PROJECTS[project]
@@ -156,9 +160,12 @@ def _printable(text: str) -> str:
 def read(file: str) -> dict[str, Any]:
     """Read the map in a YAML file, which a stranger may have written."""
     try:
-        tree, _ = parse(read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8"))
+        content = read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8")
+        if content.lstrip().startswith("{"):
+            content = content.expandtabs(1)  # YAML reads JSON, but for tabs, which no text in JSON has as they are
+        tree, _ = parse(content)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        raise ConfigError(f"{file}: no such file{nearest_file(Path(file))}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (OSError, UnsoundError) as error:
@@ -243,6 +250,8 @@ def _drops(drop: Sequence[str], key: str) -> bool:
 
 def _say(c: Translation, project: Project, key: str, option: TheirOption | None) -> Said:
     """Return what became of a key."""
+    if option is None and key in c.said:  # a name of the file's own, which others of its values stand for
+        return c.said[key]
     if option is None:
         # Many options share most of their path, so only a very near name counts.
         near = get_close_matches(re.sub(r"\.\d+\.", ".*.", key), list(project.options), n=1, cutoff=0.75)
@@ -289,3 +298,64 @@ def _check(tree: dict[str, Any], c: Translation, *, fragment: bool) -> list[str]
     except ValidationError as error:
         return explain(error, whole, ROOT, c.sources)
     return []
+
+
+# Configs of ours that an older version wrote: a few fields had other names then.
+
+_RENAMED = {"format.returns": "format.then"}
+"""Fields by the last two names of their path, with what they are called now."""
+
+
+def _nothing(c: Translation) -> None:
+    """Do nothing: no option of a config of ours is another project's."""
+
+
+_OURS = Project(
+    name="raytune-fsdp",
+    title="an older raytune-fsdp",
+    about="Configs of this package, from before a field was renamed.",
+    options={},
+    prepare=_nothing,
+    finish=_nothing,
+)
+
+
+def _is_ours(tree: dict[str, Any]) -> bool:
+    """Return whether a file has sections of ours, and nothing else."""
+    known = set(ROOT.fields())
+    return tree.keys() <= known and any(isinstance(tree.get(name), dict) for name in ("run", "data", "train"))
+
+
+def _with_todays_names(tree: Any, path: str = "") -> tuple[Any, dict[str, str]]:
+    """Return a tree in which fields are called what they are called now, and the new names of those that were not."""
+    if isinstance(tree, list):
+        pairs = [(str(index), each) for index, each in enumerate(tree)]
+    elif isinstance(tree, dict):
+        pairs = list(tree.items())
+    else:
+        return tree, {}
+    found: dict[str, Any] = {}
+    renamed: dict[str, str] = {}
+    for name, value in pairs:
+        where = f"{path}.{name}" if path else name
+        now = _RENAMED.get(".".join(where.split(".")[-2:]), "").rpartition(".")[2] or name
+        found[now], inside = _with_todays_names(value, where)
+        renamed |= inside
+        if now != name:
+            renamed[where] = f"{path}.{now}"
+    return (list(found.values()) if isinstance(tree, list) else found), renamed
+
+
+def _convert_ours(file: str, tree: dict[str, Any]) -> Converted:
+    """Give a config of an older version today's names. One that has them needs no conversion, and is refused so."""
+    now, renamed = _with_todays_names(tree)
+    lines = [KeyLine(key, None, Said("carried", f"is called {name} now")) for key, name in renamed.items()]
+    problems: list[str] = []
+    try:
+        load_config(spelled(now))
+    except ConfigError as error:
+        problems = [str(each) for each in error.args]
+    if not renamed and not problems:
+        problems = [f"{file}: is a config of raytune-fsdp as it is: `raytune-fsdp train --config {file}` takes it"]
+    guessed = "it has its sections and no others"
+    return Converted(_OURS, guessed, lines, [_printable(each) for each in problems], spelled(now))

@@ -109,7 +109,7 @@ def _adapts(c: Translation) -> bool:
 
 def _packing(c: Translation, pretraining: bool) -> None:
     packed, apart = c.get("packing", flag, pretraining), c.get("neat_packing", flag, False)
-    if apart or not packed:
+    if apart or not packed or not pretraining:
         why = "LLaMA-Factory cuts a text at cutoff_len, too"
         if not pretraining:
             why = (
@@ -121,14 +121,7 @@ def _packing(c: Translation, pretraining: bool) -> None:
         c.carry("neat_packing", "data.packing", "best_fit")
         c.carry("packing", "data.packing", "best_fit")
         return
-    if packed and not pretraining:
-        c.say(
-            "packing",
-            "refused",
-            "without neat_packing a document sees those before it in its sample; here none does: set neat_packing in "
-            "the file for data.packing=best_fit, or drop it for one document in each sample",
-        )
-    ours = "concat" if packed else "none"
+    ours = "none" if not packed else "concat" if pretraining else "best_fit"
     note = "there a document sees those before it, here none does" if packed else ""
     c.carry("packing", "data.packing", ours, note)
     c.say("neat_packing", "same", f"data.packing={ours}")
@@ -310,7 +303,9 @@ _DATA_OPTIONS = (
     settled("dataset_dir", "where dataset_info.json is"),
     ask("template", "`data.chat_template` (llama2, llama3, chatml); others are refused", _template),
     settled("cutoff_len", "`data.seq_len`"),
-    settled("packing neat_packing", "`data.packing`: neat `best_fit`, off `none`; packing alone is refused"),
+    settled(
+        "packing neat_packing", "`data.packing`: `best_fit`, of stage pt `concat`, off `none`; no document sees another"
+    ),
     settled("train_on_prompt mask_history", "`format.loss`: `all`, `last_turn`"),
     settled("val_size", "`data.eval.fraction` or `rows`"),
     ask("max_samples", "`data.train.N.rows.first`", lambda c, key: c.say(key, "carried", "data.train.*.rows.first")),

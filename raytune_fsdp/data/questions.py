@@ -118,7 +118,7 @@ def open_tasks(
         except RowError:
             raise
         except DataError as error:
-            raise DataError(f"{field}: {error}") from error
+            raise DataError(f"{field}: {error}".replace("the dataset's ", f"{field}.")) from error
         rows = _read(source, task, field)
         prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of_prompts(config.data))
         rows = rows[task.shots :]

@@ -29,6 +29,7 @@ from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, told_of, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
+from raytune_fsdp.data.rows.conversation import MISSING_COLUMN
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.opening import columns_of, open_sources
@@ -312,6 +313,8 @@ class Windows:
             indices = [rows[place][1] for place in places]
             wheres = [self.sources[dataset].where(index) for index in indices]
             documents = formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)
+            if any(map(_lacks_column, documents)) and self.data.bad_rows == "error":
+                _check_columns(formatters[dataset], self.sources[dataset])
             return list(zip(documents, wheres, strict=True))
 
         # The tokenizer releases Python's lock: while it encodes one batch, the other thread reads rows or makes arrays.
@@ -332,9 +335,7 @@ class Windows:
 
     def _refuse(self, error: RowError) -> None:
         if self.data.bad_rows == "error":
-            # A column that is missing is missing in most rows.
-            skip = "; or set data.bad_rows=skip to leave such rows out" if error.reason != "missing_column" else ""
-            raise RowError(f"{error}{skip}", error.reason)
+            raise RowError(f"{error}; or set data.bad_rows=skip", error.reason)
 
     def _skip(self, error: RowError, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> None:
         self._refuse(error)
@@ -399,6 +400,18 @@ def _with_columns(
         source.with_columns(own._replace(needed=tuple(dict.fromkeys((*own.needed, *columns)))))
         for source, own in zip(sources, read, strict=True)
     ]
+
+
+def _check_columns(formatter: Formatter, source: Source) -> None:
+    """Refuse a dataset whose first rows all lack a column, by its name: none of its rows is to blame."""
+    rows = source.rows(range(min(_BATCH_ROWS, len(source))))
+    documents = formatter.documents(rows, [source.label] * len(rows))
+    if all(map(_lacks_column, documents)):
+        raise DataError(str(documents[0]))
+
+
+def _lacks_column(document: Document | RowError) -> bool:
+    return isinstance(document, RowError) and document.reason == MISSING_COLUMN
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

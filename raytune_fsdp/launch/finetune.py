@@ -78,30 +78,23 @@ def _result(
     from raytune_fsdp.launch.signals import Signals
     from raytune_fsdp.launch.torchrun import is_rank0
     from raytune_fsdp.record.report.page import make_curve, make_report
-    from raytune_fsdp.run.open_record import (
-        clean_config,
-        keep_from_others,
-        last_tracking,
-        mend_record,
-        put_mark,
-        register_export,
-    )
+    from raytune_fsdp.run import open_record
     from raytune_fsdp.run.publish import publish
 
     place = prepared.place  # as rank 0 sees it: under torchrun another node may resolve a relative path differently
     newest = before.checkpoint if before.complete else committed(place.checkpoints)[-1]
     assert newest is not None, "a complete run has a checkpoint"
     export = place.export if config.export.at_end else None
-    curve, report, pushed, registered, unsent = None, None, None, None, None
+    curve, report, pushed, registered, unsent, page = None, None, None, None, None, None
     if is_rank0():
         if before.complete:
-            clean_config(place)
-            keep_from_others(place)
+            open_record.clean_config(place)
+            open_record.keep_from_others(place)
             with suppress(OSError):  # another user's run
-                put_mark(prepared)
-            mend_record(place, before)
+                open_record.put_mark(prepared)
+            open_record.mend_record(place, before)
         # They send while the export is written.
-        trackers = last_tracking(config, prepared, before, newest.step, seconds=wait, progress=progress)
+        trackers = open_record.last_tracking(config, prepared, before, newest.step, seconds=wait, progress=progress)
         if export is not None:
             with Signals("during the export: training is complete, and the same command makes the export"):
                 pushed = publish(
@@ -111,10 +104,11 @@ def _result(
         curve, report = make_curve(place.path), make_report(place.path)
         for tracker in trackers:
             tracker.finish("finished")
+        page = next((tracker.page for tracker in trackers if tracker.page), None)
         unsent = "; ".join(filter(None, (tracker.unsent for tracker in trackers))) or None
         if config.tracking.mlflow.enabled and trackers and trackers[0].unsent is None:
             with Signals("before the export was registered: training is complete, and the same command does it"):
-                registered = register_export(config, place, newest.step)
+                registered = open_record.register_export(config, place, newest.step)
     return FinetuneResult(
         run_dir=place.path,
         steps=newest.step,
@@ -127,4 +121,5 @@ def _result(
         report=report,
         registered=registered,
         unsent=unsent,
+        mlflow_page=page,
     )

@@ -38,6 +38,8 @@ class FinetuneResult:
     """The export's version in MLflow's model registry; None unless `tracking.mlflow.register`, or if that failed."""
     unsent: str | None = None
     """A sentence about what MLflow, or another receiver of the record, lacks; None if all have everything."""
+    mlflow_page: str | None = None
+    """Where MLflow's pages show the run, after the address of the server; None if MLflow did not get it."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

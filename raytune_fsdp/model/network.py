@@ -172,6 +172,11 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
     if not config.chooses_attention:
         kwargs["attn_implementation"] = config.attention
+    if _sees_ahead(hf_config):  # before it is built: transformers would warn that it is none
+        raise ModelError(
+            f"model: {hf_config.model_type!r} is an encoder, whose tokens see the ones they are to predict: choose a "
+            "decoder, such as Llama, Qwen or Gemma"
+        )
     try:
         with torch.device("meta"), bounded_building():
             if config.network is None:
@@ -190,11 +195,6 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
             f"model: transformers cannot build a causal LM of type {hf_config.model_type!r}: "
             f"{unknown_word(hf_config, error) or first_line(error)}"
         ) from error
-    if _sees_ahead(hf_config):
-        raise ModelError(
-            f"model: {hf_config.model_type!r} is an encoder, whose tokens see the ones they are to predict: "
-            "use a decoder, or make it one with model.overrides={is_decoder: true}"
-        )
     if MASTER_DTYPE[precision] == torch.bfloat16:
         _keep_in_fp32(model)
     choose_experts(model)

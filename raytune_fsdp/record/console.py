@@ -7,11 +7,12 @@ import re
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TextIO
 
 from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.hushed import is_verbose
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.record import names
@@ -45,6 +46,8 @@ _WORDS = {
     names.BITS_MAY_DIFFER: "run.exact: {because}, so the bits after step {step} may be others",
     names.RESIZED: "resized from {before} to {after} workers",
 }
+_DETAILS = (names.KERNELS, names.SHARDED)
+"""Events for those who look for them: in events.jsonl, in the report, and with --verbose."""
 _RECEIVED = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
 # Bits of a braille character, by dot: left and right column, from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -75,8 +78,8 @@ class ConsoleTracker(Tracker):
         self._name, self._total = run.name, run.total_steps
         where = f"continues after step {run.resumed_from}" if run.resumed_from else "from the beginning"
         self._print(f"{run.name}: attempt {run.attempt}, {where}", _BOLD)
-        if run.parameters is not None:
-            self._print(f"     {run.parameters.words}")
+        for line in _about(run):
+            self._print(f"     {line}")
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
         # The first steps waited for the first batch, minutes sometimes; no later step does.
@@ -115,7 +118,12 @@ class ConsoleTracker(Tracker):
             return  # the usual course of a run whose data is tokenized as it goes
         if name in (names.COLUMN_NOT_READ, names.DIGESTED):
             return  # said where the data was opened; for other commands to compare
-        self._print(f"     {event_in_words(name, redact(fields))}", _YELLOW if name != names.SAVED else "")
+        if name in _DETAILS and not is_verbose():
+            return
+        text = event_in_words(name, redact(fields))
+        if name == names.PREDICTED and isinstance(each := fields.get("step_seconds"), int | float) and self._total:
+            text += f", the {self._total:,} steps about {duration(each * self._total)}"
+        self._print(f"     {text}", _YELLOW if name not in (names.SAVED, names.PREDICTED) else "")
 
     def finish(self, status: Status) -> None:
         if self._finished:
@@ -173,6 +181,17 @@ class ConsoleTracker(Tracker):
         text = text.encode(encoding, "replace").decode(encoding)
         coloured = f"{colour}{text}{_RESET}" if colour and self._looks.colours else text
         print(coloured, file=self._stream, flush=True)
+
+
+def _about(run: RunStart) -> Iterator[str]:
+    """Say what is trained, and how long, to somebody who sees a run for the first time."""
+    model = run.params.get("model.path") or run.params.get("model.architecture.model_type")
+    size = run.parameters.words if run.parameters is not None else ""
+    if said := ", ".join(filter(None, (str(redact(model)) if model else "", size))):
+        yield said
+    batch, at_once = run.plan.get("global_batch"), run.plan.get("micro_batch")
+    if isinstance(batch, int) and run.total_steps is not None:
+        yield f"{run.total_steps:,} steps of {batch:,} samples, {at_once} at a time on each worker"
 
 
 def evaluation_in_words(values: Mapping[str, float]) -> str:
@@ -245,8 +264,8 @@ def _predicted(fields: Mapping[str, object]) -> str:
     kept, peak, seconds = (fields.get(key) for key in ("kept_bytes", "peak_bytes", "step_seconds"))
     if not isinstance(kept, int) or not isinstance(peak, int):
         return f"memory was not predicted: {fields.get('because')}"
-    step = f", {seconds:.3g} s a step" if isinstance(seconds, int | float) else ""
-    return f"predicted of a rank: keeps {gibibytes(kept)}, {gibibytes(peak)} at the most ({fields.get('where')}){step}"
+    step = f"; a step takes about {seconds:.2g} s" if isinstance(seconds, int | float) else ""
+    return f"memory of each worker: {gibibytes(peak)} at the most (predicted), {gibibytes(kept)} all the time{step}"
 
 
 def _checked(fields: Mapping[str, object]) -> str:
@@ -313,7 +332,8 @@ def short(value: float) -> str:
 
 
 def gibibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    """Return a number of bytes for people; less than a tenth of a GiB in MiB, as 0.00 GiB says nothing."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:

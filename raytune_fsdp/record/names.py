@@ -32,12 +32,15 @@ RANKS = ("fastest", "median", "slowest")
 """perf/step_seconds/<rank>, perf/data_seconds/<rank> and perf/compute_seconds/<rank>, if there are several ranks."""
 SPREAD = ("perf/step_seconds_min", "perf/step_seconds_median", "perf/step_seconds_max")
 """The same numbers as perf/step_seconds/<rank>, which stay."""
+OLDER = (ACCURACY, *SPREAD)
+"""Names whose numbers have another name beside them. A run that is new in MLflow lacks these."""
 PREDICTION_ERRORS = ("predicted/kept_error", "predicted/peak_error", "predicted/seconds_error")
 """Relative errors (predicted / measured - 1) of what was predicted before the run: the memory that a rank keeps, its
 peak, the time of a step. 0.05 means that 5 % too much was predicted."""
 NODE_FIGURES = ("host_rss", "host_free", "gpu_util", "gpu_memory")
 """system/<node>/<figure>: bytes of memory that the node's ranks use, bytes of memory that are free, GPU utilization in
 percent (the mean of its GPUs), bytes in use on its fullest GPU."""
+_IN_BYTES = ("host_rss", "host_free", "gpu_memory")
 
 ATTEMPT_STARTED = "attempt_started"
 """Fields: world_size, resumed_from, the part of the plan that depends on the world size, and what else the bits of the
@@ -244,6 +247,19 @@ def node_values(line: Mapping[str, Any]) -> dict[str, float]:
             named = zip(NODE_FIGURES, entry[1:], strict=True)
             values |= {f"system/{entry[0]}/{figure}": float(value) for figure, value in named if is_number(value)}
     return values
+
+
+def once_in_gibibytes(values: Mapping[str, float]) -> dict[str, float]:
+    """Return named numbers as charts want them: each once, and memory in GiB, as the end of its name then says."""
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        if key.endswith("_bytes"):
+            found[f"{key.removesuffix('_bytes')}_gib"] = value / 2**30
+        elif key.startswith("system/") and key.endswith(_IN_BYTES):
+            found[f"{key}_gib"] = value / 2**30
+        elif key not in OLDER:
+            found[key] = value
+    return found
 
 
 def step_values(line: Mapping[str, Any]) -> dict[str, float]:

@@ -176,6 +176,8 @@ def checkpoints_to_average(run: str, *, steps: Sequence[int] | None, last: int |
     Without steps and a number, these are the last three, or both where there are two. Where two attempts have saved a
     step, the later one counts.
     """
+    if not is_url(run) and not Path(run).exists():
+        raise ResumeError(f"{run} does not exist; name a run, <run.storage>/<run.name>")
     root = checkpoints_below(run) if is_url(run) else checkpoints_of(Path(run).resolve())
     # Of recovery points, only those that are named: the clock must not choose what a mean is of.
     there = {found.step: found for found in committed(root) if found.lasting or found.step in (steps or ())}

@@ -265,7 +265,7 @@ def test_a_bad_row_met_while_training_is_named_and_can_be_skipped(tmp_path: Path
     stopped = run(*job("--config", str(config)))
     assert stopped.returncode == 1, stopped.stderr
     (line,) = [line for line in stopped.stderr.splitlines() if line.startswith("error:")]
-    assert "tokens.jsonl:71: the row has no column 'input_ids', it has 'ids'" in line and "data.bad_rows=skip" in line
+    assert "tokens.jsonl:71: has no column 'input_ids', it has 'ids'" in line and "data.bad_rows=skip" in line
     assert "Traceback" not in stopped.stderr
     reached = checkpoints(tmp_path / "runs" / "run")[-1].step
     assert 0 < reached < 20

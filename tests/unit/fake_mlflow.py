@@ -15,7 +15,7 @@ from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.record.copies.mlflow_run import mlflow_name
 from raytune_fsdp.record.jsonl import read_metrics
 from raytune_fsdp.record.lines import is_number
-from raytune_fsdp.record.names import node_values, step_values, with_perplexity
+from raytune_fsdp.record.names import node_values, once_in_gibibytes, step_values, with_perplexity
 
 Fault = Literal["away", "lost", "half"] | BaseException | None
 """The request does not arrive; its answer is lost; the server dies after the points, before the tags; or an error."""
@@ -116,8 +116,9 @@ class FakeServer:
         self._request("log_inputs", lambda: self.runs[run_id].inputs.dataset_inputs.extend(datasets))
 
     def log_artifacts(self, run_id: str, directory: str, name: str) -> None:
-        for file in Path(directory).iterdir():
-            self.log_artifact(run_id, str(file), name)
+        for file in Path(directory).rglob("*"):
+            if file.is_file():
+                self.log_artifact(run_id, str(file), str(Path(name, file.relative_to(directory).parent)))
 
     def search_model_versions(self, text: str) -> list[Any]:
         name = text.split("'")[1]
@@ -210,10 +211,10 @@ def step(number: int, loss: float = 2.5, seconds: float = 2.0) -> StepMetrics:
     )  # fmt: skip
 
 
-def on_record(path: Path) -> dict[tuple[str, int], list[float | None]]:
+def on_record(path: Path, *, older: bool = False) -> dict[tuple[str, int], list[float | None]]:
     """What MLflow should have, from the record: one value for each key and step."""
     found: dict[tuple[str, int], list[float | None]] = {}
-    for key, number, value in _values(path):
+    for key, number, value in _values(path, older=older):
         assert is_number(value)
         found[mlflow_name(key), number] = [None if math.isnan(value) else value]
     return found
@@ -225,13 +226,14 @@ def nodes_on_record(path: Path, attempt: int) -> dict[tuple[str, int], list[floa
         (mlflow_name(key), line["trajectory"]["step"]): [value]
         for line in read_metrics(path)
         if line["kind"] == "step" and line["attempt"] == attempt
-        for key, value in node_values(line).items()
+        for key, value in once_in_gibibytes(node_values(line)).items()
     }
 
 
-def _values(path: Path) -> Iterator[tuple[str, int, float]]:
+def _values(path: Path, *, older: bool) -> Iterator[tuple[str, int, float]]:
     for line in read_metrics(path):
         if line["kind"] == "step":
-            yield from ((key, line["trajectory"]["step"], value) for key, value in step_values(line).items())
+            values = step_values(line) if older else once_in_gibibytes(step_values(line))
+            yield from ((key, line["trajectory"]["step"], value) for key, value in values.items())
         else:
             yield from ((key, line["step"], value) for key, value in with_perplexity(line["values"]).items())

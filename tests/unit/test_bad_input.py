@@ -313,7 +313,7 @@ def test_weights_that_are_made_in_fp32_whatever_the_type(refused: Refused) -> No
 @pytest.mark.thorough
 def test_networks_that_are_no_causal_decoders(refused: Refused) -> None:
     bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    says(refused(**drawn("bert", **bert)), "'bert' is an encoder", "is_decoder: true")
+    says(refused(**drawn("bert", **bert)), "'bert' is an encoder", "choose a decoder")
     says(refused(**drawn("t5")), "cannot build a causal LM of type 't5'")
     says(refused(**drawn("vit") | {"model__architecture": {"model_type": "vit"}}), "'vit' is not a language model")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytune_fsdp.cli.region import Region, View, clean, cut_to, width_of
+from raytune_fsdp.cli.region import Region, View, broken, clean, cut_to, width_of
 from raytune_fsdp.cli.screen import _END
 from raytune_fsdp.record.screen_messages import Looks, message, read_message
 from tests.terminal import Terminal, on_terminal
@@ -45,6 +45,19 @@ def test_a_line_that_is_longer_than_the_terminal_leaves_nothing_of_the_region() 
     assert "".join(terminal.lines).replace(" ", "") == "long" * 13 + "end"
 
 
+@pytest.mark.parametrize("colour", ["", "\033[33m"])
+def test_lines_of_a_run_are_broken_between_words(colour: str) -> None:
+    text = f"{colour}     memory of each worker: 312.4 MiB at the most (predicted), 280.1 MiB all the time; a step " + (
+        "takes about 0.21 s, the 1,810 steps about 6m 20s"
+    )
+    lines = broken(text, 80)
+    assert all(len(line) <= 80 + len(colour) for line in lines) and len(lines) == 2
+    assert " ".join(lines).split() == text.split()
+    assert broken(text, 300) == [text]
+    assert broken("x" * 200, 80) == ["x" * 200], "nor what others print"
+    assert broken("     " + "x" * 200, 80) == ["     " + "x" * 200], "nor a path"
+
+
 def test_a_narrower_terminal_breaks_lines_and_they_are_removed_all_the_same() -> None:
     region, terminal = Region(), Terminal(30, 8)
     region.draw(["first"], ["x" * 50, "short"], 60)
@@ -64,6 +77,7 @@ def test_a_view_fits_any_width_and_shows_more_in_more(columns: int) -> None:
     assert ("grad" in lines[1]) == (columns > 80) and ("lr" in lines[1]) == (columns > 20)
     assert "50%  1m 30s left" in lines[0] and ("run  step 5/10" in lines[0]) == (columns > 20)
     assert ("data wait 1%" in lines[1]) == ("[█████████" in lines[0]) == (columns >= 80) and "1 of 3" in lines[2]
+    assert columns < 80 or len(lines[0]) == columns - 3, "the bar takes what is left"
 
 
 def test_work_that_is_done_is_not_shown() -> None:

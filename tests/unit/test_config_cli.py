@@ -156,8 +156,8 @@ def test_our_own_bugs_keep_their_traceback() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "unknown command trian; nearest: train; commands: train"),
-        (["--verbose"], "unknown argument --verbose; commands: train"),
+        (["trian"], "unknown command trian; nearest: train; `raytune-fsdp --help` lists"),
+        (["--verbose"], "unknown argument --verbose; `raytune-fsdp --help` lists the commands"),
         (["train", "--cofig", "x"], "unknown argument --cofig; nearest: --config"),
         (["train", "job.yaml"], "unexpected argument job.yaml; a config file is given with --config job.yaml"),
         (["train", "--config"], "argument --config: expected one argument"),

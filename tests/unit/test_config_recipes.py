@@ -29,7 +29,7 @@ def test_a_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(recipes().values()) == RECIPES
     monkeypatch.chdir(tmp_path)
     assert load_config("llama3-8b-full-8xa100").run.name == "llama3-8b-full"
-    with pytest.raises(ConfigError, match=r"llama3: no such file .*, and no recipe; there are demo, falcon-180b-lora"):
+    with pytest.raises(ConfigError, match=r"llama3: no such file .*, and no recipe \(`raytune-fsdp recipes` lists"):
         load_config("llama3")
     (tmp_path / "demo").write_text("run: {nme: mine}")
     with pytest.raises(ConfigError, match="nme"):  # a file comes first
@@ -212,11 +212,11 @@ def test_mistakes_with_recipes(
     for arguments, expected in (
         (["copy", "demo"], "demo.yaml exists already; name another file, or remove it"),
         (["copy", "demo", "no/where.yaml"], "no/where.yaml cannot be written: No such file or directory"),
-        (["show"], "show needs the name of a recipe: demo, falcon-180b-lora"),
-        (["show", "mixtur"], "unknown recipe mixtur; nearest: mixture; recipes: demo"),
+        (["show"], "show needs the name of a recipe; `raytune-fsdp recipes` lists them"),
+        (["show", "mixtur"], "unknown recipe mixtur; nearest: mixture; `raytune-fsdp recipes` lists"),
         (["list", "demo"], "unexpected argument demo"),
         (["show", "demo", "x"], "unexpected argument x; only copy takes a destination"),
-        (["sho"], "argument what: invalid choice"),
+        (["sho"], "unknown recipes sho; nearest: show; there are list, show, copy"),
     ):
         said = shown(capsys, *arguments, code=2)
         assert said.startswith(f"error: {expected}") and said.count("\n") == 1, said

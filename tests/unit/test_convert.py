@@ -28,7 +28,8 @@ from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import resolve
 from tests.forgeries import MERGE_BOMB
 
-EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parent / "convert").glob("*-*.*"))
+FRAGMENTS = tuple(name for name, project in PROJECTS.items() if project.fragment)
 DROPS = {
     "trl-lora": ["packing_strategy"],
     "llama-factory-lora": ["template"],
@@ -54,17 +55,24 @@ LEAST: dict[str, dict[str, Any]] = {
         "dataset": "org/rows",
         "dataset_dir": "ONLINE",
     },
+    "torchtune": {
+        "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
+        "checkpointer": {"checkpoint_dir": "org/model"},
+        "dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "org/rows"},
+        "optimizer": {"_component_": "torch.optim.AdamW"},
+    },
     "accelerate": {"distributed_type": "FSDP", "num_processes": 8},
+    "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
 }
 
 
 def test_there_are_enough_examples() -> None:
     of = Counter(next(name for name in PROJECTS if path.stem.startswith(name)) for path in EXAMPLES)
-    assert of == {"axolotl": 4, "trl": 4, "llama-factory": 3, "accelerate": 2}
+    assert of == {"axolotl": 4, "trl": 4, "llama-factory": 3, "torchtune": 2, "accelerate": 2, "deepspeed": 1}
 
 
 def example(path: Path, *, drop: bool) -> Converted:
-    gpus = None if path.stem.startswith("accelerate") else 8
+    gpus = None if path.stem.startswith(FRAGMENTS) else 8
     return convert(str(path), gpus=gpus, drop=DROPS.get(path.stem, []) if drop else [])
 
 
@@ -91,7 +99,8 @@ def keys_of(value: Any, key: str = "") -> Iterator[str]:
 def test_every_key_is_listed_once(path: Path) -> None:
     listed = [line.key for line in example(path, drop=False).lines if line.said.fate != "default"]
     assert len(listed) == len(set(listed))
-    for key in keys_of(yaml.safe_load(path.read_text())):
+    text = path.read_text()
+    for key in keys_of(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)):
         assert sum(key == each or key.startswith(f"{each}.") for each in listed) == 1, key
 
 
@@ -101,7 +110,7 @@ def test_an_example_becomes_a_config_that_can_be_planned(
 ) -> None:
     monkeypatch.chdir(path.parent)
     arguments = ["convert", path.name, "--out", str(tmp_path / "ours.yaml")]
-    fragment = path.stem.startswith("accelerate")
+    fragment = path.stem.startswith(FRAGMENTS)
     if not fragment:
         arguments += ["--gpus", "8"]
     if path.stem in DROPS:
@@ -313,7 +322,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("llama-factory", {"enable_thinking": False}, ("data.chat_template_kwargs", {"enable_thinking": False})),
     ("llama-factory", {"enable_thinking": True}, "same"),
     ("llama-factory", {"neat_packing": True}, ("data.packing", "best_fit")),
-    ("llama-factory", {"packing": True}, "refused"),
+    ("llama-factory", {"packing": True}, ("data.packing", "best_fit")),
     ("llama-factory", {"packing": False}, ("data.packing", "none")),
     ("llama-factory", {"stage": "pt"}, ("data.packing", "concat")),
     ("llama-factory", {"stage": "dpo"}, "refused"),
@@ -397,13 +406,16 @@ def test_what_an_option_means(project: str, options: dict[str, Any], expected: E
 
 @pytest.mark.parametrize("project", LEAST)
 def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) -> None:
-    found = convert(write(tmp_path, LEAST[project]), gpus=None if project == "accelerate" else 4)
+    found = convert(write(tmp_path, LEAST[project]), gpus=None if project in FRAGMENTS else 4)
     assert (found.project.name, found.problems) == (project, [])
     if project == "accelerate":
         assert found.tree == {
             "parallel": {"strategy": "full_shard", "precision": "fp32"},
             "cluster": {"workers": 8},
         }
+        return
+    if project == "deepspeed":
+        assert found.tree == {"parallel": {"strategy": "full_shard", "precision": "bf16"}}
         return
     expected = {
         "axolotl": {
@@ -434,7 +446,19 @@ def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) ->
             "train": {"global_batch": 32, "micro_batch": 8, "epochs": 3.0},
             "checkpoint.every": 500,
         },
-    }
+        "torchtune": {
+            "run": {"name": "torchtune-out", "storage": "."},
+            "data.packing": "none",
+            "data.train.0.format": {"type": "chat", "messages": "messages", "loss": "assistant"},
+            "parallel.precision": "bf16_pure",
+            "optim": {
+                "lr": 1e-3, "weight_decay": 0.01, "warmup_ratio": 0.0, "schedule": {"type": "constant"},
+                "max_grad_norm": None,
+            },
+            "train": {"global_batch": 4, "micro_batch": 1, "epochs": 1},
+            "checkpoint.every": {"per_epoch": 1},
+        },
+    }  # fmt: skip
     for field, value in expected[project].items():
         assert ours(found, field) == value, field
 
@@ -620,9 +644,10 @@ def test_lora_by_default_is_named(tmp_path: Path) -> None:
 
 
 def test_what_an_adapter_needs_is_asked_for(tmp_path: Path) -> None:
-    """PEFT chooses modules by the kind of model, which a file does not name."""
+    """PEFT chooses modules by the type of model, which a file does not name."""
     trl = convert(write(tmp_path, {**LEAST["trl"], "use_peft": True}), gpus=1)
     assert [problem.partition(":")[0] for problem in trl.problems] == ["lora_target_modules"]
+    assert "q_proj and v_proj in most" in trl.problems[0]
     least = {**LEAST["axolotl"], "adapter": "lora", "lora_target_linear": True}
     axolotl = convert(write(tmp_path, least), gpus=1)
     assert [problem.partition(":")[0] for problem in axolotl.problems] == ["lora_r", "lora_alpha"]
@@ -717,8 +742,8 @@ def test_the_project_is_guessed_or_named(tmp_path: Path) -> None:
     assert tuple(PROJECTS) == _PROJECTS
     for path in EXAMPLES:
         assert path.stem.startswith(example(path, drop=True).project.name)
-    for content in ({"learning_rate": 1e-4, "output_dir": "x"}, {"a": 1, "b": 2}, {"run": {"name": "x"}, "model": {}}):
-        with pytest.raises(ConfigError, match=r"trainer is unclear .* --from axolotl\|trl\|llama-factory\|accelerate"):
+    for content in ({"learning_rate": 1e-4, "output_dir": "x"}, {"a": 1, "b": 2}):
+        with pytest.raises(ConfigError, match=r"trainer is unclear .* --from axolotl\|trl\|llama-factory\|torchtune\|"):
             convert(write(tmp_path, content))
 
 

@@ -71,7 +71,7 @@ def test_stats_count(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line[:1].isalpha()}
     assert lines["chat"][1:3] == ["8", "6"] and lines["text"][1:3] == ["4", "4"] and lines["all"][1:3] == ["12", "10"]
     assert "dropped from chat: 1 missing_column" in shown and "dropped from chat: 1 empty" in shown
-    assert f"{tmp_path / 'chat.jsonl'}:8: the row has no column 'messages'" in shown
+    assert f"{tmp_path / 'chat.jsonl'}:8: has no column 'messages'" in shown
     assert "eval held: an epoch in 1 window(s)" in shown and "documents by length in tokens" in shown
 
 

@@ -6,28 +6,39 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import AutoConfig
 
 from raytune_fsdp import load_config
-from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
+from raytune_fsdp.base.errors import ConfigError, DataError, ModelError, ResumeError, in_one_line
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import ROOT
 from raytune_fsdp.config.other_names import _VALUES, OURS
 from raytune_fsdp.config.schema import describe, find_place
+from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.eval import EarlyStopConfig
-from raytune_fsdp.config.sections.method import Ia3Method
+from raytune_fsdp.config.sections.method import Ia3Method, LoraMethod
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.convert.file import PROJECTS
+from raytune_fsdp.data.census import census
+from raytune_fsdp.data.questions import open_tasks
+from raytune_fsdp.data.sources import parquet
+from raytune_fsdp.data.sources.source import Columns, File
 from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.network import build_base
 from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.predict.trace.live import TookTooLong
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import event_in_words
+from raytune_fsdp.run import prepare
 from raytune_fsdp.run.evaluation.early_stop import ended_by
+from tests.rows import make_windows
 
 SECTIONS = {
     "run": {"name": "x"},
@@ -81,7 +92,8 @@ FLAGS = {
     "conversations",
     "--optim.schedule.type=constant_with_warmup": "optim.schedule.type=constant_with_warmup: here it is constant",
     # Slips of the pen.
-    "--train.global_bacth=4": "train.global_bacth=4: unknown field; nearest: train.global_batch; train has",
+    "--train.global_bacth=4": "train.global_bacth=4: unknown field; nearest: train.global_batch; "
+    "`raytune-fsdp train --help train` lists all",
     "--parallel.strategy=FULL_SHARDS": "nearest: full_shard",
     "--optim.lr=fast": "optim.lr=fast: must be number > 0",
 }
@@ -93,8 +105,7 @@ def test_a_flag_is_answered_in_a_line(flag: str) -> None:
         load_config(SECTIONS, [flag])
     (line,) = str(caught.value).splitlines()
     assert FLAGS[flag] in line and line.endswith(f"(from flag {flag.partition('=')[0]})")
-    if "has" not in line:
-        assert len(textwrap.wrap(line, 100)) <= 2
+    assert len(textwrap.wrap(line, 100)) <= 2
 
 
 def test_bits_of_qlora() -> None:
@@ -196,7 +207,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 ROWS = {
-    lines([{"instruction": "Say 1", "input": "", "output": "1"}]): "the row has no column 'messages', it has "
+    lines([{"instruction": "Say 1", "input": "", "output": "1"}]): "rows.jsonl: has no column 'messages', it has "
     "'instruction', 'input', 'output'; set the dataset's format to {type: instruction}, which reads Alpaca's rows",
     lines([{"text": "Once"}]): "it has 'text'; set the dataset's format to {type: completion}, which trains on texts",
     lines([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]): "it has "
@@ -317,6 +328,108 @@ def test_ia3_of_a_network_that_peft_does_not_know() -> None:
         attach(network, Ia3Method(type="ia3"))
 
 
+def test_an_encoder_is_refused_before_it_is_built(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers would warn of it in a line of its own, and advise what makes no decoder of it."""
+    bert = AutoConfig.for_model("bert", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    with pytest.raises(ModelError) as refused:
+        build_base(bert, ModelConfig(path="m"), "fp32")
+    assert str(refused.value) == (
+        "model: 'bert' is an encoder, whose tokens see the ones they are to predict: choose a decoder, such as Llama, "
+        "Qwen or Gemma"
+    )
+    assert caplog.records == []
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 32,
+}  # fmt: skip
+
+
+def test_modules_that_there_are_not_are_answered_with_all_that_there_are() -> None:
+    network = build_base(AutoConfig.for_model("llama", **SMALL), ModelConfig(path="m"), "fp32")
+    with pytest.raises(ConfigError) as refused:
+        attach(network, LoraMethod(type="lora", target_modules=["wq", "wv", "attn"]))
+    assert str(refused.value) == (
+        "method.target_modules=['attn', 'wq', 'wv']: a LlamaForCausalLM has no such modules; its linear layers are "
+        "called q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
+    )
+
+
+def test_a_layer_that_peft_does_not_adapt() -> None:
+    mamba = AutoConfig.for_model("mamba2", hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1,
+                                 num_hidden_layers=1, vocab_size=32)  # fmt: skip
+    network = build_base(mamba, ModelConfig(path="m"), "fp32")
+    with pytest.raises(ConfigError) as refused:
+        attach(network, LoraMethod(type="lora", target_modules=["in_proj", "out_proj"]))
+    assert str(refused.value).startswith(
+        "method.target_modules=['in_proj', 'out_proj']: PEFT adapts no 'out_proj' of a Mamba2ForCausalLM, as kernels "
+        "read its weight past an adapter; its linear layers are called in_proj"
+    )
+
+
+def test_a_wrong_path_of_a_task_is_named_by_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(SECTIONS, ["--eval.tasks.0.type=exact", "--eval.tasks.0.path=nope.jsonl"])
+    with pytest.raises(DataError) as refused:
+        open_tasks(config, cast(Any, None), 10, positions=10)
+    assert str(refused.value) == (
+        f"eval.tasks.0: nope.jsonl: no such file (relative to {tmp_path}); correct eval.tasks.0.path"
+    )
+
+
+def test_a_column_that_no_row_has_is_said_of_the_dataset_and_of_one_row_else(tmp_path: Path) -> None:
+    """Rows are shuffled, so the row that would be named is any."""
+    for bad, named in (
+        (4, "rows.jsonl: has no column 'text', it has 'body'"),
+        (1, "rows.jsonl:3: has no column 'text'"),
+    ):
+        rows = [{"text": "Once"}] * (2 if bad == 1 else 0) + [{"body": "Once"}] * bad
+        (tmp_path / "rows.jsonl").write_text(lines(rows))
+        data = DatasetConfig.model_validate({"path": str(tmp_path / "rows.jsonl"), "format": {"type": "completion"}})
+        with pytest.raises(DataError, match=re.escape(named)) as refused:
+            census(make_windows([data], cache=tmp_path / f"cache{bad}"))
+        assert ("bad_rows=skip" in str(refused.value)) == (bad == 1), "not where it would leave out everything"
+
+
+def test_an_object_in_a_store_that_changes_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decoder says of bytes of another object means nothing."""
+
+    def read_row_group(*_: Any, **__: Any) -> Any:
+        raise OSError("Couldn't deserialize thrift: TProtocolException: Invalid data")
+
+    opened = SimpleNamespace(schema_arrow=SimpleNamespace(names=["text"]), read_row_group=read_row_group)
+    monkeypatch.setattr(parquet, "OPEN", SimpleNamespace(get=lambda key, make: (opened, Lock())))
+    monkeypatch.setattr(parquet, "with_version", lambda file: replace(file, version="ETag=2"))
+    url = "s3://bucket/rows.parquet"
+    rows = parquet.ParquetRows(
+        shown=url, fingerprint="", count=1, file=File(url, url, 1, "ETag=1"), stored=None, groups="",
+        columns=Columns((), (), every=True),
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"^{url}: has other content than when it was opened; .* with the final file$"):
+        rows._group(0)
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("Couldn't instantiate the backend tokenizer from one of: \n(1) a `tokenizers` library file")
+
+    monkeypatch.setattr(prepare, "tokenizer_in", fails)
+    with pytest.raises(ModelError) as refused:
+        prepare.load_tokenizer(load_config(SECTIONS), tmp_path)
+    assert str(refused.value) == (
+        f"model.path=m: no tokenizer could be loaded from {tmp_path} (it has no file that transformers knows as a "
+        "tokenizer's, such as tokenizer.json); set model.tokenizer to one"
+    )
+
+
+def test_a_prediction_that_took_too_long_is_said_in_words() -> None:
+    slow = in_one_line(TookTooLong("its step has too many operations to be followed in the time that there is"))
+    assert event_in_words(names.PREDICTED, {"because": slow}) == (
+        "memory was not predicted: its step has too many operations to be followed in the time that there is"
+    )
+
+
 def test_other_names_lead_to_fields_that_there_are() -> None:
     known = [each.path for each in describe(ROOT)]
     for name in OURS.values():
@@ -333,7 +446,7 @@ def test_other_names_are_those_that_convert_knows() -> None:
         for name, option in project.options.items():
             known[name] = known.get(name, "") + option.here
     # PEFT's own, those of scripts, and one that it only compares.
-    others = {"r", "bits", "run_name", "train_file", "train_batch_size", "num_gpus", "num_processes", "dtype"}
+    others = {"r", "bits", "betas", "run_name", "train_file", "train_batch_size", "num_gpus", "num_processes", "dtype"}
     for name in OURS.keys() - others - {"metric_for_best_model"}:
         section = OURS[name].partition(".")[0].partition(",")[0]
         assert name in known and (f"`{section}" in known[name] or known[name].startswith("refused")), name

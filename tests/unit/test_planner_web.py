@@ -268,6 +268,23 @@ def test_a_browser_shows_the_page_from_disk(tmp_path: Path, width: int, scheme: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is on PATH")
+def test_a_phone_shows_hours_and_price_without_scrolling(tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(f"{PAGE.as_uri()}#price=2.5&gpus=64", width=390)
+        for table in ("by-gpus", "by-device"):
+            browser.wait(f"!document.getElementById('{table}').textContent.includes('…')")
+            place = f"document.querySelector('.scroll:has(#{table})')"
+            assert browser.value(f"{place}.scrollWidth") <= browser.value(f"{place}.clientWidth"), table
+            heads = f"[...document.querySelectorAll('#{table} th')]"
+            shown = browser.value(f"{heads}.filter((each) => each.offsetWidth).map((each) => each.textContent)")
+            assert shown[1:] == ["memory", "fits", "hours", "GPU-hours", "price"]
+        legend = browser.value("document.getElementById('parts').textContent")
+        for part in ("weights", "gradients", "optimizer's state", "gathered from others", "activations"):
+            assert part in legend, "also what is not there at the peak"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is on PATH")
 def test_a_browser_asks_the_server(server: PlanServer, tmp_path: Path) -> None:
     with Browser(tmp_path / "profile") as browser:
         browser.open(f"{server.url}#gpus=1&device=nothing")

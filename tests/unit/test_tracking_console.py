@@ -126,6 +126,20 @@ def test_the_size_of_the_network_is_said_at_the_start() -> None:
     count = ParameterCount(total=3_212_800, trainable=3_212_800)
     ConsoleTracker(stream).start(RunStart(name="demo", attempt=1, parameters=count))
     assert stream.getvalue().splitlines()[1] == "     3,212,800 parameters, all of them trained"
+    stream = io.StringIO()
+    plan = {"global_batch": 64, "micro_batch": 2}
+    tracker = ConsoleTracker(stream)
+    tracker.start(
+        RunStart(name="x", attempt=1, total_steps=1500, params={"model.path": "org/m"}, plan=plan, parameters=count)
+    )
+    tracker.event("kernels", attention="sdpa")
+    tracker.event("predicted", kept_bytes=2**25, peak_bytes=2**31, where="norm, head and loss", step_seconds=0.25)
+    assert stream.getvalue().splitlines()[1:] == [
+        "     org/m, 3,212,800 parameters, all of them trained",
+        "     1,500 steps of 64 samples, 2 at a time on each worker",
+        "     memory of each worker: 2.00 GiB at the most (predicted), 32.0 MiB all the time; a step takes about 0.25 s"
+        ", the 1,500 steps about 6m 15s",
+    ]
     partly = ParameterCount(total=3_212_800, trainable=32_128)
     assert partly.words == "3,212,800 parameters, 32,128 of them trained (1.00%)"
 

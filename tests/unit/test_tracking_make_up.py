@@ -85,10 +85,14 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
     assert [row[:2] for row in answers["data"]] == [[0, "w5 w6"], [6, "w5 w6"]]
     (below,) = server.of_attempts(run_id).values()
     figures = {key.rpartition("/")[2] for key, _ in server.values(below.info.run_id)}
-    assert figures == {"host_rss", "host_free"} and below.info.status == "FINISHED"
+    assert figures == {"host_rss_gib", "host_free_gib"} and below.info.status == "FINISHED"
     (version,) = server.versions["tiny"]
     assert (version.run_id, version.source) == (run_id, f"fake:/{run_id}/export")
-    assert {(run_id, "export/config.json"), (run_id, "report/index.html")} <= server.files.keys()
+    assert {
+        (run_id, "export/model/config.json"),
+        (run_id, "export/MLmodel"),
+        (run_id, "report/index.html"),
+    } <= server.files.keys()
     sent = len(server.calls)
     server.files.clear()
 

@@ -17,6 +17,8 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.plan.run_dir import mlflow_database
@@ -28,6 +30,7 @@ from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT, connect
 from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation, read_events, read_trajectory
 from raytune_fsdp.record.tracker import Composite, RunStart, UsedData
 from tests.mlflow_server import whole
+from tests.models import add_tokenizer, save_checkpoint
 from tests.unit.fake_mlflow import FakeServer, Fault, nodes_on_record, on_record, step
 
 pytestmark = [
@@ -163,8 +166,12 @@ def test_one_run_through_resumes_on_sqlite(
     history = sorted(client.get_metric_history(state[RUN_ID], "train/loss"), key=lambda metric: metric.step)
     assert [m.value for m in history[:-1]] == [1 / i for i in range(1, 300)] and math.isnan(history[-1].value)
     assert history[1].timestamp - history[0].timestamp == 2000
-    assert found.data.metrics["eval/my chat _v2_/loss"] == 1.5 and found.data.metrics["perf/memory_bytes"] == 2**30
+    assert found.data.metrics["eval/my chat _v2_/loss"] == 1.5 and found.data.metrics["perf/memory_gib"] == 1.0
     assert found.data.metrics["eval/my chat _v2_/perplexity"] == math.exp(1.5)
+    assert not {"train/accuracy", "perf/memory_bytes", "perf/step_seconds_min"} & found.data.metrics.keys(), "once"
+    assert found.data.tags["mlflow.source.name"].startswith("raytune-fsdp ")
+    note = found.data.tags["mlflow.note.content"]
+    assert "100 parameters, 40 of them trained" in note and "training: `x` (7 rows)" in note and "300 steps" in note
     names = {"train/grad_norm", "train/lr", "train/epoch", "perf/tokens_per_second", "perf/step_seconds"}
     assert names | {"perf/data_seconds"} <= found.data.metrics.keys() and "perf/mfu" not in found.data.metrics
     assert {file.path for file in client.list_artifacts(state[RUN_ID])} == {
@@ -186,9 +193,11 @@ def test_one_run_through_resumes_on_sqlite(
     below = client.search_runs([found.info.experiment_id], f"tags.`mlflow.parentRunId` = '{state[RUN_ID]}'")
     assert {run.info.run_name: run.info.status for run in below} == {"attempt 1": "KILLED", "attempt 2": "FINISHED"}
 
+    (place / "export").mkdir()
+    (place / "export" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     versions = [register(uri, state[RUN_ID], place / "export", "tiny", step) for step in (300, 300, 301)]
     assert versions == ["1", "1", "2"], "once for each export"
-    assert client.get_model_version_download_uri("tiny", "1") == str(place / "export")
+    assert client.get_model_version_download_uri("tiny", "1") == str(place / "mlflow_model")
 
     caplog.clear()
     client.delete_run(state[RUN_ID])
@@ -351,17 +360,20 @@ def test_a_run_of_an_older_version_goes_on_without_a_point_twice(tmp_path: Path,
     attempt = Attempt(tmp_path, start_of(1, 0)).train(1, 40)
     attempt.finish("failed")
     run_id = the_run(server)
-    del server.runs[run_id].data.tags[CURSOR]
+    tags = server.runs[run_id].data.tags
+    del tags[CURSOR], tags["raytune_fsdp.names"]
     server.points[run_id] = {
-        (key, time + 7, number, value)
-        for key, time, number, value in server.points[run_id]
+        (key, 1_000_007, number, value)
+        for (key, number), (value,) in on_record(tmp_path / "metrics.jsonl", older=True).items()
         if not 12 <= number <= 25 and not key.endswith("perplexity")
     }
+    server.runs[run_id].data.metrics = {key: value for key, _, _, value in server.points[run_id]}
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     older = [json.dumps({k: v for k, v in json.loads(line).items() if k != "time"}).encode() + b"\n" for line in lines]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(older))
     Attempt(tmp_path, start_of(2, 40, total_steps=60)).train(41, 60).finish()
-    assert server.values(run_id) == on_record(tmp_path / "metrics.jsonl")
+    assert server.values(run_id) == on_record(tmp_path / "metrics.jsonl", older=True), "under the names that it has"
+    assert "perf/memory_bytes" in {key for key, _ in server.values(run_id)}
     filled = {time for key, time, number, _ in server.points[run_id] if 12 <= number <= 25}
     assert filled == {1_000_000}, "lines without a time get that of the run's start, the same whenever they are sent"
 
@@ -439,7 +451,13 @@ def test_a_line_that_the_server_refuses_holds_up_no_other(
 def test_an_experiment_keeps_what_it_says_it_is_for(tmp_path: Path, server: FakeServer, tags: dict[str, str]) -> None:
     server.create_experiment("e", tags=tags)
     Attempt(tmp_path, start_of(1, 0, total_steps=10)).train(1, 10).finish()
-    assert server.experiments["e"].tags == {"mlflow.experimentKind": "custom_model_development", **tags}
+    found = server.experiments["e"].tags
+    assert (
+        found["mlflow.experimentKind"]
+        == {"mlflow.experimentKind": "custom_model_development", **tags}["mlflow.experimentKind"]
+    )
+    first = json.loads(found["mlflow.sharedViewState.raytune_fsdp"])["compareRunCharts"][0]
+    assert first["metricKey"] == "train/loss" and len(found["mlflow.sharedViewState.raytune_fsdp"]) < 5000
 
 
 def test_what_is_refused_beside_them_holds_up_no_metrics(
@@ -598,3 +616,31 @@ def test_what_is_measured_beside_training_is_there_once(tmp_path: Path, server: 
     assert last.unsent is None
     assert server.values(the_run(server)) == on_record(tmp_path / "metrics.jsonl") | on_record(record)
     assert {step for key, step in server.values(the_run(server)) if key == "eval/late/loss"} == {10, 20, 300}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_registered_model_is_one_that_mlflow_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: bool
+) -> None:
+    """Whole or as adapters, from a database, without a second copy of its weights."""
+    peft = pytest.importorskip("peft") if adapters else None
+    export = tmp_path / "run" / "export"
+    base = save_checkpoint(tmp_path / "base" if adapters else export, "llama", tokenizer=True, vocab_size=1024)
+    network: Any = AutoModelForCausalLM.from_pretrained(base)
+    if peft is not None:
+        network = peft.get_peft_model(network, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        network.save_pretrained(export)
+        add_tokenizer(export)
+    uri, _ = mlflow_database(tmp_path)
+    client = connect(uri)
+    run = client.create_run(client.create_experiment("e", artifact_location=str(tmp_path / "artifacts")))
+    assert register(uri, run.info.run_id, export, "tiny", 7) == "1"
+    assert not list((tmp_path / "run" / "mlflow_model").rglob("*.safetensors"))
+    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        monkeypatch.setenv(variable, uri)
+    import mlflow.transformers
+
+    found = mlflow.transformers.load_model("models:/tiny/1", return_type="components")
+    text = found["tokenizer"]("What is it?", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(found["model"](**text).logits, network.eval()(**text).logits)

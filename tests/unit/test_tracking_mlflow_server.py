@@ -228,6 +228,8 @@ def test_a_server_that_wants_a_password_gets_it_and_nobody_else(
                 run_id = (directory / "mlflow_run_id").read_text().strip()
                 versions = [register(uri, run_id, directory / "export", "tiny", 20) for _ in range(2)]
                 assert versions == ["1", "1"]
-                assert any(each.startswith("PUT") and each.endswith("export/config.json") for each in guarded.asked)
+                assert any(
+                    each.startswith("PUT") and each.endswith("export/model/config.json") for each in guarded.asked
+                )
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"train/loss" in everything and b"hunter2" not in everything + caplog.text.encode()

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
         """Experiment the run belongs to."""
 
         register: Annotated[str, AfterValidator(safe_name)] | None = None
-        """Register the export at the end as a version of this model. A server gets a copy of its files; a database has the path of `export/`."""
+        """Register the export at the end as a version of this model. A server gets a copy of its files; a database has the path of `mlflow_model/`, which describes `export/`. `mlflow.transformers` loads either."""
 
         @model_validator(mode="after")
         def _somewhere_to_register(self) -> Self:

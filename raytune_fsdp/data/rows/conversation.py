@@ -150,6 +150,8 @@ _FORMATS = (
     (("text",), "set the dataset's format to {type: completion}, which trains on texts"),
 )
 """What usual columns are read by."""
+MISSING_COLUMN = "missing_column"
+"""Why a row cannot be used that lacks a column which its format reads."""
 _BY_DEFAULT = ("messages", "instruction", "output", "text", "input_ids")
 
 
@@ -163,9 +165,9 @@ def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
     """Return the value of a column that every row needs. `field`: the field of the format that names the column."""
     if name not in row:
         raise RowError(
-            f"{where}: the row has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
+            f"{where}: has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
             + (_other_format(row, name) or f"name the right one in the dataset's format.{field}"),
-            "missing_column",
+            MISSING_COLUMN,
         )
     if row[name] is None:
         raise RowError(f"{where}: column {name!r} is null; correct or remove the row", "null")
@@ -245,8 +247,8 @@ def _read_role(given: Any, format: ChatFormat, place: str) -> str:
         if role in ROLES:
             return role
     raise RowError(
-        f"{place}={shorten(given)} is missing or unknown; it must be one of {', '.join(ROLES)}, "
-        "or be mapped to one of them by the dataset's format.roles",
+        f"{place}={shorten(given)} is missing or unknown; it must be one of {', '.join(ROLES)}, or be mapped by "
+        "format.roles",
         "unknown_role",
     )
 

@@ -25,7 +25,14 @@ from raytune_fsdp.config.sections.formats import (
     parts_of,
 )
 from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION
-from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column, read_conversation
+from raytune_fsdp.data.rows.conversation import (
+    MISSING_COLUMN,
+    Conversation,
+    check_text,
+    check_unicode,
+    read_column,
+    read_conversation,
+)
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
 from raytune_fsdp.data.rows.habits import Habits
 from raytune_fsdp.data.rows.learn import learn, needs_newer
@@ -435,7 +442,7 @@ _NO_END = (
 )
 
 _NO_TARGET = {
-    "chat": "a conversation needs a message with role assistant that the chat template marks as generated",
+    "chat": "it needs a message of the assistant that the template marks as generated",
     "instruction": "an answer needs at least one token: remove the row",
     "template": "an answer needs at least one token: remove the row",
     "completion": "a text needs at least two tokens: remove the row",
@@ -537,9 +544,9 @@ def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[
     if column not in row:
         field = "labels" if format.mask is None else "mask"
         raise RowError(
-            f"{where}: the row has no column {column!r}; name the right one in the dataset's format.{field}, "
+            f"{where}: has no column {column!r}; name the right one in the dataset's format.{field}, "
             "or set it to null to train on every token",
-            "missing_column",
+            MISSING_COLUMN,
         )
     values = read_column(row, column, "labels", where)
     if format.mask is not None and isinstance(values, list):

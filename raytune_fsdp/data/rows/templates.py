@@ -104,9 +104,10 @@ def load_template(name_or_path: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         near = get_close_matches(name_or_path, _SHIPPED, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = f"; nearest: {near[0]}" if near else ""
+        why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"data.chat_template={name_or_path!r} cannot be read ({error}); it must be a text file with a Jinja "
+            f"data.chat_template={name_or_path!r} cannot be read ({why}); it must be a text file with a Jinja "
             f"template, or one of {', '.join(_SHIPPED)}{meant}"
         ) from None
 

@@ -84,12 +84,13 @@ class ParquetRows:
     def _group(self, number: int) -> Any:
         def make() -> Any:
             opened, lock = OPEN.get(("parquet", self.stored or self.file), self._open)
-            with reading(self.shown), lock:
-                columns = self.columns.of(opened.schema_arrow.names)
-                table = opened.read_row_group(number, columns=columns).combine_chunks()
-            if self.stored is None:
-                self._check_version()
-            return table
+            try:
+                with reading(self.shown), lock:
+                    columns = self.columns.of(opened.schema_arrow.names)
+                    return opened.read_row_group(number, columns=columns).combine_chunks()
+            finally:
+                if self.stored is None:  # also where it cannot be read: another object has other bytes there
+                    self._check_version()
 
         if self.stored is not None:
             self.stored.open()  # raises if the file was cut off, also for rows that were decoded before

@@ -126,10 +126,14 @@ def _unfit(network: PreTrainedModel, method: AdapterMethod, error: Exception) ->
             "name them, and those of them that are feedforward layers also in method.feedforward_modules; "
             f"{_nearest(network, asked)}"
         )
-    return ConfigError(
-        f"method.target_modules={shown(targets)}: PEFT cannot adapt a {type(network).__name__} so "
-        f"({shorten(first_line(error), 200)}); {_nearest(network, asked)}"
-    )
+    kind, said = type(network).__name__, first_line(error)
+    if "not found in the base model" in said:  # and then all names as a set, in an order that changes
+        why = f"a {kind} has no such modules"
+    elif forbidden := re.search(r"Module '([^']+)' is incompatible", said):
+        why = f"PEFT adapts no {shown(forbidden[1])} of a {kind}, as kernels read its weight past an adapter"
+    else:
+        why = f"PEFT cannot adapt a {kind} so ({shorten(said, 200)})"
+    return ConfigError(f"method.target_modules={shown(targets)}: {why}; {_nearest(network, asked)}")
 
 
 def _check_each(network: PreTrainedModel, method: AdapterMethod, routers: list[str]) -> None:
@@ -223,7 +227,7 @@ def _check_shared(network: PreTrainedModel, method: AdapterMethod) -> None:
 
 
 def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = False) -> str:
-    """Return a way out: the names of modules, or of weights, that are most like these."""
+    """Return a way out: the names of modules, or of weights, or those that are most like these, as they come."""
     parts, past = 2 if weights else 1, read_past(network)
     if weights:
         own = (base_name(name) for name, _ in network.named_parameters() if ".lora_" not in name)
@@ -237,7 +241,8 @@ def _nearest(network: PreTrainedModel, asked: list[str], *, weights: bool = Fals
     unknown = [name for name in dict.fromkeys(wanted) if name not in known][:10]
     near = dict.fromkeys(match for each in unknown for match in difflib.get_close_matches(each, known, n=3, cutoff=0.4))
     named = [*near, *(each for each in known if each not in near)][:12]
-    return f"its {'weights' if weights else 'linear layers'} are called {', '.join(named)}"
+    listed = ", ".join(sorted(named, key=known.index))
+    return f"its {'weights' if weights else 'linear layers'} are called {listed}"
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ def locate(path: str, revision: str | None, *, field: str, weights: bool) -> Pat
     if local.exists():
         raise ModelError(f"{field}={path} is a file; it must be a Hugging Face model directory or a hub name")
     if not is_hub_name(path):
-        raise ModelError(f"{field}={path}: there is no such directory (and it is not the name of a hub model)")
+        raise ModelError(
+            f"{field}={path}: there is no such directory; give that of a model, or its name on the hub (owner/name)"
+        )
     return _fetch(path, revision, field=field, weights="model" if weights else None)
 
 

@@ -94,6 +94,12 @@ function partsOf(point) {
   return found.filter((part) => part[2] > 0);
 }
 
+// What the bar does not have: it looks like a mistake if nothing says so.
+function awayOf(point) {
+  const { peak, on_host: host = [] } = point.memory;
+  return PARTS.filter(([name]) => !peak[name] || host.includes(name)).map(([name, label]) => [name, label, peak[name] ? `${bytes(peak[name])} on the host` : "none at the peak"]);
+}
+
 function bar(point, width, height, labels) {
   const limit = point.memory.of, top = labels ? 16 : 0, wide = width - 4;
   const scale = wide / Math.max(limit * (labels ? 1.04 : 1), point.needed_bytes);
@@ -127,9 +133,8 @@ function show(answer) {
   verdict.replaceChildren(`${bytes(point.needed_bytes)} of ${bytes(point.memory.of)} on each of ${gpus(point.gpus)}: `, badge);
   if (point.gpus === 1) verdict.firstChild.textContent = `${bytes(point.needed_bytes)} of ${bytes(point.memory.of)}: `;
   at("bar").append(bar(point, Math.max(280, at("bar").clientWidth), 34, true));
-  for (const [name, label, size] of partsOf(point)) at("parts").append(html("li", "", html("i", name), label, html("span", "n", bytes(size))));
-  const host = (point.memory.on_host || []).map((kind) => bytes(point.memory.peak[kind]));
-  at("most").textContent = `The most is needed in: ${point.memory.where}.${host.length ? ` ${host.join(" and ")} more are in the host's memory.` : ""}`;
+  for (const [name, label, size] of [...partsOf(point), ...awayOf(point)]) at("parts").append(html("li", "", html("i", name), label, html("span", "n", typeof size === "number" ? bytes(size) : size)));
+  at("most").textContent = `Peak: ${point.memory.where}.`;
   for (const [label, value, more] of factsOf(point)) at("facts").append(html("div", "", html("dt", "", label), html("dd", "", value, html("small", "", more))));
   for (const note of point.advice || []) at("advice").append(html("li", "", `${note.text} (${note.source})`));
 }
@@ -139,12 +144,12 @@ function factsOf(point) {
   const kept = storage.total === undefined ? "weights that are trained, and optimizer" : `${bytes(storage.total)} at a time at most${storage.by_clock ? `, and ${storage.by_clock} more by the clock where there is room` : ""}`;
   const found = [
     ["Tokens a second and GPU", number(point.tokens_per_second_per_gpu), `MFU ${number(100 * point.mfu, 1)} %, ${point.bound}-bound`],
-    ["A step", seconds(point.step_seconds), `${seconds(low)} to ${seconds(high)} in half of published runs`],
-    ["Of it", `${seconds(point.compute_seconds)} computing`, `${seconds(point.moving_seconds)} moving, ${seconds(point.update_seconds)} updating`],
-    ["The run", duration(point.hours), `${few(point.hours * point.gpus)} GPU-hours`],
+    ["Time of a step", seconds(point.step_seconds), `${seconds(low)} to ${seconds(high)} in half of published runs`],
+    ["Spent in a step on", `${seconds(point.compute_seconds)} computing`, `${seconds(point.moving_seconds)} moving weights and gradients, partly at the same time; ${seconds(point.update_seconds)} updating`],
+    ["Time of the run", duration(point.hours), `${few(point.hours * point.gpus)} GPU-hours`],
   ];
   if (cost !== null) found.push(["Price", few(cost), `at ${run.price} a GPU-hour`]);
-  found.push(["Memory of a machine", bytes(host.loading), `while loading; ${bytes(host.saving)} while saving`]);
+  found.push(["Main memory of a machine", bytes(host.loading), `beside its GPUs', while loading; ${bytes(host.saving)} while saving`]);
   found.push(["A checkpoint", bytes(storage.checkpoint), kept]);
   const moved = (size) => `${number(size / 1e9, 1)} GB`;
   if (point.bytes_between) found.push(["Moved in a step", `${moved(point.bytes_between)} a machine`, `to others; ${moved(point.bytes_inside)} a GPU inside of one`]);
@@ -154,23 +159,24 @@ function factsOf(point) {
 
 // Tables of the same choice on other numbers of GPUs, and on other GPUs.
 
+// On a narrow screen those called "wide" are left out, so that hours and price are there without scrolling.
 const COLUMNS = [
-  ["memory", (point) => bytes(point.needed_bytes)], ["", (point) => bar(point, 150, 10, false)],
-  ["", (point) => html("span", point.fits ? "fits" : "not", point.fits ? "fits" : "does not fit")],
-  ["tokens/s/GPU", (point) => number(point.tokens_per_second_per_gpu)], ["MFU", (point) => `${number(100 * point.mfu, 1)} %`],
-  ["hours", (point) => number(point.hours, point.hours < 1 ? 2 : 1)], ["GPU-hours", (point) => few(point.hours * point.gpus)],
-  ["price", (point) => few(price(point))],
+  ["memory", (point) => bytes(point.needed_bytes), ""], ["", (point) => bar(point, 150, 10, false), "drawn wide"],
+  ["fits", (point) => html("span", point.fits ? "fits" : "not", point.fits ? "yes" : "no"), ""],
+  ["tokens/s/GPU", (point) => number(point.tokens_per_second_per_gpu), "wide"], ["MFU", (point) => `${number(100 * point.mfu, 1)} %`, "wide"],
+  ["hours", (point) => number(point.hours, point.hours < 1 ? 2 : 1), ""], ["GPU-hours", (point) => few(point.hours * point.gpus), ""],
+  ["price", (point) => few(price(point)), ""],
 ];
 const columns = () => (run.price === null ? COLUMNS.slice(0, -1) : COLUMNS);
 
 function begin(id, name, values) {
   const control = data.controls.find((each) => each.name === name);
-  const head = html("tr", "", html("th", "", control.label), ...columns().map(([title], index) => html("th", index === 1 ? "drawn" : "", title)));
+  const head = html("tr", "", html("th", "", control.label), ...columns().map(([title, , kind]) => html("th", kind, title)));
   const body = values.map((value) => {
     const row = html("tr", ""), button = html("button", "", words(name, value));
     button.type = "button";
     button.addEventListener("click", () => { choice[name] = value; moved(); });
-    row.append(html("td", "", button), ...columns().map((_, index) => html("td", index === 1 ? "drawn" : "", index ? "" : "…")));
+    row.append(html("td", "", button), ...columns().map(([, , kind], index) => html("td", kind, index ? "" : "…")));
     if (value === choice[name]) row.setAttribute("aria-current", "true");
     return [value, row];
   });

@@ -173,6 +173,8 @@ class Follower(Tracker, ABC):
     """The receiver's name, for messages."""
     noisy: Sequence[str] = ()
     """Loggers of its libraries that say nothing useful."""
+    page: str | None = None
+    """Where its pages show the run, after the address of the server; None where that is not known."""
 
     def __init__(self, directory: Path, *, finish_seconds: float = 30.0, progress: Progress | None = None) -> None:
         self._directory = directory

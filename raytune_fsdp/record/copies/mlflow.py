@@ -33,7 +33,7 @@ from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, MLFLOW_ID_FILE
 from raytune_fsdp.record.copies.following import ALL, Follower, Position, RecordReader, Sent, kept_id
-from raytune_fsdp.record.copies.mlflow_extras import AttemptRuns, Tables, send_report
+from raytune_fsdp.record.copies.mlflow_extras import NOTE, SOURCE, AttemptRuns, Tables, description, send_report
 from raytune_fsdp.record.copies.mlflow_run import (
     ATTEMPT,
     MAX_POINTS,
@@ -216,9 +216,9 @@ class MlflowTracker(Follower):
             replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
             run = create_run(
                 client, experiment=self._experiment, artifact_root=self._artifact_root, name=self._start.name,
-                token=token, again=asked_for is not None,
+                token=token, again=asked_for is not None, source=SOURCE,
             )  # fmt: skip
-        self._run_id = run.id
+        self._run_id, self.page = run.id, run.page
         replace_at_once(file, f"{run.id}\n".encode())
         if not self._start.over:
             run.set_running()
@@ -257,10 +257,10 @@ class MlflowTracker(Follower):
             events = self._tables.events
             self._others.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
         # The tags go last: they show that all before them has arrived.
-        self._others.append(("tags", lambda run: run.set_tags(tags)))
+        said = {**tags, **({} if NOTE in run.tags else {NOTE: description(start)})}
+        self._others.append(("tags", lambda run: run.set_tags(said)))
 
     def _queue_last_things(self, run: MlflowRun) -> None:
-
         self._last_things = True
         attempt, status, events = self._start.attempt, _STATUS[self._status], self._tables.events
         if run.status != status:
@@ -328,9 +328,10 @@ class MlflowTracker(Follower):
             batch.num_lines += 1
             if place in self._hopeless:
                 continue
-            found = list(points_of(line, run.start_time))
+            found = list(points_of(line, run.start_time, older=run.has_older_names))
             batch.points += [point for point in found if point[3] > highest or not self._has(run, point)]
-            if is_count(attempt := line.get("attempt")) and (figures := [*node_points_of(line, run.start_time)]):
+            figures = list(node_points_of(line, run.start_time, older=run.has_older_names))
+            if figures and is_count(attempt := line.get("attempt")):
                 batch.nodes.setdefault(attempt, []).extend(figures)
             most = max(most, len(found))
             if len(batch.points) + most > self._room:  # the next line may have as many points
@@ -349,7 +350,8 @@ class MlflowTracker(Follower):
     def _send_measured(self, run: MlflowRun) -> None:
         self._evaluations.seek(self._measured)
         found = list(self._evaluations.lines(ALL))
-        points = [point for _, line in found for point in points_of(line, run.start_time)]
+        older = run.has_older_names
+        points = [point for _, line in found for point in points_of(line, run.start_time, older=older)]
         if self._measured == Position():
             # A run that began again has measured its steps again, at another time: MLflow keeps what it has of them.
             there = {key: set(run.steps_of(key)) for key in {point[0] for point in points} & set(run.keys)}

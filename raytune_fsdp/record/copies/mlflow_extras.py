@@ -12,12 +12,14 @@ from typing import Any
 
 import xxhash
 
+from raytune_fsdp import __version__
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, REPORT
 from raytune_fsdp.record.copies.mlflow_run import MlflowRun, Point, RefusedError
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED, DIGESTED, SAVED
+from raytune_fsdp.record.tracker import RunStart
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,11 @@ _MOST_FAILURES = 3
 """Failures in a row while other requests succeed. Fewer than the last tries of a run, which are for its metrics."""
 _MOST_ROWS = 10_000
 _MOST_BYTES = 64 << 20
+
+SOURCE = {"mlflow.source.name": f"raytune-fsdp {__version__} train", "mlflow.source.type": "LOCAL"}
+"""Tags of what has made a run, which MLflow's table of runs shows."""
+NOTE = "mlflow.note.content"
+"""MLflow's tag of a run's description, which people may write themselves."""
 
 Event = Mapping[str, Any]
 
@@ -129,6 +136,24 @@ class Tables:
         finally:
             now = time.monotonic()
             self._next = now + max(_EVERY_SECONDS, _SHARE * (now - began))
+
+
+def description(start: RunStart) -> str:
+    """Say in a few lines what a run is: the model, the method, the data, its length, and where the rest is."""
+    said = start.params
+    model = said.get("model.path") or said.get("model.architecture.model_type") or "A model"
+    first = [f"`{model}`", str(said.get("method.type", "full"))]
+    if start.parameters is not None:
+        first.append(start.parameters.words)
+    used = {
+        purpose: ", ".join(f"`{each.name}` ({each.rows:,} rows)" for each in start.datasets if each.purpose == purpose)
+        for purpose in ("training", "evaluation")
+    }
+    lines = [", ".join(first), *(f"{purpose}: {names}" for purpose, names in used.items() if names)]
+    if start.total_steps is not None:
+        lines.append(f"{start.total_steps:,} steps of {said.get('train.global_batch', '?')} samples")
+    lines.append("the whole config is config.yaml, what follows from it plan.json, and the page report/index.html")
+    return redact_text("\n".join(f"- {line}" for line in lines))
 
 
 def _put(

@@ -1,22 +1,38 @@
-"""Register the export of a run as a version of a model in MLflow's registry."""
+"""Register the export of a run as a version of a model in MLflow's registry, as `mlflow.transformers` loads it.
+
+An MLflow model is a directory with a file `MLmodel`, which says where the weights are, and the tokenizer in a directory
+of its own. The weights are not copied for it: a server gets the export's files below that directory, and with a
+database it lies beside the export and names that.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import uuid
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from raytune_fsdp.record.copies.following import muted
-from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, connect, get_run
+from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, MlflowRun, connect, get_run
 
 _STEP = "raytune_fsdp.step"
 """Tag of a version: the step whose export it is."""
-_PLACE = "export"
+_PLACE, _WEIGHTS = "export", "model"
+_BESIDE = "mlflow_model"
+"""The directory beside an export that describes it."""
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
     """Return the version of model `name` that is this run's export after `step`; create it if there is none.
 
     May raise anything. A server may not see the export's directory, and refuses paths of other machines: it gets a copy
-    of the files among the run's artifacts. With a database, the directory itself is the source.
+    of the files among the run's artifacts. With a database, the directory beside the export is the source.
     """
     is_server = uri.startswith(("http://", "https://", "databricks"))
     with muted(*NOISY_LOGGERS):
@@ -30,6 +46,55 @@ def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
         except Exception as error:
             if getattr(error, "error_code", None) != "RESOURCE_ALREADY_EXISTS":
                 raise
-        source = run.add_directory(export, _PLACE) if is_server else str(export)
+        source = _send(run, export) if is_server else str(_describe(export, export.with_name(_BESIDE), run_id))
         tags = {_STEP: str(step)}
         return str(client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version)
+
+
+def _send(run: MlflowRun, export: Path) -> str:
+    run.add_directory(export, f"{_PLACE}/{_WEIGHTS}")
+    with TemporaryDirectory() as folder:
+        return run.add_directory(_describe(export, Path(folder), run.id, weights=_WEIGHTS), _PLACE)
+
+
+def _describe(export: Path, place: Path, run_id: str, *, weights: str | None = None) -> Path:
+    """Write what makes an MLflow model of an export into a directory, and return that.
+
+    `weights`: where the export's files are, seen from there; None: where they are now.
+    """
+    shutil.rmtree(place / "components", ignore_errors=True)
+    tokenizer = place / "components" / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    for file in sorted(export.iterdir()):
+        if file.is_file() and ".safetensors" not in file.name:
+            shutil.copyfile(file, tokenizer / file.name)
+    where = os.path.relpath(export, place) if weights is None else weights
+    said = {
+        "run_id": run_id,
+        "model_uuid": uuid.uuid4().hex,
+        "utc_time_created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
+        "mlflow_version": metadata.version("mlflow"),
+        "flavors": {"transformers": {**_flavor(export, where), "code": None}},
+    }
+    (place / "MLmodel").write_text(json.dumps(said, indent=2), encoding="utf-8")  # JSON is YAML
+    return place
+
+
+def _flavor(export: Path, where: str) -> dict[str, Any]:
+    """Return what `mlflow.transformers` reads of a model: its class, and where its weights are, or its base's."""
+    found: dict[str, Any] = {
+        "transformers_version": metadata.version("transformers"),
+        "task": "text-generation",
+        "instance_type": "TextGenerationPipeline",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+        "source_model_name": export.parent.name,
+    }
+    if (export / _ADAPTER_CONFIG).is_file():
+        adapter = json.loads((export / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        found |= {"pipeline_model_type": "AutoModelForCausalLM", "peft_adaptor": where}
+        # A directory, or a name on the hub: it goes to transformers as it is.
+        return {**found, "local_base_model_path": adapter["base_model_name_or_path"]}
+    config = json.loads((export / "config.json").read_text(encoding="utf-8"))
+    (architecture, *_) = config.get("architectures") or ["AutoModelForCausalLM"]
+    return {**found, "pipeline_model_type": architecture, "model_binary": where}

@@ -21,7 +21,7 @@ from raytune_fsdp.base.durable import keep_private
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.record.lines import step_of, time_of
-from raytune_fsdp.record.names import node_values, step_values, with_perplexity
+from raytune_fsdp.record.names import node_values, once_in_gibibytes, step_values, with_perplexity
 from raytune_fsdp.record.tracker import UsedData
 
 if TYPE_CHECKING:
@@ -58,8 +58,15 @@ _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
 ATTEMPT = "raytune_fsdp.attempt"
 _PARENT = "mlflow.parentRunId"
-# Without it MLflow's page shows an experiment as one of generative AI, which has no curves.
+_NAMES, _TODAYS_NAMES = "raytune_fsdp.names", "2"
+"""A run with this tag has each metric under one name, and memory in GiB; older runs keep the names that they have."""
+# By this tag MLflow's pages decided whether to show an experiment as one of generative AI, which has no curves. Those
+# of 3.17 ask only the address, and then the browser, whose first answer is generative AI: hence `MlflowRun.page`.
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
+_VIEW = "raytune_fsdp"
+"""The name of a view of an experiment's curves, kept in a tag of the experiment as those are that people share. Without
+it the curves are in the order of the alphabet, and the training's after those of evaluations and speed."""
+_FIRST_CURVES = ("train/loss", "train/token_accuracy", "train/lr", "train/grad_norm")
 
 
 class RefusedError(Exception):
@@ -82,6 +89,17 @@ class MlflowRun:
         self.status = ""
         self.tags: Mapping[str, str] = {}
         self._read(run)
+
+    @property
+    def page(self) -> str:
+        """Where MLflow's pages show its experiment's curves, the training's first, after the address of the server."""
+        how = f"workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={_VIEW}"
+        return f"#/experiments/{self._experiment}/runs?{how}"
+
+    @property
+    def has_older_names(self) -> bool:
+        """Whether it was created by a version that sent some numbers twice, and memory in bytes."""
+        return _NAMES not in self.tags
 
     def look(self) -> None:
         """Read it again. Raises GoneError if it is not there."""
@@ -236,13 +254,24 @@ def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
 
 
 def create_run(
-    client: MlflowClient, *, experiment: str, artifact_root: str | None, name: str, token: str, again: bool
+    client: MlflowClient,
+    *,
+    experiment: str,
+    artifact_root: str | None,
+    name: str,
+    token: str,
+    again: bool,
+    source: Mapping[str, str],
 ) -> MlflowRun:
-    """Create a run. With `again`, look for its `token` first: a server may have created it, and its answer got lost."""
+    """Create a run. With `again`, look for its `token` first: a server may have created it, and its answer got lost.
+
+    `source`: tags of what has made it.
+    """
     experiment_id = _experiment_id(client, experiment, artifact_root)
     if again and (found := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
         return MlflowRun(client, found[0])
-    return MlflowRun(client, client.create_run(experiment_id, tags={_START: token}, run_name=name))
+    tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
+    return MlflowRun(client, client.create_run(experiment_id, tags=tags, run_name=name))
 
 
 def _get(client: MlflowClient, run_id: str) -> Run:
@@ -265,17 +294,38 @@ def _experiment_id(client: MlflowClient, name: str, artifact_root: str | None) -
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return str(client.create_experiment(name, artifact_location=artifact_root, tags=_KIND))
+            tags = {**_KIND, **_view()}
+            return str(client.create_experiment(name, artifact_location=artifact_root, tags=tags))
         except MlflowException as error:
             # Another run may have created the experiment since we asked.
             found = client.get_experiment_by_name(name)
             if error.error_code != "RESOURCE_ALREADY_EXISTS" or not found:
                 raise
-    for key, value in _KIND.items():
+    for key, value in {**_KIND, **_view()}.items():
         if key not in found.tags:  # keep what its owner has chosen
-            with suppress(MlflowException):  # we may lack the right, and the tag only decides what a page shows first
+            with suppress(MlflowException):  # we may lack the right, and tags only decide what a page shows first
                 client.set_experiment_tag(found.experiment_id, key, value)
     return str(found.experiment_id)
+
+
+def _view() -> dict[str, str]:
+    """Return the tag of an experiment that holds the view: which curves come first, as MLflow's pages write it."""
+    sections = [
+        {"uuid": f"{_VIEW}-{number}", "name": name, "display": True, "isReordered": True}
+        for number, name in enumerate(("train", "Model metrics", "System metrics"))
+    ]
+    curves = [
+        {
+            "type": "LINE", "uuid": f"{_VIEW}-{key}", "metricKey": key, "displayName": key.rpartition("/")[2],
+            "metricSectionId": sections[0]["uuid"], "isGenerated": True, "deleted": False, "runsCountToCompare": 10,
+            "lineSmoothness": 0, "xAxisScaleType": "linear", "scaleType": "linear", "range": {}, "xAxisKey": "step",
+            "selectedXAxisMetricKey": "", "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
+            "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,
+        }
+        for key in _FIRST_CURVES
+    ]  # fmt: skip
+    state = {"compareRunCharts": curves, "compareRunSections": sections, "isAccordionReordered": True}
+    return {f"mlflow.sharedViewState.{_VIEW}": json.dumps(state)}
 
 
 # Lines of the record in the form that MLflow takes.
@@ -286,14 +336,19 @@ Point = tuple[str, float, int, int]
 """A metric's name, value, time in milliseconds since 1970, and step."""
 
 
-def points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
-    """Yield the points of a line. Lines of older versions have no time: their points get `otherwise`."""
-    return _points(line, step_values(line) if line["kind"] == "step" else with_perplexity(line["values"]), otherwise)
+def points_of(line: Mapping[str, Any], otherwise: int, *, older: bool = True) -> Iterator[Point]:
+    """Yield the points of a line. Lines of older versions have no time: their points get `otherwise`.
+
+    `older`: under all the names that there have been, and memory in bytes.
+    """
+    values = step_values(line) if line["kind"] == "step" else with_perplexity(line["values"])
+    return _points(line, values if older else once_in_gibibytes(values), otherwise)
 
 
-def node_points_of(line: Mapping[str, Any], otherwise: int) -> Iterator[Point]:
+def node_points_of(line: Mapping[str, Any], otherwise: int, *, older: bool = True) -> Iterator[Point]:
     """Yield the points of a line that are about the nodes."""
-    return _points(line, node_values(line), otherwise)
+    values = node_values(line)
+    return _points(line, values if older else once_in_gibibytes(values), otherwise)
 
 
 def _points(line: Mapping[str, Any], values: Mapping[str, float], otherwise: int) -> Iterator[Point]:

@@ -78,7 +78,7 @@ def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
     return [fields for fields in found if all(isinstance(fields.get(key), kind) for key, kind in kinds.items())]
 
 
-def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None) -> str:
+def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None, mlflow_page: str | None = None) -> str:
     """Return commands to try with a finished run."""
     program, model = _program("raytune-fsdp"), shlex.quote(_short(export or run_dir))
     prompts = [fields["prompt"] for fields in _answers(run_dir)]
@@ -91,7 +91,10 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None)
         login = "" if shown == mlflow_uri else "   (with the database's user and password)"
         is_server = mlflow_uri.startswith(("http://", "https://", "databricks"))
         ui = f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(shown)}{login}"  # a database has no page
-        commands.append(f"{shown}   (MLflow)" if is_server else ui)
+        page = "" if mlflow_page is None or shown.startswith("databricks") else f"/{mlflow_page}"
+        commands.append(f"{shown.rstrip('/')}{page}   (MLflow)" if is_server else ui)
+        if page and not is_server:
+            commands.append(f"  then http://127.0.0.1:5000{page}")
     commands.append(f"{program} train --help   (your own model and data: README.md)")
     return "\n".join(["next:", *(f"  {command}" for command in commands)])
 
