@@ -85,8 +85,8 @@ class Browser:
 
     def picture(self, place: Path, *, most: int) -> None:
         """Take a picture of the page, of its first `most` pixels of height."""
-        box = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": box["width"], "height": min(box["height"], most), "scale": 1}
+        wide, high = self.value("[innerWidth, Math.ceil(document.body.getBoundingClientRect().bottom + scrollY)]")
+        clip = {"x": 0, "y": 0, "width": wide, "height": min(high, most), "scale": 1}
         taken = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         place.write_bytes(base64.b64decode(taken["data"]))
 

@@ -253,8 +253,8 @@ def test_whatever_a_stranger_has_written_the_page_is_made_and_small(tmp_path: Pa
     events = [
         {"time": time, "attempt": 1, "event": name, "fields": dict.fromkeys(
             ("step", "seconds", "bytes", "rows", "reasons", "problem", "world_size", "resumed_from", "cause", "answer",
-             "prompt", "last_step", "rank", "versions", "device", "threads", "uncommitted", "commit", "command", "first",
-             "phases", "difference", "ranks", "status", "x" * 1000), value)}
+             "prompt", "last_step", "rank", "versions", "device", "threads", "uncommitted", "commit", "command",
+             "first", "phases", "difference", "ranks", "status", "x" * 1000), value)}
         for name in ("saved", "answered", "rows_skipped", "attempt_started", "attempt_failed", "attempt_ended",
                      "slow_rank", "audited", "first_step", "started_by", "x" * 5000)
         for value in odd for time in ("9999-12-31T23:59:59-12:00", value)

@@ -65,7 +65,8 @@ def overview(path: Path) -> Overview:
                 line = None if raw.startswith(b'{"kind": "step"') else read_line(raw)
                 if line and line["kind"] == "eval" and (value := names.score(line["values"], None)) is not None:
                     evaluated.append((value, step_of(line)))
-    times = [str(event["time"]) for event in events if isinstance(event.get("time"), str)]
+    own = [event for event in events if event["event"] != names.AUDITED]
+    times = [str(event["time"]) for event in own if isinstance(event.get("time"), str)]
     last = newest.get("time") if newest else None
     return Overview(
         path=path,

@@ -145,7 +145,9 @@ def wall_time(history: History) -> list[tuple[str, str, str]]:
         _add(spent, "computing steps", steps - waited)
         _add(spent, "waiting for data", waited)
         _add(spent, "between steps: evaluations, saves, digests", float(times[last]) - start - steps)
-        after = "after the last step" if number == len(attempts) else "steps that were trained again, and ends of attempts"
+        after = (
+            "after the last step" if number == len(attempts) else "steps that were trained again, and ends of attempts"
+        )
         _add(spent, after, ends - float(times[last]))
     whole = sum(spent.values())
     rows = [(part, took(seconds), f"{seconds / whole:.1%}") for part, seconds in spent.items() if
