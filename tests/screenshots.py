@@ -80,7 +80,7 @@ def address(page: str, storage: Path, scratch: Path) -> Iterator[tuple[str, str]
     elif page == "planner":
         yield (ROOT / "docs" / "planner.html").as_uri(), "!document.querySelector('[aria-busy=true]')"
     else:
-        server = Server(scratch / "mlflow")
+        server = Server(scratch / "mlflow", patience=900)
         try:
             yield sent_to(server.uri, storage / "first"), "document.body.innerText.includes('train/loss')"
         finally:
