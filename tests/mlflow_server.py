@@ -39,7 +39,11 @@ class Server:
             self._process = subprocess.Popen(
                 [*command, "--workers", "1"], stdout=log, stderr=log, cwd=place, env=environment, start_new_session=True
             )
-        until(self._answers, self._patience, f"the server does not start: {place / 'log'}")
+        try:
+            until(self._answers, self._patience, f"the server does not start: {place / 'log'}")
+        except BaseException:  # nobody has it to end it
+            self.kill()
+            raise
 
     def _answers(self) -> bool:
         try:
