@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -81,6 +82,13 @@ class Browser:
         self.call("Page.navigate", url=url)
         place = json.dumps(url.partition("#")[0])
         self.wait(f"document.readyState === 'complete' && location.href.split('#')[0] === {place}")
+
+    def picture(self, place: Path, *, most: int) -> None:
+        """Take a picture of the page, of its first `most` pixels of height."""
+        wide, high = self.value("[innerWidth, Math.ceil(document.body.getBoundingClientRect().bottom + scrollY)]")
+        clip = {"x": 0, "y": 0, "width": wide, "height": min(high, most), "scale": 1}
+        taken = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        place.write_bytes(base64.b64decode(taken["data"]))
 
     def value(self, expression: str) -> Any:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

@@ -46,8 +46,8 @@ class Hostile:
 
 DIRECTORIES = ("report", "checkpoints", "model", "exports", "export", "logs", "documents", "profile", "tensorboard")
 FILES = (
-    "config.yaml", "plan.json", "data.json", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "checkpoints_at",
-    "metrics.jsonl.tmp", "config.yaml.tmp", "metrics.jsonl.a2.damaged",
+    "config.yaml", "plan.json", "data.json", "metrics.jsonl", "events.jsonl", "evaluations.jsonl", "attempts.jsonl",
+    "checkpoints_at", "metrics.jsonl.tmp", "config.yaml.tmp", "metrics.jsonl.a2.damaged",
     "checkpoint_manager_snapshot.json", ".validate_storage_marker",
 )  # fmt: skip
 INNER = (

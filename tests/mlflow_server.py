@@ -20,7 +20,9 @@ from typing import Any
 class Server:
     """`mlflow server` with its own database and port, in a process group of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, patience: float = 180) -> None:
+        """`patience`: the seconds that it may take to start."""
+        self._patience = patience
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
@@ -37,7 +39,11 @@ class Server:
             self._process = subprocess.Popen(
                 [*command, "--workers", "1"], stdout=log, stderr=log, cwd=place, env=environment, start_new_session=True
             )
-        until(self._answers, 180, f"the server does not start: {place / 'log'}")
+        try:
+            until(self._answers, self._patience, f"the server does not start: {place / 'log'}")
+        except BaseException:  # nobody has it to end it
+            self.kill()
+            raise
 
     def _answers(self) -> bool:
         try:

@@ -24,7 +24,7 @@ def parser_of(prog: str) -> ConfigParser:
     parser = ConfigParser(
         prog,
         "Train the steps between two checkpoints of a run again, at any number of ranks, and compare samples, losses "
-        "and weights. The run is only read. Exit code 4: something differs.",
+        "and weights. The run is only read, but for --record. Exit code 4: something differs.",
     )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument(
@@ -35,6 +35,11 @@ def parser_of(prog: str) -> ConfigParser:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="ranks (default: as many as the run's config says)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there as well")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="add the outcome to the run's events.jsonl, for its report; otherwise the run is only read",
+    )
     parser.add_argument(
         "--scratch",
         type=Path,
@@ -59,7 +64,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
     from raytune_fsdp.run.places import check_beginning, check_places
     from raytune_fsdp.tools.audit.audit import audit
-    from raytune_fsdp.tools.audit.page import report
+    from raytune_fsdp.tools.audit.page import put_on_record, report
     from raytune_fsdp.tools.audit.past import check_code, past_place, placed
     from raytune_fsdp.tools.audit.segment import choose_segment
 
@@ -86,6 +91,8 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     print("\n".join(lines))
     if found.out is not None:
         found.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if found.record:
+        put_on_record(outcome, place)
     return 0 if outcome.difference is None else DIFFERS
 
 

@@ -35,11 +35,12 @@ def parser_of(prog: str) -> Parser:
 
 def _report(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    from raytune_fsdp.plan.run_dir import curve_of, report_of
+    from raytune_fsdp.cli.runs import states_of
+    from raytune_fsdp.plan.run_dir import RunDir, curve_of, report_of
     from raytune_fsdp.record.report.curves import plot_runs
     from raytune_fsdp.record.report.page import page, write_page
 
-    made = page(found.run)
+    made = page(found.run, states_of([RunDir(path.absolute(), str(path)) for path in found.run]))
     place = report_of(found.run[0])
     alone = len(found.run) == 1
     out = found.out or (place if alone else place.with_name(COMPARISON))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -34,11 +35,16 @@ def parser_of(prog: str) -> Parser:
     )
     parser.add_argument("storage", type=Path, nargs="?", default=Path("runs"), help="run.storage (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every run")
+    parser.add_argument("--html", action="store_true", help="make one page of them, with filters")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --html: where to write it (default: runs.html in the storage)"
+    )
     return parser
 
 
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
+    _check(parser, found)
     from raytune_fsdp.plan.run_dir import check_links, is_run
     from raytune_fsdp.record.report.overview import as_json, overview
 
@@ -55,7 +61,9 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
             refused.append(str(error))
     states = states_of(places)
     rows = sorted(((overview(each.path), states[each.path]) for each in places), key=lambda row: row[0].began or "")
-    if found.json:
+    if found.html:
+        say(_put_page(found.storage, rows, found.out))
+    elif found.json:
         for each, state in rows:
             print(as_json(each, state or each.ended))
     elif rows:
@@ -65,6 +73,22 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     if refused:
         raise ResumeError(*refused)
     return 0
+
+
+def _check(parser: Parser, found: Namespace) -> None:
+    if found.out is not None and not found.html:
+        parser.error("--out is for a page: give --html, too")
+    if found.html and found.json:
+        parser.error("--json prints, --html makes a page: give one of the two")
+
+
+def _put_page(storage: Path, rows: Sequence[tuple[Overview, str]], place: Path | None) -> Path:
+    from raytune_fsdp.record.report.page import write_page
+    from raytune_fsdp.record.report.runs_page import runs_page
+
+    out = place or storage / "runs.html"
+    write_page(out, runs_page(storage, rows, out), private=place is None)
+    return out
 
 
 def runs_in(storage: Path) -> list[RunDir]:

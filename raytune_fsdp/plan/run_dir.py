@@ -4,6 +4,7 @@
   config.yaml, plan.json       the config of the last attempt; what follows from it
   data.json                    what became of the rows, if they were counted before training (counts.py)
   metrics.jsonl, events.jsonl  the history of the run; metrics.jsonl.aN.damaged: as attempt N found it, if it was broken
+  attempts.jsonl               the command of each attempt: who started it, where, on which code
   evaluations.jsonl            what evaluations outside the ranks measured, in the order of the steps (the driver's)
   documents/attempt-N.jsonl    the loss of every document (tracking.documents)
   checkpoints/                 or elsewhere; then the file checkpoints_at names the place
@@ -46,6 +47,8 @@ DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
+ATTEMPTS_FILE = "attempts.jsonl"
+"""Not in EVENTS_FILE, which trackers get a copy of."""
 MLFLOW_ID_FILE = "mlflow_run_id"
 MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
@@ -58,7 +61,9 @@ TENSORBOARD = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
-_FILES = (CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, _CHECKPOINTS_AT)
+_FILES = (
+    CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, ATTEMPTS_FILE, _CHECKPOINTS_AT,
+)  # fmt: skip
 _LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents": 1, "exports": 1, "logs": 2,
            "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
 """The directories of a run, and to what depth names in them are ours. The content of an export is compared with its
@@ -102,6 +107,7 @@ class RunDir:
     documents = _Named("documents")
     evaluations = _Named(EVALUATIONS_FILE)
     events = _Named(EVENTS_FILE)
+    attempts = _Named(ATTEMPTS_FILE)
     checkpoints_at = _Named(_CHECKPOINTS_AT)
     beginning = _Named("begins_as.json")
     lock = _Named("lock")

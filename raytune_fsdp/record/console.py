@@ -230,7 +230,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
                 "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
             )
-        case names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT | names.STOPPED_EARLY:
+        case names.AUDITED | names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT | names.STOPPED_EARLY:
             return _IN_WORDS[name](fields)
         case names.SLOW_RANK:
             mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
@@ -299,7 +299,14 @@ def _stopped_early(fields: Mapping[str, object]) -> str:
     return f"step {get('step')}: {get('metric')} has not improved{by} {since}, so the run ends here"
 
 
+def _audited(fields: Mapping[str, object]) -> str:
+    wrong = fields.get("difference")
+    found = "the same" if wrong is None else f"not the same: {wrong}"
+    return f"audited: steps {fields.get('first')} to {fields.get('step')} were trained again, and are {found}"
+
+
 _IN_WORDS = {
+    names.AUDITED: _audited,
     names.PREDICTED: _predicted,
     names.PREDICTION_CHECKED: _checked,
     names.NOTICE_SHORT: _notice_short,
@@ -332,8 +339,11 @@ def short(value: float) -> str:
 
 
 def gibibytes(num_bytes: int) -> str:
-    """Return a number of bytes for people; less than a tenth of a GiB in MiB, as 0.00 GiB says nothing."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    """Return a size in GiB; less than a tenth of one in smaller units, so that it is not `0.00 GiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= scale / 10:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"
 
 
 def duration(seconds: float) -> str:

@@ -48,6 +48,9 @@ results depend on: device, threads, versions, packages (those with kernels that 
 instructions of rank 0, with run.exact also bits, a digest of these, the kernels and the micro-batch; evaluates (whether
 values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
 checkpoint have failed: lost_seconds, the time for which they have trained."""
+STARTED_BY = "started_by"
+"""In attempts.jsonl, which no tracker gets a copy of. Fields: command (without secrets), directory, host, user, python,
+and of the directory's git repository commit and uncommitted (whether files differ from it)."""
 ATTEMPT_ENDED = "attempt_ended"
 """Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over). There is no such event if
 rank 0 was killed."""
@@ -158,6 +161,10 @@ SLOW_RANK = "slow_rank"
 STOPPED_EARLY = "stopped_early"
 """`eval.early_stop.patience` evaluations in a row have not improved, so the run is complete. Fields: step, metric, best
 (its value) and best_step, and min_delta if there is one."""
+AUDITED = "audited"
+"""`raytune-fsdp audit --record` has trained steps of the run again. Fields: step (the last one), first, ranks,
+difference (the first thing that differs; null: it has passed), exact (whether it had to be the same to the bit), cached
+(whether tokenized rows were taken from the run's cache)."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
 

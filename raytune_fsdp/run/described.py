@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import platform
+import shlex
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +21,7 @@ import torch
 import xxhash
 
 from raytune_fsdp.base.machine import processor
-from raytune_fsdp.base.redaction import redact
+from raytune_fsdp.base.redaction import redact, redact_text
 from raytune_fsdp.base.untrusted import is_count, shown
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig
@@ -34,6 +38,8 @@ _KERNELS = (
 )  # fmt: skip
 """Packages whose versions decide bits where they are installed."""
 _GIT_SECONDS = 5
+_COMMAND = 4000
+"""The most characters of a command that are kept: `python -c` may have a whole program."""
 
 
 def used_data(config: FinetuneConfig, train: Windows, evals: Mapping[str, Windows]) -> tuple[UsedData, ...]:
@@ -76,17 +82,50 @@ def _one(
     return UsedData(name=name, digest=digest, kind=kind, place=redact(place), rows=len(source), purpose=purpose)
 
 
+def started_by() -> dict[str, Any]:
+    """Return the command that this process is, who started it, where, and on which code.
+
+    It is kept in the run's directory and shown in the report, and is neither sent nor published.
+    """
+    commit, user = commit_here(), None
+    with suppress(KeyError, OSError):  # a container may have no name for its user
+        user = getpass.getuser()
+    # As it was typed, if it is ours; otherwise as the interpreter was called.
+    ours = Path(sys.argv[0]).stem == "raytune-fsdp"
+    words = ["raytune-fsdp", *sys.argv[1:]] if ours else [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    return {
+        "command": redact_text(shlex.join(words))[:_COMMAND],
+        "directory": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "user": user,
+        "python": platform.python_version(),
+        "commit": commit,
+        "uncommitted": None if commit is None else changed_here(),
+    }
+
+
 def commit_here() -> str | None:
     """Return the git commit of the working directory; None if it is in no repository, or git is not installed."""
+    return _git("rev-parse", "--verify", "HEAD") or None
+
+
+def changed_here() -> bool | None:
+    """Return whether files of the repository differ from its commit; None if git cannot say so in time."""
+    # Without locks, and without a program that the repository may name.
+    found = _git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain", "--untracked-files=no")
+    return None if found is None else found != ""
+
+
+def _git(*arguments: str) -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
-            [git, "rev-parse", "--verify", "HEAD"],
+            [git, *arguments],
             capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        return asked.stdout.strip() or None
+        return asked.stdout.strip()
     return None
 
 

@@ -118,6 +118,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     recipe = recipe_of(shown, versions(), place.path, prepared.parameters, commit)
     replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
     put_mark(prepared)
+    if prepared.started_by:
+        append_event(place.attempts, names.STARTED_BY, attempt=standing.attempt, fields=prepared.started_by)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside, lost=lost)
 
@@ -268,7 +270,7 @@ def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint
         plan=_plan_in_full(prepared, standing),
         params=params_of(config),
         datasets=used_data(config, prepared.train, prepared.evals),
-        commit=prepared.commit,
+        commit=prepared.started_by.get("commit"),
         state=standing.state.tracking,
         parameters=prepared.parameters,
     )

@@ -43,7 +43,7 @@ from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
 from raytune_fsdp.run.beginning import orders_of, orders_on_record
 from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_saves
-from raytune_fsdp.run.described import commit_here
+from raytune_fsdp.run.described import started_by
 from raytune_fsdp.run.evaluation.answers import check_prompts
 from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
@@ -140,7 +140,7 @@ def prepare(
         dry=dry,
         mark=None if dry else mark_of(config, begins=begins),
         codes=codes,
-        commit=commit_here(),
+        started_by=started_by(),
     )
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its

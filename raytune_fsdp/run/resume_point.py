@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -76,8 +76,8 @@ class RunInputs:
     """This user's mark on the places that the config names (mark.py)."""
     codes: Sequence[OwnCode] = ()
     """The code of the user's that ranks import: a loss, a network."""
-    commit: str | None = None
-    """The git commit of the directory in which the command was started, if that is in a repository."""
+    started_by: Mapping[str, Any] = field(default_factory=dict)
+    """The command that trains the run: who started it, where, on which code (described.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import xxhash
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.checkpoints import checkpoints, place_of, types_in
 from tests.forgeries import with_hashes
 from tests.ranks import resident_ranks, run_ranks
@@ -70,8 +70,11 @@ def audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., t
 def test_the_same_world_is_the_same_to_the_bit(
     honest: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
-    code, said = audit(honest, "--out", str(tmp_path / "report.md"))
+    code, said = audit(honest, "--record", "--out", str(tmp_path / "report.md"))
     assert code == 0 and "**Passed**: trained again, it is the same to the bit." in said, said
+    event = read_events(honest / "runs" / "run" / "events.jsonl")[-1]
+    assert event["event"] == "audited" and event["fields"]["exact"] is True and event["fields"]["difference"] is None
+    assert (event["fields"]["first"], event["fields"]["step"]) == (FIRST + 1, LAST)
     assert "- 8 steps: " in said and "all of them the same bits" in said
     assert (tmp_path / "report.md").read_text().strip() in said
     assert not list((honest / "runs").glob("audit-*"))

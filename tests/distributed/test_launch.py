@@ -104,7 +104,7 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
         "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "model", "export", "report",
     }  # fmt: skip
     assert (run_dir / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "All 6 steps are trained." in (run_dir / "report" / "index.html").read_text()
+    assert "done: all 6 steps" in (run_dir / "report" / "index.html").read_text()
     assert "memory that a rank keeps from step to step" in (run_dir / "report" / "index.html").read_text()
     assert json.loads((run_dir / "plan.json").read_text())["steps"] == 6
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 6)]

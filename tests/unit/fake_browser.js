@@ -1,5 +1,6 @@
 // Runs the script of a page on as much of a document as it uses, points at curves and presses buttons.
-// node fake_browser.js PAGE WIDTH -> JSON: the texts that are there then, and every attribute that is not a number.
+// node fake_browser.js PAGE WIDTH -> JSON: the texts that are there then, every attribute that is not a number, the texts
+// of every plot with their places, and the first curve as CSV.
 "use strict";
 const html = require("fs").readFileSync(process.argv[2], "utf8");
 const width = Number(process.argv[3]);
@@ -9,6 +10,7 @@ class Element {
   get clientWidth() { return width; }
   set textContent(text) { this.text = String(text); this.children = []; }
   get textContent() { return this.text + this.children.map((each) => (typeof each === "string" ? each : each.textContent)).join(""); }
+  click() {}
   append(...nodes) { for (const node of nodes) { if (node instanceof Element) node.parentElement = this; this.children.push(node); } }
   replaceChildren(...nodes) { this.children = []; this.append(...nodes); }
   replaceWith(node) { const all = this.parentElement.children; all[all.indexOf(this)] = node; node.parentElement = this.parentElement; }
@@ -24,7 +26,11 @@ for (const [, id] of html.matchAll(/ id="([\w-]+)"/g)) { byId[id] = new Element(
 byId.data.textContent = html.match(/<script type="application\/json" id="data">(.*?)<\/script>/s)[1];
 const figures = [...html.matchAll(/data-chart="(\w+)"/g)].map(([, name]) => { const made = new Element("figure"); made.dataset.chart = name; return made; });
 globalThis.window = { addEventListener() {} };
+globalThis.setTimeout = () => {};
+let taken = null;
+URL.createObjectURL = (blob) => { taken = blob; return ""; };
 globalThis.document = {
+  title: "page",
   documentElement: new Element("html"), getElementById: (id) => byId[id] || null, createElement: (tag) => new Element(tag),
   createElementNS: (space, tag) => new Element(tag), querySelectorAll: () => figures,
 };
@@ -40,6 +46,9 @@ const look = () => {
 };
 look();
 let paths = [];
+const textsOf = () => figures.map((each) => [each.dataset.chart, plot(each).all().filter((one) => one.tag === "text")
+  .map((one) => ({ ...one.attributes, x: Number(one.attributes.x), y: Number(one.attributes.y), text: one.textContent }))]);
+const texts = Object.fromEntries(textsOf());
 if (figures.length) {
   const first = () => plot(figures[0]);
   paths = first().all().filter((each) => each.tag === "path").map((each) => [each.attributes.class, each.attributes.d]);
@@ -52,7 +61,10 @@ if (figures.length) {
   look();
   for (const id of ["log", "by-time"]) if (byId[id] && byId[id].listeners.click) { byId[id].listeners.click(); look(); }
   first().listeners.keydown({ key: "ArrowRight", preventDefault() {} });
-  figures.flatMap((each) => each.querySelectorAll()).forEach((each) => each.listeners.click());
+  const buttons = figures.flatMap((each) => each.querySelectorAll());
+  buttons.find((each) => each.textContent === "CSV").listeners.click();
+  buttons.filter((each) => each.className !== "take").forEach((each) => each.listeners.click());
   look();
 }
-console.log(JSON.stringify({ seen, wrong, marks, paths, figures: figures.map((each) => each.dataset.chart) }));
+Promise.resolve(taken ? taken.text() : "").then((csv) =>
+  console.log(JSON.stringify({ seen, wrong, marks, paths, texts, csv, figures: figures.map((each) => each.dataset.chart) })));

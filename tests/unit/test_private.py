@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.base.durable import take_from_others
-from raytune_fsdp.record.jsonl import append_evaluation, append_event
+from raytune_fsdp.record.jsonl import append_evaluation, append_event, read_events
 from raytune_fsdp.record.repair import truncate
 from tests.ranks import run_ranks
 from tests.runs import make_config, train_rank
@@ -73,6 +73,10 @@ def test_others_read_nothing_of_what_a_run_writes_about_itself(tmp_path: Path) -
     strange = [name for name in open_to_others(run) if not name.startswith(FOR_OTHERS) or name.endswith("recipe.json")]
     assert strange == []
     assert {"model/config.json", "checkpoints/step-00000001.a1/manifest.json"} <= set(open_to_others(run))
+    (started,) = read_events(run / "attempts.jsonl")
+    command = started["fields"]["command"].encode()
+    having = [file.relative_to(run) for file in run.rglob("*") if file.is_file() and command in file.read_bytes()]
+    assert command and {*map(str, having)} <= {"attempts.jsonl", "report/index.html"}, "it is neither sent nor exported"
     groups = [file for file in run.rglob("*") if not file.stat().st_mode & stat.S_IRGRP]
     assert groups == [], "groups keep what they have"
 

@@ -34,9 +34,6 @@ from tests.records import HOSTILE, make_config, write_run
 
 FAKE_BROWSER = Path(__file__).with_name("fake_browser.js")
 NODE = shutil.which("node")
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "headless_shell"))), ""
-)
 VOID = {"meta", "img", "br", "link", "input"}
 
 
@@ -145,7 +142,8 @@ def test_a_page_needs_nothing_from_outside_and_no_text_on_it_is_code(made: str) 
     tags = [tag for tag, _ in found.elements]
     assert tags.count("script") == 2 and not {"img", "link", "iframe", "object", "base", "form"} & {*tags}
     for tag, attributes in found.elements:
-        assert not {"src", "href", "srcset", "action", "style", "xlink:href"} & {*attributes}, tag
+        assert (attributes.get("href") or "#").startswith("#"), "links lead to sections of the page"
+        assert not {"src", "srcset", "action", "style", "xlink:href"} & {*attributes}, tag
         assert not [name for name in attributes if name.startswith("on")], tag
     script, style = re.findall(r"<script>(.*?)</script>|<style>(.*?)</style>", made, re.DOTALL)
     (policy,) = (each["content"] for _, each in found.elements if each.get("http-equiv"))
@@ -158,9 +156,9 @@ def test_a_page_needs_nothing_from_outside_and_no_text_on_it_is_code(made: str) 
 def test_the_page_says_what_the_run_is_and_where_it_stands(made: str, run: Path) -> None:
     words = read(made).words
     for said in (
-        "3,000 of 100,000 steps are trained", "2.", "(first 5.", "attempts",
-        "failed: rank 1 on", "24M, 75% of them trained", "12,000,000", "66.7%", "24,000 packed samples of 1,024 tokens",
-        "are trained, 97.7% full",
+        "interrupted at step 3,000 of 100,000", "2.", " at first", "2 attempts", "samples seen", "24k",
+        "failed: rank 1 on", "24M", "75% of them trained on", "12,000,000", "66.7%",
+        "24,000 packed samples of 1,024 tokens", "are trained, 97.7% full",
         "Counted before training, over an epoch: 900 packed samples", "optim.lr", "0.0001", "eval/code/loss",
         f"raytune-fsdp step {run} 700", f"raytune-fsdp step {run} 2000", f"raytune-fsdp step {run} 2400", "9.2500",
         "something new", "rows dropped",
@@ -168,7 +166,11 @@ def test_the_page_says_what_the_run_is_and_where_it_stands(made: str, run: Path)
         assert said in words, said
     assert words.count("raytune-fsdp step") == 3, "701 belongs to the spike at 700"
     lanes = {lane["name"]: lane["marks"] for lane in data_of(made)["lanes"]}
-    assert [*lanes] == ["attempts", "resizes", "failures", "slow ranks", "skipped", "spikes", "saves", "changes"]
+    assert [*lanes] == [
+        "attempts", "resizes", "failures", "slow ranks", "skipped", "spikes", "evaluations", "saves", "changes",
+    ]  # fmt: skip
+    (attempts,) = (lane for lane in data_of(made)["lanes"] if lane["name"] == "attempts")
+    assert attempts["spans"] == [[0, 1000, 0, 500, "4 ranks"], [1000, 3000, 500, 1500, "4 ranks"]]
     assert [mark[0] for mark in lanes["attempts"]] == [0, 1000] and [mark[0] for mark in lanes["resizes"]] == [1000]
     assert lanes["failures"][0][0] == 1000 and HOSTILE in lanes["failures"][0][2]
     assert [mark[0] for mark in lanes["skipped"]] == [2000, 2400] and [m[0] for m in lanes["spikes"]] == [
@@ -184,24 +186,25 @@ def test_the_script_draws_what_the_data_say(made: str, tmp_path: Path) -> None:
     for width in (400, 1280):
         found = browse(tmp_path / "page.html", width)
         assert found["wrong"] == [], "numbers that are none"
-        assert {"loss", "datasets", "lr", "grad_norm", "speed", "mfu", "memory", "parts", "ranks", "gpu"} <= {
+        assert {"loss", "datasets", "lr", "grad_norm", "speed", "mfu", "memory", "host", "parts", "ranks", "gpu"} <= {
             *found["figures"]
         }
         drawn, pointed, logged, by_time = found["seen"][:4]
         assert HOSTILE in drawn and "code" in drawn and "1,000" in drawn
-        assert re.search(r"step 1,\d{3}–1,\d{3} · 1\dm \d\ds", pointed) and "1e-4" in pointed
+        assert re.search(r"step 1,\d{3}–1,\d{3} · \d+m \d\ds", pointed) and "1e-4" in pointed
         assert drawn != logged and re.search(r"\d+m", by_time)
         said = [words for kind, words in found["marks"] if "spikes" in kind]
         assert len(said) == 3 and "loss spike at step 700: loss 9.25" in said[0] and "raytune-fsdp step" in said[0]
         # The greatest loss reaches the top of the plot, and nothing is drawn outside of it.
         (shape,) = (d for kind, d in found["paths"] if kind == "area f0")
         heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", shape)]
-        assert 8 <= min(heights) < 24 and max(heights) <= 308
+        assert 24 <= min(heights) < 40 and max(heights) <= 324
 
 
 def test_the_loss_is_there_without_the_script(made: str) -> None:
     figure = made.partition('data-chart="loss"')[2].partition("</figure>")[0]
-    assert figure.count("<path") >= 3 and ">step 3,000<" in figure
+    assert figure.count("<path") >= 3 and ">step<" in figure
+    assert all(f">{step}<" in figure for step in ("1,000", "2,000", "3,000")), "three ticks"
     bars = made.partition("Documents by length")[2].partition("</svg>")[0]
     assert bars.count("<rect") == 24 and "32 to 38 tokens: 1,200 documents" in bars
 
@@ -213,7 +216,7 @@ def test_short_runs_have_a_page(steps: int, tmp_path: Path) -> None:
     (run / "data.json").unlink()
     text = page([run])
     read(text)
-    words = "No step is on record yet." if steps == 0 else f"{steps:,} of 100,000 steps"
+    words = "interrupted before the first step" if steps == 0 else f"interrupted at step {steps:,} of 100,000"
     assert words in text and "are not counted in this run's directory" in text
     (tmp_path / "page.html").write_text(text)
     assert browse(tmp_path / "page.html", 400)["wrong"] == []
@@ -238,7 +241,7 @@ def test_an_old_record_and_a_damaged_one_have_a_page(tmp_path: Path) -> None:
     found = page([run])
     words = read(found).words
     assert "2 lines of metrics.jsonl are damaged or out of order" in words and "data.json is left out" in words
-    assert "plan.json is left out" in words and "3 steps are trained" in words and "gone" in words
+    assert "plan.json is left out" in words and "interrupted at step 3" in words and "gone" in words
     assert "hf_abcdef" not in found, "older versions wrote secrets"
     assert [each["id"] for each in data_of(found)["charts"]] == ["loss", "lr"]
     assert 'id="by-time"' not in found, "no line has a time"
@@ -250,11 +253,14 @@ def test_whatever_a_stranger_has_written_the_page_is_made_and_small(tmp_path: Pa
     events = [
         {"time": time, "attempt": 1, "event": name, "fields": dict.fromkeys(
             ("step", "seconds", "bytes", "rows", "reasons", "problem", "world_size", "resumed_from", "cause", "answer",
-             "prompt", "last_step", "rank", "x" * 1000), value)}
-        for name in ("saved", "answered", "rows_skipped", "attempt_started", "attempt_failed", "slow_rank", "x" * 5000)
+             "prompt", "last_step", "rank", "versions", "device", "threads", "uncommitted", "commit", "command",
+             "first", "phases", "difference", "ranks", "status", "x" * 1000), value)}
+        for name in ("saved", "answered", "rows_skipped", "attempt_started", "attempt_failed", "attempt_ended",
+                     "slow_rank", "audited", "first_step", "started_by", "x" * 5000)
         for value in odd for time in ("9999-12-31T23:59:59-12:00", value)
     ]  # fmt: skip
-    (run / "events.jsonl").write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in events))
+    for file in ("events.jsonl", "attempts.jsonl"):
+        (run / file).write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in events))
     line = json.loads((run / "metrics.jsonl").read_bytes().splitlines()[-1])
     with open(run / "metrics.jsonl", "ab") as file:
         for step, value in enumerate([*odd, 2**53, 2**62], start=100):
@@ -318,7 +324,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main.main(["report", str(run), str(other), "--out", str(tmp_path / "new" / "both.html")]) == 0
     assert "one and two" in read((tmp_path / "new" / "both.html").read_text()).words
     compared = browse(tmp_path / "new" / "both.html", 400)
-    assert compared["wrong"] == [] and "two: eval code" in compared["seen"][0]
+    assert compared["wrong"] == [] and "eval/code/loss" in compared["seen"][0]
+    for each in data_of((tmp_path / "new" / "both.html").read_text())["charts"]:
+        assert [series["name"] for series in each["series"]] == ["one", "two"], "a colour is a run, and nothing else"
     assert main.main(["report", str(tmp_path / "none")]) == 2
     assert main.main(["report", str(tmp_path)]) == 2
     assert main.main(["report", str(run), "--out", "/dev/null/x.html"]) == 2
@@ -335,24 +343,6 @@ def test_pictures_beside_the_page(tmp_path: Path) -> None:
     assert main.main(["report", runs[0], "--png"]) == main.main(["report", *runs, "--png"]) == 0
     for name in ("loss.png", "comparison.png"):
         assert (tmp_path / "a" / "report" / name).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is on PATH")
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_the_page(made: str, tmp_path: Path, width: int, scheme: str) -> None:
-    (tmp_path / "page.html").write_text(made)
-    picture = tmp_path / f"{scheme}-{width}.png"
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},2400",
-        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", f"--user-data-dir={tmp_path / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND", f"--screenshot={picture}", "--dump-dom",
-        (tmp_path / "page.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run([CHROMIUM, *flags], capture_output=True, text=True, timeout=120)
-    assert picture.read_bytes().startswith(b"\x89PNG") and "CONSOLE" not in done.stderr, done.stderr
-    assert 'class="js"' in done.stdout and done.stdout.count("<svg") > 10
 
 
 def test_the_counts_of_a_run_come_back_and_a_forged_file_does_not(tmp_path: Path) -> None:
@@ -415,5 +405,5 @@ def test_a_run_that_its_evaluations_have_ended_is_not_called_unfinished(tmp_path
     fields = {"step": 12, "metric": "eval/code/loss", "best_step": 8, "best": 2.0}
     append_event(run / "events.jsonl", names.STOPPED_EARLY, attempt=3, fields=fields)
     text = page([run])
-    assert "12 steps are trained: its evaluations ended the run there" in text
+    assert "done at step 12 of 100,000: its evaluations ended it" in text
     assert "eval/code/loss has not improved since step 8" in text

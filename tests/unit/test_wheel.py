@@ -31,6 +31,8 @@ WANTED = [
     "record/report/page.html.jinja",
     "record/report/page.css",
     "record/report/page.js",
+    "record/report/runs.html.jinja",
+    "record/report/runs.js",
     "predict/architectures.json",
     "predict/page/page.html.jinja",
     "predict/page/page.css",

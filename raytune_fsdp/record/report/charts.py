@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from raytune_fsdp.record import names
 from raytune_fsdp.record.report.curves import SMOOTH_FROM_STEPS, smoothed
 from raytune_fsdp.record.report.history import History, Numbers
 from raytune_fsdp.record.report.thin import Buckets, band, buckets, number, thinned
@@ -15,7 +17,7 @@ from raytune_fsdp.record.report.thin import Buckets, band, buckets, number, thin
 Series = dict[str, Any]
 """Has `name`; `axis`, the run; `colour`, a number; and either `mid` with `low` and `high`, by bucket of the axis, or
 `points`, each with step, seconds and value. `smooth`: a line through `mid`."""
-_MOST_POINTS = 2000
+_MOST_POINTS, _MOST_OF_NODES = 2000, 400
 _COLOURS = 8
 _MOST_SERIES = 16
 """The most series of a chart: nobody can distinguish more lines."""
@@ -77,14 +79,34 @@ class Run:
 
     def evaluations(self, wanted: str, *, colours_from: int = 0) -> Iterator[Series]:
         """Yield the points of one metric, such as `loss`, for every dataset."""
-        ends = {name: points for name, points in self.history.evaluations.items() if name.endswith(f"/{wanted}")}
-        for place, (name, points) in enumerate(ends.items(), start=colours_from):
-            drawn: list[list[Any]] = []
-            for step, value, time in _some(points):
-                seconds = time - self.history.start
-                drawn.append([step, round(max(0.0, seconds), 1) if math.isfinite(seconds) else None, number(value)])
+        ends = [name for name in self.history.evaluations if name.endswith(f"/{wanted}")]
+        for place, name in enumerate(ends, start=colours_from):
             what = name.removesuffix(f"/{wanted}").replace("/", " ", 1)
-            yield {"name": self.name(what), "axis": self.index, "colour": self.colour(place), "points": drawn}
+            yield self._points(what, self.history.evaluations[name], place)
+
+    def metric(self, name: str) -> Iterator[Series]:
+        if name in self.history.evaluations:
+            yield self._points("", self.history.evaluations[name])
+
+    def nodes(self, figure: str, scale: float = 1.0) -> Iterator[Series]:
+        """Yield a figure of the nodes, which one step of every ten seconds has: of one node, or of three of them."""
+        known = np.flatnonzero(np.isfinite(self.history.columns[f"{figure}.1"]))
+        three = [self.history.columns[f"{figure}.{i}"][known] * scale for i in range(3)]
+        steps, times = self.history.steps[known].astype(np.int64).tolist(), self.history.time[known].tolist()
+        alike = all(np.array_equal(three[1], each) for each in three)
+        for name, index in (("", 1),) if alike else (("least", 0), ("median", 1), ("most", 2)):
+            if steps:
+                points = [*zip(steps, three[index].tolist(), times, strict=True)]
+                yield self._points(name, points, 0 if alike else index, most=_MOST_OF_NODES)
+
+    def _points(
+        self, what: str, points: Sequence[tuple[int, float, float]], colour: int = 0, most: int = _MOST_POINTS
+    ) -> Series:
+        drawn: list[list[Any]] = []
+        for step, value, time in _some(points, most):
+            seconds = time - self.history.start
+            drawn.append([step, round(max(0.0, seconds), 1) if math.isfinite(seconds) else None, number(value)])
+        return {"name": self.name(what), "axis": self.index, "colour": self.colour(colour), "points": drawn}
 
     def _series(self, what: str, colour: int, values: Mapping[str, Any]) -> Series:
         return {"name": self.name(what), "axis": self.index, "colour": self.colour(colour), **values}
@@ -104,56 +126,72 @@ def _sizes(run: Run) -> Iterator[Series]:
 
 
 Chart = tuple[str, str, str, Callable[[Run], Iterable[Series]]]
-"""Id, title, unit, and the curves of a run."""
+"""Id, title, the name of the y axis, and the curves of a run."""
+_GIB = 2**-30
 _LEARNING: Sequence[Chart] = (
-    ("loss", "loss", "", lambda run: [*run.loss(), *run.evaluations("loss", colours_from=1)]),
     (
-        "accuracy", "accuracy", "",
+        "accuracy", "accuracy", "share of tokens",
         lambda run: [*run.column("train", "accuracy"), *run.evaluations("accuracy", colours_from=1)],
     ),
-    ("lr", "learning rate", "", lambda run: run.column("", "lr")),
-    ("grad_norm", "gradient norm", "", lambda run: run.column("", "grad_norm")),
+    ("lr", "learning rate", "learning rate", lambda run: run.column("", "lr")),
+    ("grad_norm", "gradient norm", "norm", lambda run: run.column("", "grad_norm")),
 )  # fmt: skip
 _SPEED: Sequence[Chart] = (
-    ("speed", "tokens a second", "", lambda run: run.column("", "tokens_per_second")),
-    ("mfu", "model FLOPs utilization", "%", lambda run: run.column("", "mfu", scale=100)),
+    ("speed", "tokens a second", "tokens/s", lambda run: run.column("", "tokens_per_second")),
+    ("mfu", "model FLOPs utilization", "% of the peak", lambda run: run.column("", "mfu", scale=100)),
 )
 _OF_ONE: Sequence[Chart] = (
+    ("loss", "loss", "loss", lambda run: [*run.loss(), *run.evaluations("loss", colours_from=1)]),
     *_LEARNING,
-    ("datasets", "loss by dataset", "", _datasets),
+    ("datasets", "loss by dataset", "loss", _datasets),
     *_SPEED,
+    ("memory", "memory of the device", "GiB", lambda run: run.column("", "memory_bytes", 0, _GIB)),
+    ("host", "memory in use on the fullest node", "GiB", lambda run: run.column("", "host_memory_bytes", 1, _GIB)),
     (
-        "memory", "memory", "GiB",
-        lambda run: [
-            *run.column("device", "memory_bytes", 0, 2**-30), *run.column("node", "host_memory_bytes", 1, 2**-30),
-        ],
-    ),
-    (
-        "parts", "a step's seconds", "s",
+        "parts", "parts of a step", "seconds",
         lambda run: [
             *run.column("step", "step_seconds", 0), *run.column("data wait", "data_seconds", 1),
             *run.column("compute", "rank_compute_seconds.1", 2),
         ],
     ),
-    ("ranks", "a step's seconds, fastest to slowest rank", "s", lambda run: run.ranks("step", "rank_seconds")),
+    ("ranks", "a step, fastest to slowest rank", "seconds", lambda run: run.ranks("step", "rank_seconds")),
     (
-        "ranks_data", "waiting for data, fastest to slowest rank", "s",
+        "ranks_data", "waiting for data, fastest to slowest rank", "seconds",
         lambda run: run.ranks("data wait", "rank_data_seconds", 1),
     ),
     (
-        "ranks_compute", "computing, fastest to slowest rank", "s",
+        "ranks_compute", "computing, fastest to slowest rank", "seconds",
         lambda run: run.ranks("compute", "rank_compute_seconds", 2),
     ),
-    ("gpu", "GPU in use, the least", "%", lambda run: run.column("GPU", "gpu_utilization")),
-    ("ranks_number", "ranks", "", _sizes),
-    ("experts", "busiest expert over the mean", "", lambda run: run.column("experts", "expert_load")),
+    ("gpu", "GPU in use, the least", "% of the time", lambda run: run.column("GPU", "gpu_utilization")),
+    ("ranks_number", "ranks", "ranks", _sizes),
+    ("experts", "busiest expert over the mean", "times the mean", lambda run: run.column("experts", "expert_load")),
+    ("node_gpu", "GPUs of the nodes", "% of the time", lambda run: run.nodes("gpu_util")),
+    ("node_gpu_memory", "memory of the fullest GPU of a node", "GiB", lambda run: run.nodes("gpu_memory", _GIB)),
+    ("node_rss", "memory that the ranks of a node use", "GiB", lambda run: run.nodes("host_rss", _GIB)),
+    ("node_free", "memory that a node has left", "GiB", lambda run: run.nodes("host_free", _GIB)),
 )  # fmt: skip
 _OF_SEVERAL: Sequence[Chart] = (
-    *_LEARNING,
+    ("loss", "training loss", "loss", Run.loss),
+    ("accuracy", "training accuracy", "share of tokens", lambda run: run.column("", "accuracy")),
+    *_LEARNING[1:],
     *_SPEED,
-    ("parts", "a step's seconds", "s", lambda run: run.column("", "step_seconds")),
-    ("memory", "memory of the device", "GiB", lambda run: run.column("", "memory_bytes", scale=2**-30)),
+    ("parts", "a step", "seconds", lambda run: run.column("", "step_seconds")),
+    ("memory", "memory of the device", "GiB", lambda run: run.column("", "memory_bytes", scale=_GIB)),
 )
+_MOST_METRICS = 12
+
+
+def _metrics_of(runs: Sequence[Run]) -> list[Chart]:
+    """Return a chart for each metric that was evaluated: train and eval of several runs in one could not be told apart.
+
+    Runs that are compared have the colours, so what is measured cannot have them too.
+    """
+    found = dict.fromkeys(name for run in runs for name in run.history.evaluations if not names.is_of_subject(name))
+    return [
+        (f"eval{index}", name, name.rpartition("/")[2].replace("_", " "), partial(Run.metric, name=name))
+        for index, name in enumerate(list(found)[:_MOST_METRICS])
+    ]
 
 
 def charts_of(histories: Sequence[History]) -> dict[str, Any]:
@@ -161,18 +199,18 @@ def charts_of(histories: Sequence[History]) -> dict[str, Any]:
     runs = [Run(history, index, alone=len(histories) == 1) for index, history in enumerate(histories)]
     found = [
         {"id": name, "title": title, "unit": unit, "series": series[:_MOST_SERIES], "left": len(series[_MOST_SERIES:])}
-        for name, title, unit, each in (_OF_ONE if len(histories) == 1 else _OF_SEVERAL)
+        for name, title, unit, each in (_OF_ONE if len(runs) == 1 else [*_OF_SEVERAL, *_metrics_of(runs)])
         if (series := [one for run in runs for one in each(run)])
     ]
     return {"axes": [run.axis() for run in runs], "charts": found}
 
 
-def _some(points: Sequence[tuple[int, float, float]]) -> Sequence[tuple[int, float, float]]:
-    """Return all points; if there are more than `_MOST_POINTS`, the least and the greatest of every bucket."""
-    if len(points) <= _MOST_POINTS:
+def _some(points: Sequence[tuple[int, float, float]], most: int) -> Sequence[tuple[int, float, float]]:
+    """Return all points; if there are more than `most`, the least and the greatest of every bucket."""
+    if len(points) <= most:
         return points
     kept: list[tuple[int, float, float]] = []
-    edges = buckets(len(points), _MOST_POINTS // 2)
+    edges = buckets(len(points), most // 2)
     for first, end in zip(edges[:-1], edges[1:], strict=True):
         group = sorted(points[first:end], key=lambda point: (math.isnan(point[1]), point[1]))
         kept += sorted({group[0], group[-1]})

@@ -9,27 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import RaytuneError, in_one_line
-from raytune_fsdp.base.mark import chosen_by_this_user
 from raytune_fsdp.base.redaction import redact_shapes
-from raytune_fsdp.base.urls import is_url
-from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.plan.identity import changed_files
 from raytune_fsdp.plan.run_dir import (
-    CHECKPOINTS,
     CONFIG_FILE,
     EVENTS_FILE,
-    MARK_FILE,
     METRICS_FILE,
     MODEL_FILES,
     PLAN_FILE,
     RECIPE_FILE,
-    checkpoints_of,
 )
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, raw_steps
 from raytune_fsdp.record.lines import DIGESTS, read_line
 from raytune_fsdp.record.report.history import check_run, config_of, json_map
+from raytune_fsdp.record.report.surroundings import newest_checkpoint
 from raytune_fsdp.record.tracker import flatten
 
 ROUNDING = 1e-4
@@ -237,13 +232,9 @@ class _Facts:
 
 def _newest_state(run: Path, unknown: list[str]) -> RunState | None:
     try:
-        place, mark = checkpoints_of(run.absolute()), run / MODEL_FILES / MARK_FILE
-        # A run directory may be a stranger's: do not ask addresses that it names, or look into other directories.
-        own = place == str(run.absolute() / CHECKPOINTS) or f"checkpoints_at={place}" in chosen_by_this_user(mark)
-        there = committed(place) if own and not is_url(place) else []
-        if there:
-            return read_state(there[-1])
-        why = f"its checkpoints are at {place}" if is_url(place) or not own else "it has no checkpoint"
+        newest, why = newest_checkpoint(run)
+        if newest is not None:
+            return read_state(newest)
     except (RaytuneError, OSError, ValueError) as error:
         why = in_one_line(error)
     unknown.append(f"Hashes of the data of {run} are not at hand ({why}), so only the configs are compared.")

@@ -1,4 +1,4 @@
-"""Words and tables of the page about a run: its state, attempts, evaluations, answers, settings and predictions."""
+"""Words and tables of the page about a run: its status, attempts, evaluations, answers, settings and predictions."""
 
 from __future__ import annotations
 
@@ -20,60 +20,79 @@ from raytune_fsdp.record.console import duration, gibibytes, short
 from raytune_fsdp.record.lines import is_number
 from raytune_fsdp.record.report.history import History
 from raytune_fsdp.record.report.marks import AxisMark
+from raytune_fsdp.record.report.overview import ended_as
 from raytune_fsdp.record.tracker import flatten
 
 _MOST_ROWS = 300
 _QUIET = {
     names.ANSWERED, names.SAVED, names.KERNELS, names.SHARDED, names.RANKS_JOINED, names.SKIPPED_UPDATE,
-    names.PREDICTED, names.PREDICTION_CHECKED,
+    names.PREDICTED, names.PREDICTION_CHECKED, names.AUDITED,
 }  # fmt: skip
 """Events that are shown elsewhere on the page, or that every attempt has."""
 _ANSWER_STEPS, _PROMPTS, _ANSWER = 8, 20, 1000
 _VALUE = 300
 
 
-def key_figures(history: History) -> Iterator[tuple[str, str]]:
-    """Yield the key figures of a run, each with its label before it."""
+Figure = tuple[str, str, str]
+"""A key figure: label, value, and a few words about it."""
+
+
+def key_figures(history: History) -> Iterator[Figure]:
+    """Yield the key figures of a run: at most eight, so that they fold into full rows."""
     columns, steps = history.columns, len(history.steps)
     total, last = history.planned("steps"), int(history.steps[-1]) if steps else 0
-    yield "step", f"{last:,}" + (f" of {total:,}" if total else "")
+    yield "step", f"{last:,}", f"of {total:,}" if total else ""
     if steps:
-        first = columns["loss"][0]
-        yield "loss", f"{columns['loss'][-1]:.4f}" + (f" (first {first:.4f})" if steps > 1 else "")
+        yield "loss", f"{columns['loss'][-1]:.4f}", f"{columns['loss'][0]:.4f} at first" if steps > 1 else ""
     found = best(history)
     if found is not None:
-        yield "best evaluation", f"{found[1]:.4f} at step {found[0]:,}"
-    yield "attempts", str(len(_started(history)) or int(steps > 0))
+        yield "best evaluation", f"{found[1]:.4f}", f"at step {found[0]:,}"
     if steps:
         tokens, targets = float(columns["tokens"].sum()), float(columns["target_tokens"].sum())
-        yield "tokens", f"{short(tokens)}, {f'{targets / tokens:.0%}' if tokens else 'none'} of them trained"
+        yield "tokens", short(tokens), f"{f'{targets / tokens:.0%}' if tokens else 'none'} of them trained on"
+        if (samples := samples_seen(history)) is not None:
+            yield "samples seen", short(samples), "packed"
     seconds = columns["step_seconds"]
     if np.isfinite(seconds).any():
-        yield "training time", duration(float(np.nansum(seconds)))
+        yield "training time", took(float(np.nansum(seconds))), f"{took(float(np.nanmedian(seconds)))} a step"
     if history.has("tokens_per_second"):
-        yield "tokens a second", short(float(np.nanmedian(columns["tokens_per_second"])))
-    if history.has("mfu"):
-        yield "MFU", f"{float(np.nanmedian(columns['mfu'])):.1%}"
+        mfu = f"{float(np.nanmedian(columns['mfu'])):.1%} MFU" if history.has("mfu") else ""
+        yield "tokens a second", short(float(np.nanmedian(columns["tokens_per_second"]))), mfu
+    attempts = len(_started(history)) or int(steps > 0)
+    tries = f"{attempts} attempt{'s' * (attempts != 1)}"
     if history.has("world_size"):
         sizes = columns["world_size"][np.isfinite(columns["world_size"])]
         low, high = int(sizes.min()), int(sizes.max())
-        yield "ranks", str(low) if low == high else f"{low} to {high}"
+        yield "ranks", str(low) if low == high else f"{low} to {high}", tries
 
 
-def state_in_words(history: History) -> str:
-    """Return a sentence about how far the run is. Whether a command is training it now is not on record."""
-    total = history.planned("steps")
-    if not len(history.steps):
-        return "No step is on record yet."
-    last = int(history.steps[-1])
-    if total is not None and last >= total:
-        return f"All {total:,} steps are trained."
-    ended = next((event["fields"] for event in history.events if event["event"] == names.STOPPED_EARLY), None)
-    if ended is not None and ended.get("step") == last:
-        planned = f", before step {total:,}" if total else ""
-        return f"{last:,} steps are trained: its evaluations ended the run there{planned}."
-    when = f"; the last one ended {moment(float(history.time[-1]))}" if math.isfinite(history.time[-1]) else ""
-    return f"{last:,}{f' of {total:,}' if total else ''} steps are trained{when}."
+def samples_seen(history: History) -> int | None:
+    """Return how many packed samples are trained; None if the plan does not say."""
+    batch, total = history.planned("global_batch"), history.planned("total_samples")
+    if batch is None or not len(history.steps):
+        return None
+    samples = int(history.steps[-1]) * batch
+    return min(samples, total or samples)
+
+
+def status(history: History, seen: str = "") -> tuple[str, str]:
+    """Return how a run stands: a word for its colour, and a short text.
+
+    `seen`: `running` or `stale`, if a look at its lock has found that; it is not on record.
+    """
+    total, last = history.planned("steps"), int(history.steps[-1]) if len(history.steps) else 0
+    ended = seen or ended_as(history.events, total)
+    at = f"at step {last:,}" + (f" of {total:,}" if total else "")
+    early = [event["fields"] for event in history.events if event["event"] == names.STOPPED_EARLY]
+    if ended in ("finished", "interrupted") and early and early[-1].get("step") == last:
+        return "finished", f"done {at}: its evaluations ended it"
+    words = {
+        "finished": f"done: all {last:,} steps" if last == total else f"done {at}",
+        "failed": f"failed {at}",
+        "running": f"running, {at}",
+        "stale": f"interrupted {at}: its command was killed, or its machine is lost",
+    }
+    return ended, words.get(ended, f"interrupted {at}" if last else "interrupted before the first step")
 
 
 def best(history: History) -> tuple[int, float] | None:
@@ -102,12 +121,14 @@ def attempts(history: History) -> list[tuple[int, str, str, str, str, str]]:
     """
     started = _started(history)
     failed = {event["attempt"]: event["fields"] for event in history.events if event["event"] == names.ATTEMPT_FAILED}
+    left = {event["attempt"]: event["fields"] for event in history.events if event["event"] == names.ATTEMPT_ENDED}
     last_step = dict(zip(history.columns["attempt"].tolist(), history.steps.tolist(), strict=True))
     whole = history.planned("steps")
     found = []
     for number, event in sorted(started.items()):
         cause, last = failed.get(number), last_step.get(number)
         ended = "the last step" if last is not None and last == whole else ""
+        ended = ended or shown_value(left.get(number, {}).get("status", "")).replace("_", " ")
         if cause is not None:
             where = f"rank {cause['rank']} on {cause.get('node')}, " if cause.get("rank") is not None else ""
             ended = "failed: " + shown_value(f"{where}{cause.get('cause', '')}")
@@ -180,12 +201,17 @@ def settings(history: History) -> list[tuple[str, str, str]]:
     return rows[:_MOST_ROWS]
 
 
-def shown_value(value: object) -> str:
+def took(seconds: float) -> str:
+    """Return a duration in words; a short one with a digit after the point."""
+    return f"{seconds:.2g} s" if 0 <= seconds < 9.95 else duration(seconds)
+
+
+def shown_value(value: object, most: int = _VALUE) -> str:
     """Return a value of a config or an event as a text, without secrets and shortened."""
     if not isinstance(value, str):
         value = json.dumps(value, default=str, ensure_ascii=False)
     text = str(redact_shapes(value))
-    return text if len(text) <= _VALUE else f"{text[:_VALUE]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def moment(seconds: float) -> str:
@@ -227,11 +253,11 @@ def predictions(history: History) -> list[tuple[str, str, str, str]]:
         ("kept_bytes", "memory that a rank keeps from step to step"),
         ("peak_bytes", "memory of tensors at the most"),
         ("checkpoint_bytes", "a checkpoint"),
-        ("step_seconds", "seconds of a step"),
+        ("step_seconds", "time of a step"),
     ):
         one, other = said.get(key), measured.get(key)
         if is_number(one) and is_number(other) and other:
-            rows.append((what, _shown(key, one), _shown(key, other), f"{one / other - 1:+.2%}"))
+            rows.append((what, _shown(key, one), _shown(key, other), _off(one / other - 1)))
         elif is_number(one):
             rows.append((what, _shown(key, one), "not measured", ""))
     return rows
@@ -239,3 +265,10 @@ def predictions(history: History) -> list[tuple[str, str, str, str]]:
 
 def _shown(key: str, value: Any) -> str:
     return f"{value:.3g} s" if key == "step_seconds" else gibibytes(int(value))
+
+
+def _off(error: float) -> str:
+    """Say how far a prediction is off: fewer digits than it has, as no more are to be relied on."""
+    if abs(error) < 0.005:
+        return "as predicted"
+    return f"{abs(error):.0%} {'too much' if error > 0 else 'too little'}"

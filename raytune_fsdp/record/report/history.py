@@ -23,6 +23,7 @@ from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import (
+    ATTEMPTS_FILE,
     CONFIG_FILE,
     DATA_FILE,
     EVENTS_FILE,
@@ -35,6 +36,7 @@ from raytune_fsdp.plan.run_dir import (
 )
 from raytune_fsdp.record.jsonl import each_event, each_line_of
 from raytune_fsdp.record.lines import is_number, seconds_of
+from raytune_fsdp.record.names import NODE_FIGURES, STARTED_BY
 
 T = TypeVar("T")
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -46,6 +48,8 @@ BESIDE = (
 )  # fmt: skip
 RANKS = ("rank_seconds", "rank_data_seconds", "rank_compute_seconds")
 """Each becomes three columns, <name>.0 to <name>.2: the fastest rank, the median, the slowest."""
+NODES = NODE_FIGURES
+"""So does each of these, now and then: the node with the least, the median, the node with the most."""
 
 _MOST_DATASETS, _MOST_METRICS = 64, 256
 """The most that are drawn: each takes memory for every step, and the names come from a file that may have any."""
@@ -71,6 +75,8 @@ class History:
     evaluations: Mapping[str, list[tuple[int, float, float]]]
     """Step, value and time, by metric."""
     events: list[dict[str, Any]]
+    started_by: Mapping[int, Mapping[str, Any]]
+    """By attempt, the command that started it; empty in runs of older versions."""
     config: dict[str, Any]
     """The config of the last attempt as a tree, without secrets; empty if it cannot be read."""
     plan: dict[str, Any]
@@ -96,15 +102,19 @@ class History:
 
     def setting(self, path: str) -> Any:
         """Return a value of the config by its dotted path; None if there is none."""
-        found: Any = self.config
-        for part in path.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+        return setting(self.config, path)
 
     def planned(self, name: str) -> int | None:
         """Return a number of the plan."""
         value = self.plan.get(name)
         return value if type(value) is int and 0 < value < 1 << 63 else None
+
+
+def setting(config: Any, path: str) -> Any:
+    """Return a value of a config, as a tree, by its dotted path; None if there is none."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
 
 
 def check_run(path: Path) -> None:
@@ -140,6 +150,11 @@ def read_history(path: Path) -> History:
         datasets={name: (np.array(loss), np.array(count)) for name, (loss, count) in record.datasets.items()},
         evaluations=record.evaluations,
         events=_events(path / EVENTS_FILE, problems),
+        started_by={
+            event["attempt"]: event["fields"]
+            for event in _events(path / ATTEMPTS_FILE, problems)
+            if event["event"] == STARTED_BY
+        },
         config=config,
         plan=_read(json_map, path / PLAN_FILE, problems) or {},
         version=version if isinstance(version, str) else None,
@@ -160,10 +175,11 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 class _Record:
-    """The lines of a `metrics.jsonl` as columns: 25 numbers or 200 bytes a step; a dict would take 3,000 bytes."""
+    """The lines of a `metrics.jsonl` as columns: 40 numbers or 320 bytes a step; a dict would take 3,000 bytes."""
 
     def __init__(self) -> None:
-        names = (*TRAJECTORY, *BESIDE, "skipped", "expert_load", *(f"{name}.{i}" for name in RANKS for i in range(3)))
+        threes = (f"{name}.{i}" for name in (*RANKS, *NODES) for i in range(3))
+        names = (*TRAJECTORY, *BESIDE, "skipped", "expert_load", *threes)
         self.columns = {name: array("d") for name in names}
         self.time = array("d")
         self.datasets: dict[str, tuple[array[float], array[float]]] = {}
@@ -203,6 +219,12 @@ class _Record:
                 values = (nan, nan, nan)
             for i in range(3):
                 columns[f"{name}.{i}"].append(values[i])
+        nodes = line.get("nodes")
+        whole = [node for node in nodes if _is_node(node)] if isinstance(nodes, list) else []
+        for place, name in enumerate(NODES, start=1):
+            values = sorted(node[place] for node in whole if is_number(node[place])) if whole else ()
+            for i in range(3):
+                columns[f"{name}.{i}"].append(values[i * (len(values) - 1) // 2] if values else nan)
         self._add_datasets(line.get("datasets"), len(self.time))
         self.time.append(seconds_of(line))
 
@@ -222,6 +244,10 @@ class _Record:
                 counts.append(0)
 
 
+def _is_node(entry: Any) -> bool:  # its name, and its figures
+    return isinstance(entry, list) and len(entry) == 1 + len(NODES)
+
+
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Return the events; only the first ones if there are more than any run has."""
     found: list[dict[str, Any]] = []
@@ -229,7 +255,7 @@ def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     for event in each_event(path):
         size += len(str(event["fields"]))
         if len(found) == _MOST_EVENTS or size > _EVENT_BYTES:
-            problems.append(f"{EVENTS_FILE} has more than {len(found):,} events; the rest is left out")
+            problems.append(f"{path.name} has more than {len(found):,} events; the rest is left out")
             break
         found.append(event)
     return found

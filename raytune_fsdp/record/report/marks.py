@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -31,6 +31,8 @@ _LANES = {
     "slow ranks": {names.SLOW_RANK},
     "skipped": set(),
     "spikes": set(),
+    "evaluations": set(),
+    "audits": {names.AUDITED},
     "saves": {names.SAVED, names.SAVE_POSTPONED, names.EXPORTED},
     "changes": {
         names.SETTINGS_CHANGED, names.KERNELS_CHANGED, names.MEMORY_SHORT, names.NO_ROOM_TO_SAVE, names.ROOM_MADE,
@@ -41,6 +43,7 @@ _LANES = {
 _PLACES = 200
 """Places in a row. Marks closer to each other than a 200th of the run are drawn as one."""
 _WORDS = 400
+_MOST_ATTEMPTS, _MOST_VALUES = 200, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +110,50 @@ def lanes(history: History, marks: Iterable[AxisMark], found: Iterable[Spike]) -
         see = step_command(history, each.step)
         fields = {"step": each.step, "loss": each.loss, "before": each.before, "see": see}
         rows["spikes"].append(AxisMark(step=each.step, time=time, event="loss spike", fields=fields))
+    rows["evaluations"] += _evaluations(history)
     last = max([1, *(int(step) for step in history.steps[-1:])])
-    drawn = []
+    drawn: list[dict[str, Any]] = []
     for name, row in rows.items():
         by_step = sorted(row, key=lambda mark: mark.step)
         near = groupby(by_step, key=lambda mark: mark.step * _PLACES // last if last > _PLACES else mark.step)
         if row:
             drawn.append({"name": name, "marks": [_together([*group], history) for _, group in near]})
+        if row and name == "attempts":
+            drawn[-1]["spans"] = [*_spans(history)]
     return drawn
+
+
+def _evaluations(history: History) -> Iterator[AxisMark]:
+    values: dict[int, dict[str, Any]] = {}
+    times: dict[int, float] = {}
+    for metric, points in history.evaluations.items():
+        for step, value, time in points if not names.is_of_subject(metric) else ():
+            if len(there := values.setdefault(step, {"step": step})) <= _MOST_VALUES:
+                there[metric] = value
+            times[step] = time
+    for step, fields in values.items():
+        yield AxisMark(step=step, time=times[step], event=names.EVALUATED, fields=fields)
+
+
+def _spans(history: History) -> Iterator[list[Any]]:
+    """Yield the steps of each attempt that were kept, the first and the last, the same in seconds, and its ranks."""
+    attempts, ranks = history.columns["attempt"], history.columns["world_size"]
+    known = np.flatnonzero(np.isfinite(attempts))
+    edges = np.flatnonzero(np.diff(attempts[known])) + 1
+    groups = np.split(known, edges) if len(known) else []
+    for group in groups if len(groups) <= _MOST_ATTEMPTS else ():
+        first, last = int(group[0]), int(group[-1])
+        size = ranks[last]
+        # The first step began where the one before ended.
+        begin = history.start if first == 0 else history.time[first - 1]
+        seconds = [
+            round(max(0.0, float(at - history.start)), 1) if math.isfinite(at - history.start) else None
+            for at in (begin, history.time[last])
+        ]
+        label = (
+            f"{size:.0f} rank{'s' if size != 1 else ''}" if math.isfinite(size) else f"attempt {attempts[first]:.0f}"
+        )
+        yield [int(history.steps[first]) - 1, int(history.steps[last]), *seconds, label]
 
 
 def step_command(history: History, step: int) -> str:

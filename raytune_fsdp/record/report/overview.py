@@ -21,6 +21,7 @@ from raytune_fsdp.record.lines import read_line, step_of
 
 _PLAN_BYTES = 16 * MIB
 _TAIL_BYTES = 1 << 18
+_SAMPLE_BYTES = 1 << 16
 
 Ended = Literal["finished", "failed", "interrupted"]
 
@@ -64,7 +65,8 @@ def overview(path: Path) -> Overview:
                 line = None if raw.startswith(b'{"kind": "step"') else read_line(raw)
                 if line and line["kind"] == "eval" and (value := names.score(line["values"], None)) is not None:
                     evaluated.append((value, step_of(line)))
-    times = [str(event["time"]) for event in events if isinstance(event.get("time"), str)]
+    own = [event for event in events if event["event"] != names.AUDITED]
+    times = [str(event["time"]) for event in own if isinstance(event.get("time"), str)]
     last = newest.get("time") if newest else None
     return Overview(
         path=path,
@@ -76,7 +78,7 @@ def overview(path: Path) -> Overview:
         began=times[0] if times else None,
         last=max([*times[-1:], *([last] if isinstance(last, str) else [])], default=None),
         attempt=max((event["attempt"] for event in events), default=0),
-        ended=_ended(events, steps),
+        ended=ended_as(events, steps),
     )
 
 
@@ -112,7 +114,24 @@ def last_step(metrics: Path) -> dict[str, Any] | None:
     return None
 
 
-def _ended(events: list[dict[str, Any]], steps: int | None) -> Ended:
+def some_losses(metrics: Path, many: int = 48) -> list[float]:
+    """Return the losses of some steps, evenly spread over a record, which is not read as a whole."""
+    found: list[float] = []
+    last = 0
+    with suppress(OSError, ValueError), open(open_regular(metrics, links=True), "rb") as file:
+        size = file.seek(0, 2)
+        for i in range(many):
+            file.seek(size * i // many)
+            if i:
+                file.readline(_SAMPLE_BYTES)  # the rest of a line
+            line = read_line(file.readline(_SAMPLE_BYTES))
+            if line is not None and line["kind"] == "step" and step_of(line) > last:
+                last = step_of(line)
+                found.append(float(line["trajectory"]["loss"]))
+    return found
+
+
+def ended_as(events: list[dict[str, Any]], steps: int | None) -> Ended:
     """Return how the newest attempt ended. One that was killed left no event: it counts as interrupted."""
     newest = max((event["attempt"] for event in events), default=0)
     ended: Ended = "interrupted"

@@ -4,7 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const state = { time: false, log: false, hidden: new Set(), at: null };
-const LEFT = 66, RIGHT = 10, TOP = 8, AXIS = 22, LANE = 15;
+const LEFT = 74, RIGHT = 10, TOP = 24, AXIS = 22, LANE = 16;
 const charts = [];
 
 function svg(name, attributes, text) {
@@ -35,6 +35,7 @@ function shown(value) {
 function steps(value) { return Math.round(value).toLocaleString("en"); }
 
 function duration(seconds) {
+  if (seconds < 10 && seconds % 1) return `${+seconds.toFixed(1)}s`;
   const whole = Math.max(0, Math.round(seconds));
   const [d, h, m, s] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60, whole % 60];
   if (d) return `${d}d ${h}h`;
@@ -44,21 +45,23 @@ function duration(seconds) {
 
 // Scales.
 
-function ticks(low, high, most) {
-  const raw = (high - low) / Math.max(1, most);
-  if (!(raw > 0)) return [low];
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && found.length < 50; i++) found.push(i * step);
-  return found;
+function ticks(low, high, most, whole) { // from coarse to fine, until there are three
+  if (!(high - low > 1e-300 && high - low < Infinity)) return [low];
+  let found = [];
+  for (let finer = 3 * Math.ceil(Math.log10(high - low)); found.length < 3 && (finer >= 0 || !whole); finer--) {
+    const step = [1, 2, 5][((finer % 3) + 3) % 3] * 10 ** Math.floor(finer / 3);
+    found = [];
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  }
+  return found.length > most ? found.filter((_, i) => i % 2 === 0) : found;
 }
 
 function timeTicks(high, most) {
-  const nice = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800, 2592000];
-  const step = nice.find((each) => high / each <= most) || high;
-  const found = [];
-  for (let at = 0; at <= high && step > 0 && found.length < 50; at += step) found.push(at);
+  const nice = [0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800, 2592000];
+  const step = nice.filter((each) => each <= high / 2).pop() || high / 2;
+  let found = [];
+  for (let i = 0; i * step <= high && found.length < 50; i++) found.push(i * step);
+  while (found.length > Math.max(5, most)) found = found.filter((_, i) => i % 2 === 0);
   return found;
 }
 
@@ -66,7 +69,7 @@ function logTicks(low, high) {
   const found = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
     for (const each of [1, 2, 5]) if (each * 10 ** power >= low && each * 10 ** power <= high) found.push(each * 10 ** power);
-  return found.length > 1 && found.length < 12 ? found : ticks(low, high, 5);
+  return found.length > 2 && found.length < 12 ? found : ticks(low, high, 8);
 }
 
 function along(series) { // the places of a series' values on the axis
@@ -152,17 +155,28 @@ function drawSeries(plot, series, width, toX, toY) {
 }
 
 function drawAxes(plot, chart, width, height, toX, toY, across, up) {
-  for (const value of chart.logged ? logTicks(...up) : ticks(...up, height > 200 ? 6 : 4)) {
+  for (const value of chart.logged ? logTicks(...up) : ticks(...up, height > 200 ? 8 : 5)) {
     const y = toY(value);
     plot.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
     plot.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, shown(+value.toPrecision(6))));
   }
-  const most = Math.max(2, Math.floor((width - LEFT) / 90));
-  for (const place of state.time ? timeTicks(across[1], most) : ticks(...across, most)) {
+  const most = Math.max(4, Math.floor((width - LEFT) / 90)), below = height + TOP + 15;
+  for (const place of state.time ? timeTicks(across[1], most) : ticks(...across, most, true)) {
     const x = toX(place);
-    if (!state.time && place % 1) continue; // there is no half of a step
-    plot.append(svg("text", { x, y: height + TOP + 15, "text-anchor": x > width - 40 ? "end" : "middle" }, state.time ? duration(place) : steps(place)));
+    plot.append(svg("text", { x, y: below, "text-anchor": x > width - 40 ? "end" : "middle" }, state.time ? duration(place) : steps(place)));
   }
+  plot.append(svg("text", { x: LEFT - 6, y: below, "text-anchor": "end", class: "axis" }, state.time ? "time" : "step"));
+  plot.append(svg("text", { x: 0, y: 11, class: "axis" }, chart.spec.unit));
+}
+
+function drawSpans(plot, lane, width, y, toX) { // an attempt from its first kept step to its last, with its ranks
+  (lane.spans || []).forEach(([from, to, began, ended, label], i) => {
+    const places = state.time ? [began, ended] : [from, to];
+    if (places.includes(null)) return;
+    const [x, end] = places.map((place) => Math.min(Math.max(toX(place), LEFT), width - RIGHT));
+    plot.append(svg("rect", { class: `span${i % 2 ? " other" : ""}`, x, y: y - 7, width: Math.max(1, end - x), height: 14 }));
+    if (end - x > 24 + 6 * label.length) plot.append(svg("text", { x: x + 8, y: y + 4, class: "said" }, label));
+  });
 }
 
 function drawLanes(plot, chart, width, toX) {
@@ -172,6 +186,7 @@ function drawLanes(plot, chart, width, toX) {
     const y = below + row * LANE + LANE / 2;
     plot.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, lane.name));
     plot.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
+    drawSpans(plot, lane, width, y, toX);
     for (const [step, time, words] of lane.marks) {
       const place = state.time ? time : step;
       if (place === null) continue;
@@ -282,11 +297,73 @@ function point(chart) { // the line at the pointer, and the values there
     chart.values[i][1].textContent = found ? found[1] : "";
     if (found && found[2] && !where) where = found[2];
   });
-  chart.at.textContent = where || chart.spec.unit;
+  chart.at.textContent = where;
   if (!there) return;
   const x = chart.toX(state.at).toFixed(1);
   chart.cursor.setAttribute("x1", x);
   chart.cursor.setAttribute("x2", x);
+}
+
+// A curve as a file.
+
+function taking(kind, take) {
+  const button = html("button", "take", kind);
+  button.type = "button";
+  button.addEventListener("click", take);
+  return button;
+}
+
+function csv(spec) { // a line for every point of every series
+  const quoted = (text) => `"${String(text).replace(/^[=+\-@\t\r]/, "'$&").replace(/"/g, '""')}"`; // no formula of a stranger's
+  const rows = [["series", "first_step", "step", "seconds", "value", "least", "greatest"].join()];
+  const row = (name, ...values) => rows.push([quoted(name), ...values.map((value) => value ?? "")].join());
+  for (const series of spec.series) {
+    const name = series.name || spec.title, axis = data.axes[series.axis];
+    for (const [step, seconds, value] of series.points || []) row(name, step, step, seconds, value, value, value);
+    (series.mid || []).forEach((value, i) => row(name, axis.from[i], axis.to[i], axis.time && axis.time[i], value, (series.low || series.mid)[i], (series.high || series.mid)[i]));
+  }
+  return new Blob([rows.join("\n") + "\n"], { type: "text/csv" });
+}
+
+function save(chart, kind, blob) {
+  const link = html("a");
+  link.download = `${document.title} ${chart.spec.title}`.replace(/[^\p{L}\p{N}._-]+/gu, "-").slice(0, 100) + `.${kind}`;
+  link.href = URL.createObjectURL(blob);
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+async function savePicture(chart) { // the plot as it is now, below its title and its legend
+  const copy = chart.plot.cloneNode(true), from = [chart.plot, ...chart.plot.querySelectorAll("*")];
+  [copy, ...copy.querySelectorAll("*")].forEach((each, i) => { // an image does not have the page's style
+    const style = getComputedStyle(from[i]);
+    for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family"]) each.setAttribute(name, style.getPropertyValue(name));
+  });
+  const [width, height] = [chart.plot.clientWidth, chart.plot.clientHeight], head = 44;
+  copy.setAttribute("width", width);
+  const image = new Image();
+  image.src = `data:image/svg+xml,${encodeURIComponent(new XMLSerializer().serializeToString(copy))}`;
+  await image.decode();
+  const canvas = html("canvas"), style = getComputedStyle(document.body);
+  Object.assign(canvas, { width: 2 * width, height: 2 * (height + head) });
+  const pen = canvas.getContext("2d");
+  pen.scale(2, 2);
+  pen.fillStyle = style.backgroundColor;
+  pen.fillRect(0, 0, width, height + head);
+  pen.fillStyle = style.color;
+  pen.font = `600 13px ${style.fontFamily}`;
+  pen.fillText(`${document.title}: ${chart.spec.title}`, 6, 16, width - 12);
+  pen.font = `12px ${style.fontFamily}`;
+  let x = 6;
+  for (const series of chart.spec.series) {
+    pen.fillStyle = style.getPropertyValue(`--c${series.colour}`);
+    pen.fillRect(x, 30, 10, 3);
+    pen.fillStyle = style.color;
+    pen.fillText(series.name || chart.spec.title, x + 14, 36);
+    x += 28 + pen.measureText(series.name || chart.spec.title).width;
+  }
+  pen.drawImage(image, 0, head, width, height);
+  canvas.toBlob((blob) => save(chart, "png", blob));
 }
 
 // Set up.
@@ -328,8 +405,10 @@ function begin() {
     const spec = data.charts.find((each) => each.id === figure.dataset.chart);
     const chart = { spec, figure, height: spec.id === "loss" ? 300 : 130, buttons: [], values: [], plot: html("div") };
     const caption = html("figcaption");
-    chart.at = html("span", "at", spec.unit);
-    caption.append(html("b", "", spec.title), chart.at);
+    chart.at = html("span", "at");
+    const takes = html("span", "takes");
+    takes.append(taking("CSV", () => save(chart, "csv", csv(spec))), taking("PNG", () => savePicture(chart)));
+    caption.append(html("b", "", spec.title), chart.at, takes);
     figure.replaceChildren(caption, legend(chart), chart.plot);
     charts.push(chart);
   }

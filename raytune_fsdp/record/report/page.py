@@ -24,14 +24,16 @@ from markupsafe import Markup
 from raytune_fsdp.base.durable import make_private, replace_at_once, take_from_others
 from raytune_fsdp.base.errors import UserError, in_one_line
 from raytune_fsdp.base.untrusted import read_file
-from raytune_fsdp.plan.run_dir import curve_of, report_of
-from raytune_fsdp.record.report import facts
+from raytune_fsdp.config.text import dump
+from raytune_fsdp.plan.run_dir import CONFIG_FILE, curve_of, report_of
+from raytune_fsdp.record.report import facts, surroundings
 from raytune_fsdp.record.report.charts import charts_of
 from raytune_fsdp.record.report.curves import can_draw, plot
 from raytune_fsdp.record.report.difference import difference
+from raytune_fsdp.record.report.drawn import bars, static_curves
 from raytune_fsdp.record.report.history import History, read_history
 from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
-from raytune_fsdp.record.report.rows import bars, rows_of, static_curves
+from raytune_fsdp.record.report.rows import rows_of
 from raytune_fsdp.record.report.spikes import DEVIATIONS, WINDOW, spikes
 from raytune_fsdp.record.tracker import flatten
 
@@ -41,6 +43,8 @@ _HERE = Path(__file__).parent
 _MOST_RUNS = 8
 _MOST_CAUSES, _MOST_SETTINGS = 40, 300
 _MOST_BYTES = 1 << 24
+_CONFIG = 100_000
+"""The most characters of a config that is shown as a whole."""
 _MADE = re.compile(r"Page made [0-9: -]+ UTC")
 
 
@@ -78,27 +82,42 @@ def _undated(text: str) -> str:
     return _MADE.sub("", text)
 
 
-def page(run_dirs: Sequence[Path]) -> str:
-    """Return the HTML of a page about one run, or one that compares several. UserError if one is no run directory."""
+def page(run_dirs: Sequence[Path], seen: Mapping[Path, str] | None = None) -> str:
+    """Return the HTML of a page about one run, or one that compares several. UserError if one is no run directory.
+
+    `seen`: the runs that are `running` or `stale` by their locks, which are not looked at here.
+    """
     if len(run_dirs) > _MOST_RUNS:
         raise UserError(f"{len(run_dirs)} runs: a page compares {_MOST_RUNS} at most; give fewer")
     histories = [read_history(path.absolute()) for path in run_dirs]
+    stands = [facts.status(history, (seen or {}).get(history.path, "")) for history in histories]
     with np.errstate(all="ignore"):  # a record may have numbers whose sum is infinite
         drawn = charts_of(histories)
-        said = _of_one(histories[0], drawn) if len(histories) == 1 else _of_several(histories, drawn)
-    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        said = _of_one(histories[0], stands[0], drawn) if len(histories) == 1 else _of_several(histories, stands, drawn)
     by_id = {chart["id"]: chart for chart in drawn["charts"]}
-    return environment.get_template("page.html.jinja").render(
+    return rendered(
+        "page.html.jinja",
+        "page.js",
+        drawn,
+        drawn=list(by_id),
+        metrics=[name for name in by_id if name.startswith("eval")],
+        timed=all(axis["time"] for axis in drawn["axes"]),
+        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
+        **said,
+    )
+
+
+def rendered(template: str, script: str, data: Any, **said: Any) -> str:
+    """Return a page from a template, with its style, its script, and the data that the script reads."""
+    style, code = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", script))
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(
         made=facts.moment(time.time()),
         style=Markup(style),
         style_hash=hash_of(style),
-        script=Markup(script),
-        script_hash=hash_of(script),
-        data=Markup(embedded(drawn)),
-        drawn=list(by_id),
-        timed=all(axis["time"] for axis in drawn["axes"]),
-        static=static_curves(by_id["loss"], drawn["axes"]) if "loss" in by_id else "",
+        script=Markup(code),
+        script_hash=hash_of(code),
+        data=Markup(embedded(data)),
         **said,
     )
 
@@ -116,15 +135,14 @@ def write_page(path: Path, text: str, *, private: bool) -> None:
         ) from None
 
 
-def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
+def _of_one(history: History, stands: tuple[str, str], drawn: dict[str, Any]) -> dict[str, Any]:
     found, many = spikes(history.steps, history.columns["loss"])
     marks = marks_of(history)
     data = rows_of(history, marks)
     drawn["lanes"] = lanes(history, marks, found)
     run = {
-        "path": str(history.path),
         "version": history.version,
-        "state": facts.state_in_words(history),
+        "status": stands,
         "problems": history.problems,
         "facts": list(facts.key_figures(history)),
         "spikes": [
@@ -139,22 +157,36 @@ def _of_one(history: History, drawn: dict[str, Any]) -> dict[str, Any]:
         "predictions": facts.predictions(history),
         "data": data,
         "settings": facts.settings(history),
+        "config": dump(history.config) if len(repr(history.config)) <= _CONFIG else f"It is long: see {CONFIG_FILE}.",
+        "time": surroundings.wall_time(history),
+        "starts": surroundings.starts(history),
+        "audits": surroundings.audits(history),
+        "machines": surroundings.machines(history),
+        "places": list(surroundings.places(history)),
     }
     return {
         "title": history.name,
         "run": run,
-        "lengths": bars(data["bars"], data["ticks"]),
+        "lengths": bars(data["bars"], data["ticks"], data["most"]) if data["bars"] else "",
         "deviations": f"{DEVIATIONS:g}",
         "window": WINDOW,
     }
 
 
-def _of_several(histories: Sequence[History], drawn: dict[str, Any]) -> dict[str, Any]:
+def _of_several(
+    histories: Sequence[History], stands: Sequence[tuple[str, str]], drawn: dict[str, Any]
+) -> dict[str, Any]:
     drawn["lanes"] = []
     names = [history.name for history in histories]
     if len(set(names)) < len(names):  # runs of two storages: name them by their directories
         names = [str(history.path) for history in histories]
-    said = [dict(facts.key_figures(history)) for history in histories]
+    said = [
+        {
+            "status": words,
+            **{label: f"{value} ({more})" if more else value for label, value, more in facts.key_figures(history)},
+        }
+        for history, (_, words) in zip(histories, stands, strict=True)
+    ]
     labels = dict.fromkeys(label for each in said for label in each)
     flat: list[Mapping[str, object]] = [flatten(history.config) for history in histories]
     rows = [(key, [each.get(key) for each in flat]) for key in dict.fromkeys(key for each in flat for key in each)]

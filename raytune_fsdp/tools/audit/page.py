@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import append_event, each_event
 from raytune_fsdp.tools.audit.comparison import MACHINE, Audit
 
 
@@ -44,6 +47,20 @@ def report(found: Audit, name: str) -> Iterator[str]:
         for attempt in found.there:
             yield _machine_row(f"the run, attempt {attempt['attempt']}", attempt)
         yield _machine_row("the audit", found.here)
+
+
+def put_on_record(found: Audit, place: RunDir) -> None:
+    """Add the outcome to the run's events, where its report finds it."""
+    attempt = max((event["attempt"] for event in each_event(place.events)), default=0)
+    fields = {
+        "step": found.segment.last,
+        "first": found.segment.first + 1,
+        "ranks": found.here.get("world_size"),
+        "difference": found.difference,
+        "exact": found.difference is None and not found.why_not_exact,
+        "cached": found.use_cache,
+    }
+    append_event(place.events, names.AUDITED, attempt=attempt, fields=fields)
 
 
 def _machine_row(what: str, machine: Mapping[str, Any]) -> str:
