@@ -4,8 +4,8 @@
 
 Nothing is timed, no code is compiled, and no GPU is needed. A step of an 8B (full, LoRA) and of a 30B with 128 experts
 goes over tensors without data, as a plan traces it: one rank, one sample of 4,096 tokens, nothing computed again. Each
-operation is a kernel. A layer then goes through torch.compile, forward and backward, up to inductor's schedule for a GPU
-(an H100's properties), whose nodes are counted. What is in no layer, and what FSDP copies around them, stays eager.
+operation is a kernel. A layer then goes through torch.compile, forward and backward, up to inductor's schedule for a
+GPU (an H100's properties), whose nodes are counted. What is in no layer, and what FSDP copies around them, stays eager.
 Attention is one operation here; FlashAttention launches one kernel forward and three backward.
 """
 
@@ -32,6 +32,7 @@ from benchmarks.inductor import Count, scheduled_for_gpu
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import inputs_of
+from raytune_fsdp.model.attention.flash import load
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.plan.plan import resolve
@@ -105,7 +106,7 @@ def compiled_layer(case: str) -> dict[str, Count]:
     config = config_of(case)
     spec = ModelSpec.of(config)
     network = build_network(copy.deepcopy(spec.hf_config), config, ()).to(torch.bfloat16).train()
-    traces.assume_kernels(config, spec.needs, "cuda", network)
+    load(traces.assume_kernels(config, spec.needs, "cuda", network)["attention"].name)  # reads a signature
     layer, called = layers_of(network)[1], {}
 
     def begins(_: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -166,6 +167,10 @@ def main() -> None:
             "layers": layers,
             "operations_of_a_layer": {
                 way: sum(parts[f"layer, {way}"].values()) / layers for way in ("forward", "backward")
+            },
+            "names_in_a_layer": {
+                way: {name: many / layers for name, many in parts[f"layer, {way}"].items()}
+                for way in ("forward", "backward")
             },
             "kernels_of_a_compiled_layer": {way: count._asdict() for way, count in compiled.items()},
             "outside_of_layers": parts["outside"],

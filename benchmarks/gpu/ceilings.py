@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ _SECONDS = 0.5
 """Of each measurement, after a warm-up."""
 
 
-def ceilings(device: str, directory: Path, keep: Keep, *, side: int, sides: tuple[int, int, int], megabytes: int) -> Any:
+def ceilings(
+    device: str, directory: Path, keep: Keep, *, side: int, sides: tuple[int, int, int], megabytes: int
+) -> Any:
     """Products of `side` cubed and of `sides` (tokens, inputs, outputs of a layer), and copies of so many bytes."""
     at = choose_device(device, 1)
     sheet = _sheet(at)
@@ -53,16 +56,13 @@ def _ways(
     for many, inputs, outputs in ((side, side, side), sides):
         left = torch.randn(many, inputs, device=device).bfloat16()
         right = torch.randn(outputs, inputs, device=device).bfloat16()
-        work = 2.0 * many * inputs * outputs
-        named = f"{many} x {inputs} x {outputs}"
-        yield f"bf16 product {named}", "TFLOP/s", work, lambda: torch.nn.functional.linear(left, right)
+        work, named = 2.0 * many * inputs * outputs, f"{many} x {inputs} x {outputs}"
+        yield f"bf16 product {named}", "TFLOP/s", work, partial(torch.nn.functional.linear, left, right)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
             narrow, other = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
             one = torch.ones((), device=device)
-            yield (
-                f"fp8 product {named}", "TFLOP/s", work,
-                lambda: torch._scaled_mm(narrow, other, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
-            )  # fmt: skip
+            product = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+            yield f"fp8 product {named}", "TFLOP/s", work, partial(product, narrow, other, one, one)
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     yield "copy on the device, read and written", "GB/s", 2.0 * nbytes, lambda: target.copy_(source)

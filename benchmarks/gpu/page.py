@@ -123,7 +123,13 @@ FACTS = {
 
 
 def page(values: dict[str, Any], pieces: Sequence[Piece]) -> str:
-    parts = (_head(values), _targets(values), _tables(values, pieces), _profiles(values, pieces), _failures(values, pieces))
+    parts = (
+        _head(values),
+        _targets(values),
+        _tables(values, pieces),
+        _profiles(values, pieces),
+        _failures(values, pieces),
+    )
     return "\n".join(line for part in parts for line in part) + "\n"
 
 

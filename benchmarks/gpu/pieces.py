@@ -25,7 +25,7 @@ from benchmarks.gpu import training
 from benchmarks.gpu.ceilings import ceilings
 from benchmarks.gpu.kernels import synchronize
 from benchmarks.gpu.plans import Plans
-from benchmarks.gpu.process import Keep, Needs, NotHereError, Piece
+from benchmarks.gpu.process import NOTHING_SPECIAL, Keep, Needs, NotHereError, Piece
 from benchmarks.gpu.train_step import SIZES, document_lengths, numbers_in
 from benchmarks.record import installed, origin
 from raytune_fsdp.base.batch import Borders
@@ -118,11 +118,18 @@ def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -
     second = [
         train(whole, COMPILED, "selective"),
         train(other, COMPILED, "full"),
-        Piece(name="tests/gpu", kind="tests", seconds=240, least=25, run=tests_on_the_device,
-              needs=Needs(packages=("pytest",))),
+        Piece(
+            name="tests/gpu",
+            kind="tests",
+            seconds=240,
+            least=25,
+            run=tests_on_the_device,
+            needs=Needs(packages=("pytest",)),
+        ),
     ]
     more = [
-        Piece(name=f"bare loop of {scale.small}", kind="train", seconds=100, least=40, run=partial(training.bare, **small)),
+        Piece(name=f"bare loop of {scale.small}", kind="train", seconds=100, least=40,
+              run=partial(training.bare, **small)),
         *(_attention(scale, row) for row in (scale.rows[0], scale.rows[2])),
         train(scale.small, EAGER, "none"),
         *(train(scale.small, COMPILED, recompute) for recompute in ("selective", "full")),
@@ -132,8 +139,8 @@ def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -
         lora(COMPILED, "none", method={**LORA, "type": "qlora"}, needs=Needs(torch="2.12")),
         train(whole, EAGER, "full"),
         *(_deterministic(scale, blocks) for blocks in scale.ways[1:]),
-        Piece(name=f"TRL of {scale.small}", kind="train", seconds=150, least=60, needs=Needs(packages=("trl", "datasets")),
-              run=partial(training.trl, **{**small, "steps": few})),
+        Piece(name=f"TRL of {scale.small}", kind="train", seconds=150, least=60,
+              needs=Needs(packages=("trl", "datasets")), run=partial(training.trl, **{**small, "steps": few})),
     ]  # fmt: skip
     return [
         replace(each, seconds=scale.pace * each.seconds, least=scale.pace * each.least)
@@ -162,8 +169,8 @@ def _train(
 
 
 def _lora(
-    plans: Plans, scale: Scale, blocks: str, recompute: str, *, method: Mapping[str, Any] = LORA, needs: Needs = Needs(),
-    profiled: bool = False,
+    plans: Plans, scale: Scale, blocks: str, recompute: str, *, method: Mapping[str, Any] = LORA,
+    needs: Needs = NOTHING_SPECIAL, profiled: bool = False,
 ) -> Piece:  # fmt: skip
     asked = {
         "size": scale.large, **scale.lora, "steps": scale.few, "compiled": blocks == COMPILED, "recompute": recompute,
@@ -183,14 +190,14 @@ def _narrow(plans: Plans, scale: Scale, size: str, way: str) -> Piece:
         "size": size, "micro": micro, "steps": scale.few, "compiled": True, "recompute": "selective",
         "optimizer": EIGHT_BITS, "precision": FP8.get(way, {}),
     }  # fmt: skip
-    needs = Needs(capability=(8, 9), packages=("torchao",)) if way in FP8 else Needs()
+    needs = Needs(capability=(8, 9), packages=("torchao",)) if way in FP8 else NOTHING_SPECIAL
     name = f"fp8 {SIZES[size]['seq_len']} x {micro} of {size}, {way}"
     return replace(_speed(plans, name, asked, 10, seconds=120, needs=needs), kind="fp8")
 
 
 def _speed(
     plans: Plans, name: str, asked: dict[str, Any], bytes_each: float, *, seconds: float, profiled: bool = False,
-    needs: Needs = Needs(),
+    needs: Needs = NOTHING_SPECIAL,
 ) -> Piece:  # fmt: skip
     """`bytes_each`: what a weight takes with its gradient and optimizer state."""
     states = bytes_each * numbers_in(asked["size"]) / 2**30

@@ -98,19 +98,17 @@ def main() -> None:
             for turn in simulate(pieces_of("full", device.memory / 2**30, plans), device, plans):
                 print(f"command {turn.command}, {turn.begins:4.0f} s: {turn.name}: {turn.status}, {turn.seconds:.0f} s")
         return
-    known = {} if not arguments.out.exists() else dict(Plans.read(arguments.out).pieces)
+    found = {} if not arguments.out.exists() else dict(Plans.read(arguments.out).pieces)
     every = {each.name: each for card in CARDS for each in pieces_of("full", DEVICES[card].memory / 2**30)}
-    found = {}
     for name, piece in every.items():
-        if piece.asked is None:
-            continue
-        if name in known and not any(word in name for word in arguments.only):
-            found[name] = known[name]
+        if piece.asked is None or not any(word in name for word in arguments.only):
             continue
         since = time.monotonic()
-        found[name] = {"asked": piece.asked, "cards": {card: plan_of(piece.asked, DEVICES[card]) for card in CARDS}}
+        cards = [card for card in CARDS if piece.needs.gib <= DEVICES[card].memory / 2**30]
+        found[name] = {"asked": piece.asked, "cards": {card: plan_of(piece.asked, DEVICES[card]) for card in cards}}
         print(f"{name}: {time.monotonic() - since:.0f} s", flush=True)
-    write_result(arguments.out, {"what": "planned, not measured: one rank on one card", "pieces": found})
+        known = {name: found[name] for name in every if name in found}
+        write_result(arguments.out, {"what": "planned, not measured: one rank on one card", "pieces": known})
 
 
 if __name__ == "__main__":

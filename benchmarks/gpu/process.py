@@ -60,6 +60,9 @@ class Needs:
         return None
 
 
+NOTHING_SPECIAL = Needs()
+
+
 def numbers_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(int(each) for each in version.split(".")[:2])
@@ -77,7 +80,7 @@ class Piece:
     run: Run
     least: float = 0
     """Seconds with fewer of which it would find nothing, so that it is not begun."""
-    needs: Needs = Needs()
+    needs: Needs = NOTHING_SPECIAL
     asked: Mapping[str, Any] | None = None
     """What it trains, for the plan that stands beside what is measured; None: it trains nothing that is planned."""
 

@@ -3,13 +3,14 @@
 # $OUT. Wheels, and the evidence of an earlier call, are in .device (or $CARRIED).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-limit=$1 carried=${CARRIED:-.device} out=${OUT:-.device/out} site=$(mktemp -d)
+limit=$1 carried=${CARRIED:-.device} out=${OUT:-.device/out}
+site=${TMPDIR:-/tmp}/raytune-fsdp-evidence # the second command finds there what the first one has compiled
 shift
 mkdir -p "$out"
 if compgen -G "$carried/*.whl" > /dev/null; then
   # Beside what is there, not over it.
   python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
-    --target "$site" "$carried"/*.whl || exit
+    --upgrade --target "$site" "$carried"/*.whl || exit
 fi
 export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCHINDUCTOR_CACHE_DIR=$site/inductor TRITON_CACHE_DIR=$site/triton

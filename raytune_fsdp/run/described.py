@@ -115,8 +115,8 @@ def computed_on(device: torch.device) -> dict[str, Any]:
 
 def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Mapping[str, KernelChoice]) -> str:
     """Return a digest of what the bits of a run with `run.exact` depend on, but does not belong to the run for good."""
-    # An update has the same bits as one kernel and operation by operation: an exact run tries that. Grouped products are
-    # what all runs had before there was a choice.
+    # An update has the same bits as one kernel and operation by operation: an exact run tries that. Grouped products
+    # are what all runs had before there was a choice.
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
     if chosen.get("experts") == GROUPED:
         del chosen["experts"]

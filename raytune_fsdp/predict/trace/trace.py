@@ -199,8 +199,8 @@ def trace(
     """Compute one step of rank 0 on devices with `memory` bytes.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `documents` of a sample, for what attention keeps of
-    each. `until`: TookTooLong is raised then."""
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `documents` of a sample, for what
+    attention keeps of each. `until`: TookTooLong is raised then."""
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
     passes = min(2, plan.division.full_rounds)
