@@ -92,8 +92,7 @@ FP8 = {"tensorwise": {"precision": "fp8"}, "rowwise": {"precision": "fp8", "fp8_
 
 
 def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -> list[Piece]:
-    """All pieces, the most telling first: those up to the loss for a call of ten minutes, then those up to tests/gpu
-    for one of three.
+    """All pieces, the most telling first: those up to tests/gpu for two calls of ten minutes and of three.
 
     `gib`: memory of the device; where weights, gradients and moments of the large model do not fit, the medium one
     stands for it. None: as much as it needs.
@@ -104,31 +103,24 @@ def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -
     train, lora = partial(_train, plans, scale), partial(_lora, plans, scale)
     small, few = {"size": scale.small, "micro": 2, "steps": scale.steps}, scale.few
     first = [
-        Piece(name="ceilings", kind="ceilings", seconds=25, least=12, run=partial(ceilings, **scale.ceilings)),
+        Piece(name="ceilings", kind="ceilings", seconds=25, usual=20, least=10,
+              run=partial(ceilings, **scale.ceilings)),
         _attention(scale, scale.rows[1]),
         train(scale.small, COMPILED, "none", profiled=True),
         train(whole, COMPILED, "full", profiled=True),
         lora(COMPILED, "none", profiled=True),
         *(_narrow(plans, scale, whole, way) for way in ("bf16", "tensorwise")),
         _deterministic(scale, scale.ways[0]),
-        Piece(name=f"checkpoint of {scale.small}", kind="checkpoint", seconds=90, least=35,
+        Piece(name="loss", kind="loss", seconds=40, usual=20, least=10, run=partial(losses, **scale.loss)),
+        Piece(name=f"checkpoint of {scale.small}", kind="checkpoint", seconds=90, usual=60, least=60,
               run=partial(training.stall, size=scale.small, micro=2, every=scale.save_every)),
-        Piece(name="loss", kind="loss", seconds=40, least=15, run=partial(losses, **scale.loss)),
+        Piece(name="tests/gpu", kind="tests", seconds=240, usual=240, least=60, run=tests_on_the_device,
+              needs=Needs(packages=("pytest",))),
     ]  # fmt: skip
-    second = [
+    more = [
         train(whole, COMPILED, "selective"),
         train(other, COMPILED, "full"),
-        Piece(
-            name="tests/gpu",
-            kind="tests",
-            seconds=240,
-            least=25,
-            run=tests_on_the_device,
-            needs=Needs(packages=("pytest",)),
-        ),
-    ]
-    more = [
-        Piece(name=f"bare loop of {scale.small}", kind="train", seconds=100, least=40,
+        Piece(name=f"bare loop of {scale.small}", kind="train", seconds=100, usual=60, least=40,
               run=partial(training.bare, **small)),
         *(_attention(scale, row) for row in (scale.rows[0], scale.rows[2])),
         train(scale.small, EAGER, "none"),
@@ -139,18 +131,17 @@ def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -
         lora(COMPILED, "none", method={**LORA, "type": "qlora"}, needs=Needs(torch="2.12")),
         train(whole, EAGER, "full"),
         *(_deterministic(scale, blocks) for blocks in scale.ways[1:]),
-        Piece(name=f"TRL of {scale.small}", kind="train", seconds=150, least=60,
+        Piece(name=f"TRL of {scale.small}", kind="train", seconds=150, usual=100, least=60,
               needs=Needs(packages=("trl", "datasets")), run=partial(training.trl, **{**small, "steps": few})),
     ]  # fmt: skip
     return [
-        replace(each, seconds=scale.pace * each.seconds, least=scale.pace * each.least)
-        for each in (*first, *second, *more)
+        replace(each, seconds=scale.pace * each.seconds, least=scale.pace * each.least) for each in (*first, *more)
     ]
 
 
 def _attention(scale: Scale, row: int) -> Piece:
     run = partial(attention, tokens=row, **scale.heads)
-    return Piece(name=f"attention {row}", kind="attention", seconds=40, least=12, run=run)
+    return Piece(name=f"attention {row}", kind="attention", seconds=40, usual=20, least=10, run=run)
 
 
 def _train(
@@ -212,7 +203,8 @@ def _deterministic(scale: Scale, blocks: str) -> Piece:
     run = partial(
         training.deterministic, size=scale.small, micro=2, steps=scale.few, compiled=blocks == COMPILED
     )  # fmt: skip
-    return Piece(name=f"deterministic {scale.small}, {blocks}", kind="deterministic", seconds=100, least=35, run=run)
+    name = f"deterministic {scale.small}, {blocks}"
+    return Piece(name=name, kind="deterministic", seconds=100, usual=90, least=45, run=run)
 
 
 def describe(device: str, directory: Path, keep: Keep) -> dict[str, Any]:

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu.plan_pieces --simulate                             shows two commands, by these plans
 
 A plan is made before its measurement, on a machine without a GPU, and stands beside it afterwards. How long a piece
-takes follows from its plan and from guesses of what comes before the first step (plans.py); of pieces that train
-nothing it is their least time, doubled. All of these are there to order the work, and say nothing of a GPU.
+takes follows from its plan and from guesses of what comes before the first step (plans.py); of pieces without a plan
+it is a guess. All of these are there to order the work, and say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def simulate(pieces: Sequence[Piece], device: Device, plans: Plans) -> Iterator[
                 later.append(piece)
                 continue
             planned = plans.seconds(piece.name, device.name, piece.asked) if piece.asked else None
-            takes = 2 * piece.least if planned is None else planned
+            takes = planned or piece.usual or piece.seconds
             yield Turn(number, piece.name, DONE if takes <= limit else CUT_OFF, now, min(takes, limit))
             now += min(takes, limit)
         left_over = later

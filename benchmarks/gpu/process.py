@@ -80,6 +80,8 @@ class Piece:
     run: Run
     least: float = 0
     """Seconds with fewer of which it would find nothing, so that it is not begun."""
+    usual: float = 0
+    """Seconds that it takes, by a guess; 0: as its plan says."""
     needs: Needs = NOTHING_SPECIAL
     asked: Mapping[str, Any] | None = None
     """What it trains, for the plan that stands beside what is measured; None: it trains nothing that is planned."""

@@ -202,7 +202,7 @@ def deterministic(
     layers = min(_FEW_LAYERS, SIZES[size]["num_hidden_layers"])
 
     def config(name: str) -> FinetuneConfig:
-        run = {"name": name, "deterministic": True, "digest_every": _COMPARED_STEPS // 2}
+        run = {"name": name, "deterministic": True, "digest_every": _COMPARED_STEPS}
         return make_config(
             directory, size, micro=micro, steps=0, compiled=compiled, run=run,
             model={"architecture": {**architecture_of(size), "num_hidden_layers": layers}},

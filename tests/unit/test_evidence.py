@@ -341,8 +341,8 @@ def test_two_commands_get_to_what_tells_most(card: str) -> None:
         f"train {whole}, compiled, recompute full", "lora 4096 x 2 of 8b, compiled", f"fp8 {whole}, bf16",
         f"fp8 {whole}, tensorwise", "deterministic 1b, eager", "checkpoint of 1b", "loss",
     }  # fmt: skip
-    begun = [turn.name for turn in turns if turn.status in (DONE, CUT_OFF)]
-    assert begun[-1] == "tests/gpu", "streamed until the last second"
+    begun = [(turn.command, turn.name) for turn in turns if turn.status in (DONE, CUT_OFF)]
+    assert begun[-1] == (2, "tests/gpu"), "until the last second"
     assert all(turn.begins + turn.seconds <= COMMANDS[turn.command - 1] for turn in turns)
     not_here = {turn.name for turn in turns if turn.status == NOT_HERE}
     assert "qlora 4096 x 2 of 8b, compiled" in not_here
@@ -377,7 +377,7 @@ def test_both_commands_on_a_cpu_in_a_fifth_of_their_time(tmp_path: Path) -> None
         took.append(each)
     assert all(each <= seconds + 5 for each, seconds in zip(took, limits, strict=True)) and sum(took) < 180
     names = [piece.name for piece in pieces_of("tiny")]
-    first = names[: names.index("loss") + 1]
+    first = names[: names.index("checkpoint of tiny") + 1]
     assert {found[name]["status"] for name in first} <= {DONE, CUT_OFF}, found
     assert {name: each["error"] for name, each in found.items() if each["status"] == FAILED} == {}
     assert [*found] == [name for name in names if name in found], "in their order"
