@@ -134,9 +134,7 @@ def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -
         Piece(name=f"TRL of {scale.small}", kind="train", seconds=150, usual=100, least=60,
               needs=Needs(packages=("trl", "datasets")), run=partial(training.trl, **{**small, "steps": few})),
     ]  # fmt: skip
-    return [
-        replace(each, seconds=scale.pace * each.seconds, least=scale.pace * each.least) for each in (*first, *more)
-    ]
+    return [replace(each, seconds=scale.pace * each.seconds, least=scale.pace * each.least) for each in (*first, *more)]
 
 
 def _attention(scale: Scale, row: int) -> Piece:

@@ -398,12 +398,11 @@ _ABSENT = ("ray", "mlflow", "datasets", "hypothesis", "xdist", "pytest_timeout",
 def test_gpu_tests_collect_on_a_bare_machine(tmp_path: Path) -> None:
     """Of what pytest and its plugins are, and of what only extras bring, nothing else is there."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, *_):\n"
-        f"        if name.partition('.')[0] in {_ABSENT!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
+        "from importlib.machinery import PathFinder\n"
+        "found = PathFinder.find_spec\n"
+        "def find_spec(name, *rest):\n"
+        f"    return None if name.partition('.')[0] in {_ABSENT!r} else found(name, *rest)\n"
+        "PathFinder.find_spec = staticmethod(find_spec)\n"
     )
     command = [
         sys.executable,
