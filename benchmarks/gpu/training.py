@@ -157,8 +157,7 @@ def stall(device: str, directory: Path, keep: Keep, *, size: str, micro: int, ev
 
     with drawn_on(at), mock.patch.object(Saver, "begin", timed):
         parts = run_steps(config, at, enough)
-    assert parts.saves.saver.staging is not None
-    size_of_all = parts.saves.saver.staging.nbytes
+    size_of_all = parts.saves.saver.nbytes_staged()
     del parts
     seconds = {step: end - start for step, (start, end) in enumerate(itertools.pairwise(starts), 1)}
     near = {step + more for step in calls for more in (0, 1)}

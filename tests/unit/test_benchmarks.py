@@ -63,8 +63,9 @@ TINY = {
 
 NEEDS = {
     "end_to_end": ("ray", "accelerate"), "fp8": ("torchao",), "hf_trainer_curve": ("accelerate", "matplotlib"),
-    "kernels": ("peft",), "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",), "planned_memory": ("peft",),
-    "planned_time": ("peft",), "startup": ("ray",), "step": ("accelerate", "mlflow"), "stream": ("ray",),
+    "kernels": ("peft",), "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",),
+    "planned_memory": ("peft",), "planned_time": ("peft",), "startup": ("ray",), "step": ("accelerate", "mlflow"),
+    "stream": ("ray",),
 }  # fmt: skip
 """What none of our own dependencies brings, or only an extra."""
 

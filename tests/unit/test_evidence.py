@@ -400,9 +400,9 @@ def test_gpu_tests_collect_on_a_bare_machine(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
         "found = PathFinder.find_spec\n"
-        "def find_spec(name, *rest):\n"
+        "def find_spec(cls, name, *rest):\n"
         f"    return None if name.partition('.')[0] in {_ABSENT!r} else found(name, *rest)\n"
-        "PathFinder.find_spec = staticmethod(find_spec)\n"
+        "PathFinder.find_spec = classmethod(find_spec)\n"
     )
     command = [
         sys.executable,
