@@ -369,6 +369,7 @@ def rehearse(directory: Path, seconds: float, number: int) -> tuple[float, dict[
     return took, json.loads((out / "evidence.json").read_text())["pieces"]
 
 
+@pytest.mark.thorough
 def test_both_commands_on_a_cpu_in_a_fifth_of_their_time(tmp_path: Path) -> None:
     from benchmarks.gpu.pieces import SCALES, pieces_of
 
@@ -397,6 +398,7 @@ def test_the_text_to_paste_is_short_and_its_limits_are_the_real_ones() -> None:
 _ABSENT = ("ray", "mlflow", "datasets", "hypothesis", "xdist", "pytest_timeout", "importlinter", "trl", "matplotlib")
 
 
+@pytest.mark.thorough
 def test_gpu_tests_collect_on_a_bare_machine(tmp_path: Path) -> None:
     """Of what pytest and its plugins are, and of what only extras bring, nothing else is there."""
     (tmp_path / "sitecustomize.py").write_text(
