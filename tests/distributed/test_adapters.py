@@ -115,7 +115,8 @@ def train_as_before(values: dict[str, Any], before: bool) -> None:
 
 
 def hashes(found: CommittedCheckpoint) -> dict[str, str]:
-    return {name: sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest() for name, tensor in tensors_in(found).items()}
+    rows = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors_in(found).items()}
+    return {name: sha256(each.numpy()).hexdigest() for name, each in rows.items()}
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=SLOW), pytest.param("whole", marks=SLOW)])

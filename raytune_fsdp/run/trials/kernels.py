@@ -114,14 +114,12 @@ def kernels_of(
     mixers = prepared.needs.mixers
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
-    found = {"attention": attention, "loss": loss, "blocks": compiled}
+    found = {"attention": attention, "loss": loss, "blocks": compiled, **({"experts": experts} if experts else {})}
     if mixers:
         found["mixers"] = choose_mixers(
             model, mixers, kept=kept.get("mixers"), device=device,
             fails=lambda way: why_on_any_rank(lambda: why_borders_fail(way, model, mixers, device, dtype)),
         )  # fmt: skip
-    if experts is not None:
-        found["experts"] = experts
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)
