@@ -17,15 +17,17 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._functorch.config
-from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
+from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, record_original_output_strides
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.gpu.train_step import architecture_of
 from benchmarks.inductor import Count, scheduled_for_gpu
@@ -124,13 +126,14 @@ def compiled_layer(case: str) -> dict[str, Count]:
 
     def count(module: Any, example_inputs: Any, **_: Any) -> Any:
         with V.set_fake_mode(next(each.fake_mode for each in example_inputs if isinstance(each, FakeTensor))):
+            record_original_output_strides(module)
             _recursive_post_grad_passes(module, is_inference=False)
         outputs = [getattr(each, "meta", {}).get("val") for each in module.graph.find_nodes(op="output")[0].args[0]]
         found.append(scheduled_for_gpu(module, example_inputs, None))
 
         def run(_: Any) -> list[Any]:
             return [
-                torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, torch.Tensor) else each
+                torch.empty(each.shape, dtype=each.dtype) if isinstance(each, torch.Tensor) else each
                 for each in outputs
             ]
 
@@ -140,13 +143,16 @@ def compiled_layer(case: str) -> dict[str, Count]:
     def backend(module: Any, inputs: Any) -> Any:
         return compile_fx(module, inputs, inner_compile=count)
 
-    states, *others = called["args"]
+    # Memory that nobody touches takes no room; on the meta device torch cannot divide the graph.
+    layer.to_empty(device="cpu")
+    here = partial(torch.empty_like, device="cpu")
+    (states, *others), kwargs = tree_map_only(torch.Tensor, here, (called["args"], called["kwargs"]))
     with (
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
         torch._inductor.config.patch(force_disable_caches=True),
     ):
         torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)(
-            states.detach().requires_grad_(), *others, **called["kwargs"]
+            states.detach().requires_grad_(), *others, **kwargs
         )
     forward, backward = found
     return {"forward": forward, "backward": backward}
