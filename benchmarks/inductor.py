@@ -80,7 +80,7 @@ def _moved(graph: GraphLowering) -> int:
         kept = {each.get_name() for each in outputs if any(user.get_name() not in own for user in each.users)}
         for name in read | kept:
             tensor = graph.graph_inputs.get(name) or graph.get_buffer(name)
-            if not hasattr(tensor, "get_numel"):
+            if isinstance(getattr(tensor, "layout", None), ir.MultiOutputLayout):
                 continue  # all results of a library's kernel together
             total += int(graph.sizevars.optimization_hint(tensor.get_numel())) * tensor.get_dtype().itemsize
     return total
