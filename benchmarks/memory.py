@@ -1,6 +1,7 @@
 """How much memory a training step of an 8B needs on one card, on tensors that have none.
 
     python -m benchmarks.memory [--size 8b] [--seq-len 8192] [--out benchmarks/results/memory.json]
+    python -m benchmarks.memory --lora --micro 2 --seq-len 4096 --modes none
 
 A Llama 3.1 8B, full fine-tuning in bf16 over fp32 weights, one sample of one micro-batch a step, built, sharded and
 computed as a run does it (blocks, units, loss without logits, attention by borders), under fake tensors: every
@@ -22,17 +23,18 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from transformers import LlamaConfig
 
 from benchmarks.gpu.train_step import SIZES, architecture_of
+from benchmarks.gpu.training import config_of
 from benchmarks.record import write_result
 from raytune_fsdp.base.batch import Cursor, PackedSample
-from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.layers import set_training_forward
-from raytune_fsdp.model.network import build_base
+from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.step.parallel import make_mesh, shard, sharding_units
+from raytune_fsdp.step.parallel import for_one_rank, make_mesh, shard, sharding_units
+from raytune_fsdp.step.precision import store_frozen
 
 CPU = torch.device("cpu")
 MODES = ("none", "selective", "full")
@@ -48,20 +50,26 @@ def sample(length: int, vocabulary: int) -> PackedSample:
     return PackedSample(input_ids=ids, labels=labels, position_ids=positions, source_ids=np.zeros_like(ids), id=0)
 
 
-def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
+def peak_of(size: str, seq_len: int, mode: str, *, micro: int = 1, lora: bool = False) -> dict[str, float]:
     """GiB at the peak of forward and backward, by part, without moments. Needs a process group."""
-    config = ParallelConfig.model_validate({"precision": "bf16", "activation_checkpointing": mode})
+    method = {"type": "lora", "rank": 16, "alpha": 32} if lora else None
+    config = config_of(
+        Path("nowhere"), size=size, micro=micro, steps=1, compiled=False, recompute=mode, seq_len=seq_len, method=method
+    )  # fmt: skip
     sizes = {**architecture_of(size), "max_position_embeddings": seq_len, "tie_word_embeddings": False}
     hf_config = LlamaConfig(**sizes)
-    block = to_batch([sample(seq_len, hf_config.vocab_size)], index=0, after=Cursor())
-    mesh = make_mesh(Layout(world=1, data_ranks=1, replicas=1, shard_size=1), CPU)
+    block = to_batch([sample(seq_len, hf_config.vocab_size)] * micro, index=0, after=Cursor())
+    layout = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
+    mesh = make_mesh(layout, CPU)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_base(hf_config, ModelConfig(init="random", architecture={"model_type": "llama"}), "bf16")
+        model = build_network(hf_config, config)
         model.set_attn_implementation("documents_cpu")
         install_chunked_loss(model)
-        numbers = sum(parameter.numel() for parameter in model.parameters())
+        store_frozen(model, "bf16")
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        parallel = for_one_rank(config.parallel, layout, model, 80 << 30, state=8)
         set_training_forward(model, recompute=mode)
-        shard(model, mesh, config, sharding_units(model, config, ends=True))
+        shard(model, mesh, parallel, sharding_units(model, parallel, ends=True))
         allocate(model, CPU)
         model.train()
         tracker = FSDPMemTracker(model)
@@ -69,7 +77,7 @@ def peak_of(size: str, seq_len: int, mode: str) -> dict[str, float]:
             micro_batch_loss(model, block).total.backward()
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     parts = {str(kind).rpartition(".")[2].lower(): size / 2**30 for kind, size in peak.items() if size}
-    return {"numbers": numbers / 1e9, **parts}
+    return {"numbers": trained / 1e9, **parts}
 
 
 def main() -> None:
@@ -77,12 +85,16 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--micro", type=int, default=1, help="samples of a micro-batch")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with_process_group()
     found = {}
     for mode in arguments.modes:
-        found[mode] = parts = peak_of(arguments.size, arguments.seq_len, mode)
+        found[mode] = parts = peak_of(
+            arguments.size, arguments.seq_len, mode, micro=arguments.micro, lora=arguments.lora
+        )
         shown = ", ".join(f"{name} {size:.2f}" for name, size in parts.items() if name not in ("numbers", "total"))
         print(f"{mode:10} {shown}")
         for name, width in MOMENTS.items():
@@ -90,8 +102,8 @@ def main() -> None:
             print(f"{'':10} {total:.1f} GiB with {name} moments")
     dist.destroy_process_group()
     if arguments.out:
-        what = "GiB at the peak of a step on one card, by part, under fake tensors; numbers in billions"
-        settings = {"size": arguments.size, "seq_len": arguments.seq_len}
+        what = "GiB at the peak of a step on one card, by part, under fake tensors; trained numbers in billions"
+        settings = {key: vars(arguments)[key] for key in ("size", "seq_len", "micro", "lora")}
         write_result(arguments.out, {"what": what, **settings, "modes": found})
 
 

@@ -15,20 +15,17 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch._inductor.config
 from torch import nn
-from torch._inductor.debug import DebugContext
-from torch._inductor.dependencies import WeakDep
 from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.virtualized import V
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.inductor import Count, scheduled_for_gpu
 from benchmarks.record import write_result
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.model.compile_layers import Compiler
@@ -41,11 +38,6 @@ from raytune_fsdp.step.optim.update import Trained
 
 BOUND = 1.3
 ROWS, COLUMNS = 1024, 4096
-GPU = torch.device("cuda", 0)
-H100 = DeviceProperties(
-    type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
-)  # fmt: skip
 CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "AdamW, moments in 8 bits": (torch.float32, {"optimizer": {"type": "adamw", "moments": "8bit"}}),
     "AdamW, moments in bf16": (torch.float32, {"optimizer": {"type": "adamw", "moments": "bf16"}}),
@@ -59,15 +51,6 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "Muon, without its products": (torch.float32, {"optimizer": {"type": "muon"}}),
 }  # fmt: skip
 """Type of the weights, and `optim`."""
-
-
-class Count(NamedTuple):
-    kernels: int
-    nbytes: int
-
-    def __add__(self, other: object) -> Count:
-        assert isinstance(other, Count)
-        return Count(self.kernels + other.kernels, self.nbytes + other.nbytes)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,8 +109,7 @@ def scheduled(run: Callable[[], None]) -> list[Count]:
     found: list[Count] = []
 
     def count(graph: GraphLowering) -> None:
-        there = _on_a_gpu(graph)
-        found.append(Count(len(there.scheduler.nodes), _moved(there)))
+        found.append(scheduled_for_gpu(graph.module, graph.example_inputs, graph._shape_env))
         raise NotImplementedError("counted")
 
     with (
@@ -136,50 +118,6 @@ def scheduled(run: Callable[[], None]) -> list[Count]:
     ):
         run()
     return found
-
-
-def _on_a_gpu(graph: GraphLowering) -> GraphLowering:
-    """Lower a graph again, for a GPU that is not here, up to its schedule."""
-    mode = next(each.fake_mode for each in graph.example_inputs if isinstance(each, FakeTensor))
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, FakeTensor):
-            return value
-        with mode:
-            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            return FakeTensor(mode, like, GPU)
-
-    for node in graph.module.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = moved(node.meta["val"])
-        if node.kwargs.get("device") is not None:
-            node.kwargs = {**node.kwargs, "device": GPU}
-    inputs = [moved(each) for each in graph.example_inputs]
-    there = GraphLowering(graph.module, example_inputs=inputs, shape_env=graph._shape_env)
-    with (
-        patch.object(DeviceProperties, "create", lambda _: H100),
-        patch("torch._inductor.scheduler.has_triton", lambda *_: True),
-        V.set_graph_handler(there),
-        V.set_debug_handler(DebugContext()),
-    ):
-        there.run(*inputs)
-        there.init_wrapper_code()
-        there._update_scheduler()
-    return there
-
-
-def _moved(graph: GraphLowering) -> int:
-    """Return the bytes that its kernels read and write: what is made and used in one kernel alone is neither."""
-    total = 0
-    for node in graph.scheduler.nodes:
-        own, outputs = node.get_operation_names(), node.get_outputs()
-        read = {each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}
-        read -= {each.get_name() for each in outputs}
-        kept = {each.get_name() for each in outputs if any(user.get_name() not in own for user in each.users)}
-        for name in read | kept:
-            tensor = graph.graph_inputs.get(name) or graph.get_buffer(name)
-            total += int(graph.sizevars.optimization_hint(tensor.get_numel())) * tensor.get_dtype().itemsize
-    return total
 
 
 class _Scheduled(ByOperation):

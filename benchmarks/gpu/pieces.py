@@ -6,24 +6,27 @@ results must agree. training.py has the pieces that train.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import training
-from benchmarks.gpu.process import NotHereError, Piece
-from benchmarks.gpu.train_step import SIZES, document_lengths
+from benchmarks.gpu.ceilings import ceilings
+from benchmarks.gpu.kernels import synchronize
+from benchmarks.gpu.plans import Plans
+from benchmarks.gpu.process import NOTHING_SPECIAL, Keep, Needs, NotHereError, Piece
+from benchmarks.gpu.train_step import SIZES, document_lengths, numbers_in
 from benchmarks.record import installed, origin
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.launch.worker import choose_device, use_gpu
@@ -45,145 +48,225 @@ class Scale:
     """How large everything is."""
 
     small: str
+    medium: str
     large: str
     """Models, by their names in train_step.py."""
     rows: tuple[int, ...]
     heads: dict[str, Any]
     """Of attention, and the rounds of its measurement."""
     loss: dict[str, Any]
+    ceilings: dict[str, Any]
     steps: int
-    """Measured ones of a run."""
+    few: int
+    """Measured steps of a run, and of one of a large model."""
+    lora: dict[str, Any]
     save_every: int
     ways: tuple[str, ...]
     """In which determinism is looked at."""
+    pace: float = 1
+    """The share of the limits that pieces have."""
 
 
 SCALES = {
-    # The attention of an 8B, and its loss for a row.
+    # The attention of an 8B, and its loss for a row. Adapters as NeMo Automodel's one-GPU figure has them.
     "full": Scale(
-        small="1b", large="8b", rows=(2048, 8192, 32768),
+        small="1b", medium="3b", large="8b", rows=(2048, 8192, 32768),
         heads={"heads": 32, "key_heads": 8, "width": 128, "typical": 600, "rounds": 7},
         loss={"tokens": 8192, "width": 4096, "vocabulary": 128256, "rounds": 3},
-        steps=20, save_every=12, ways=(EAGER, COMPILED),
+        ceilings={"side": 8192, "sides": (8192, 4096, 14336), "megabytes": 2000},
+        steps=20, few=10, lora={"micro": 2, "seq_len": 4096}, save_every=12, ways=(EAGER, COMPILED),
     ),
-    # All of it in a minute or so on a CPU, to see that it works.
+    # All of it in a minute or two on a CPU, to see that it works.
     "tiny": Scale(
-        small="tiny", large="tiny", rows=(256, 512, 1024),
-        heads={"heads": 4, "key_heads": 2, "width": 16, "typical": 40, "rounds": 3},
-        loss={"tokens": 256, "width": 64, "vocabulary": 4096, "rounds": 3},
-        steps=5, save_every=8, ways=(EAGER,),
+        small="tiny", medium="tiny-3b", large="tiny-8b", rows=(256, 512, 1024),
+        heads={"heads": 4, "key_heads": 2, "width": 16, "typical": 40, "rounds": 1},
+        loss={"tokens": 256, "width": 64, "vocabulary": 4096, "rounds": 1},
+        ceilings={"side": 128, "sides": (128, 64, 172), "megabytes": 1},
+        steps=5, few=5, lora={"micro": 2, "seq_len": 128}, save_every=8, ways=(EAGER,), pace=0.2,
     ),
 }  # fmt: skip
 
-
-def pieces_of(size: str) -> list[Piece]:
-    """The most important first."""
-    scale = SCALES[size]
-    one: dict[str, Any] = {"size": scale.small, "micro": 2}
-    few = min(10, scale.steps)
-    found = [
-        Piece(name="tests/gpu", kind="tests", seconds=240, run=tests_on_the_device),
-        *(
-            Piece(name=f"attention {row}", kind="attention", seconds=60,
-                  run=partial(attention, tokens=row, **scale.heads))
-            for row in scale.rows
-        ),
-        Piece(name="loss", kind="loss", seconds=60, run=partial(losses, **scale.loss)),
-        _train(EAGER, "none", 90, **one, steps=scale.steps),
-        _train(COMPILED, "none", 150, **one, steps=scale.steps),
-        _train(COMPILED, "selective", 150, **one, steps=scale.steps),
-        _train(COMPILED, "full", 150, **one, steps=scale.steps),
-        Piece(name=f"bare loop of {scale.small}", kind="train", seconds=150,
-              run=partial(training.bare, **one, steps=scale.steps)),
-        _train(COMPILED, "selective", 240, size=scale.large, micro=1, steps=few),
-        _train(COMPILED, "full", 240, size=scale.large, micro=1, steps=few),
-        _train(EAGER, "full", 240, size=scale.large, micro=1, steps=few),
-        *_methods(scale, few),
-        Piece(name=f"fp8 {SIZES[scale.large]['seq_len']} x 1 of {scale.large}", kind="fp8", seconds=600,
-              run=partial(training.narrow, size=scale.large, micro=1, steps=few)),
-        Piece(name=f"profile of {scale.small}, {EAGER}", kind="profile", seconds=90,
-              run=partial(training.profiled, **one)),
-        Piece(name=f"checkpoint of {scale.small}", kind="checkpoint", seconds=180,
-              run=partial(training.stall, **one, every=scale.save_every)),
-        *(
-            Piece(name=f"deterministic {scale.small}, {blocks}", kind="deterministic", seconds=240,
-                  run=partial(training.deterministic, **one, steps=scale.steps, compiled=blocks == COMPILED))
-            for blocks in scale.ways
-        ),
-        Piece(name=f"TRL of {scale.small}", kind="train", seconds=150,
-              run=partial(training.trl, **one, steps=scale.steps)),
-    ]  # fmt: skip
-    return found
-
-
 LORA = {"type": "lora", "rank": 16, "alpha": 32}
-METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"bytes_each": 2, "method": LORA},
-    "qlora": {"bytes_each": 0.7, "method": {**LORA, "type": "qlora"}},
-    "8-bit moments": {"bytes_each": 10, "optimizer": {"type": "adamw", "moments": "8bit"}},
-    "bf16 moments": {"bytes_each": 12, "optimizer": {"type": "adamw", "moments": "bf16"}},
-}
-"""What trains an 8B on a card that is too small for all of its fp32 moments."""
+EIGHT_BITS = {"type": "adamw", "moments": "8bit"}
+FP8 = {"tensorwise": {"precision": "fp8"}, "rowwise": {"precision": "fp8", "fp8_scaling": "rowwise"}}
 
 
-def _methods(scale: Scale, steps: int) -> list[Piece]:
-    run = partial(
-        training.speed, size=scale.large, micro=1, steps=steps, compiled=True, recompute="selective"
+def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -> list[Piece]:
+    """All pieces, the most telling first: those up to tests/gpu for two calls of ten minutes and of three.
+
+    `gib`: memory of the device; where weights, gradients and moments of the large model do not fit, the medium one
+    stands for it. None: as much as it needs.
+    """
+    scale, plans = SCALES[size], plans or Plans()
+    fits = gib is None or 16 * numbers_in(scale.large) / 2**30 <= gib
+    whole, other = (scale.large, scale.medium) if fits else (scale.medium, scale.large)
+    train, lora = partial(_train, plans, scale), partial(_lora, plans, scale)
+    small, few = {"size": scale.small, "micro": 2, "steps": scale.steps}, scale.few
+    first = [
+        Piece(name="ceilings", kind="ceilings", seconds=25, usual=20, least=10,
+              run=partial(ceilings, **scale.ceilings)),
+        _attention(scale, scale.rows[1]),
+        train(scale.small, COMPILED, "none", profiled=True),
+        train(whole, COMPILED, "full", profiled=True),
+        lora(COMPILED, "none", profiled=True),
+        *(_narrow(plans, scale, whole, way) for way in ("bf16", "tensorwise")),
+        _deterministic(scale, scale.ways[0]),
+        Piece(name="loss", kind="loss", seconds=40, usual=20, least=10, run=partial(losses, **scale.loss)),
+        Piece(name=f"checkpoint of {scale.small}", kind="checkpoint", seconds=90, usual=60, least=60,
+              run=partial(training.stall, size=scale.small, micro=2, every=scale.save_every)),
+        Piece(name="tests/gpu", kind="tests", seconds=240, usual=240, least=60, run=tests_on_the_device,
+              needs=Needs(packages=("pytest",))),
+    ]  # fmt: skip
+    more = [
+        train(whole, COMPILED, "selective"),
+        train(other, COMPILED, "full"),
+        Piece(name=f"bare loop of {scale.small}", kind="train", seconds=100, usual=60, least=40,
+              run=partial(training.bare, **small)),
+        *(_attention(scale, row) for row in (scale.rows[0], scale.rows[2])),
+        train(scale.small, EAGER, "none"),
+        *(train(scale.small, COMPILED, recompute) for recompute in ("selective", "full")),
+        lora(EAGER, "none"),
+        _narrow(plans, scale, whole, "rowwise"),
+        train(whole, COMPILED, "selective", how="bf16 moments", optimizer={"type": "adamw", "moments": "bf16"}),
+        lora(COMPILED, "none", method={**LORA, "type": "qlora"}, needs=Needs(torch="2.12")),
+        train(whole, EAGER, "full"),
+        *(_deterministic(scale, blocks) for blocks in scale.ways[1:]),
+        Piece(name=f"TRL of {scale.small}", kind="train", seconds=150, usual=100, least=60,
+              needs=Needs(packages=("trl", "datasets")), run=partial(training.trl, **{**small, "steps": few})),
+    ]  # fmt: skip
+    return [replace(each, seconds=scale.pace * each.seconds, least=scale.pace * each.least) for each in (*first, *more)]
+
+
+def _attention(scale: Scale, row: int) -> Piece:
+    run = partial(attention, tokens=row, **scale.heads)
+    return Piece(name=f"attention {row}", kind="attention", seconds=40, usual=20, least=10, run=run)
+
+
+def _train(
+    plans: Plans, scale: Scale, size: str, blocks: str, recompute: str, *, how: str = "train", profiled: bool = False,
+    **asked: Any,
+) -> Piece:  # fmt: skip
+    large = size != scale.small
+    micro = 1 if size == scale.large else 2
+    asked = {
+        "size": size, "micro": micro, "steps": scale.few if large else scale.steps, "compiled": blocks == COMPILED,
+        "recompute": recompute, **asked,
+    }  # fmt: skip
+    name = f"{how} {SIZES[size]['seq_len']} x {micro} of {size}, {blocks}, recompute {recompute}"
+    each = 16 if not asked.get("optimizer") else 12 if how == "bf16 moments" else 10
+    return _speed(plans, name, asked, each, seconds=150 if large else 100, profiled=profiled)
+
+
+def _lora(
+    plans: Plans, scale: Scale, blocks: str, recompute: str, *, method: Mapping[str, Any] = LORA,
+    needs: Needs = NOTHING_SPECIAL, profiled: bool = False,
+) -> Piece:  # fmt: skip
+    asked = {
+        "size": scale.large, **scale.lora, "steps": scale.few, "compiled": blocks == COMPILED, "recompute": recompute,
+        "method": dict(method),
+    }  # fmt: skip
+    name = f"{method['type']} {scale.lora['seq_len']} x {scale.lora['micro']} of {scale.large}, {blocks}"
+    return _speed(
+        plans, name, asked, 2 if method["type"] == "lora" else 0.6, seconds=130, profiled=profiled, needs=needs
+    )
+
+
+def _narrow(plans: Plans, scale: Scale, size: str, way: str) -> Piece:
+    """Layers that multiply in 8 bits, or the same run in bf16. One rank gathers nothing: what 8 bits spare on the way
+    is not in it."""
+    micro = 1 if size == scale.large else 2
+    asked = {
+        "size": size, "micro": micro, "steps": scale.few, "compiled": True, "recompute": "selective",
+        "optimizer": EIGHT_BITS, "precision": FP8.get(way, {}),
+    }  # fmt: skip
+    needs = Needs(capability=(8, 9), packages=("torchao",)) if way in FP8 else NOTHING_SPECIAL
+    name = f"fp8 {SIZES[size]['seq_len']} x {micro} of {size}, {way}"
+    return replace(_speed(plans, name, asked, 10, seconds=120, needs=needs), kind="fp8")
+
+
+def _speed(
+    plans: Plans, name: str, asked: dict[str, Any], bytes_each: float, *, seconds: float, profiled: bool = False,
+    needs: Needs = NOTHING_SPECIAL,
+) -> Piece:  # fmt: skip
+    """`bytes_each`: what a weight takes with its gradient and optimizer state."""
+    states = bytes_each * numbers_in(asked["size"]) / 2**30
+    return Piece(
+        name=name, kind="train", seconds=seconds, least=seconds / 2, asked=asked,
+        needs=replace(needs, gib=max(states, plans.gib(name))),
+        run=partial(training.speed, asked=asked, profiled=profiled),
     )  # fmt: skip
-    name = f"{SIZES[scale.large]['seq_len']} x 1 of {scale.large}"
-    return [
-        Piece(name=f"{each} {name}", kind="train", seconds=300, run=partial(run, **how))
-        for each, how in METHODS.items()
-    ]
 
 
-def _train(blocks: str, recompute: str, seconds: float, *, size: str, micro: int, steps: int) -> Piece:
+def _deterministic(scale: Scale, blocks: str) -> Piece:
     run = partial(
-        training.speed, size=size, micro=micro, steps=steps, compiled=blocks == COMPILED, recompute=recompute
+        training.deterministic, size=scale.small, micro=2, steps=scale.few, compiled=blocks == COMPILED
     )  # fmt: skip
-    name = f"train {SIZES[size]['seq_len']} x {micro} of {size}, {blocks}, recompute {recompute}"
-    return Piece(name=name, kind="train", seconds=seconds, run=run)
+    name = f"deterministic {scale.small}, {blocks}"
+    return Piece(name=name, kind="deterministic", seconds=100, usual=90, least=45, run=run)
 
 
-def describe(device: str, directory: Path) -> dict[str, Any]:
+def describe(device: str, directory: Path, keep: Keep) -> dict[str, Any]:
     """The machine, and the versions on it."""
-    known = {**origin(), "cuda": torch.version.cuda, "liger-kernel": installed("liger-kernel")}
+    also = {name: found for name in ("torchao", "liger-kernel", "pytest") if (found := installed(name))}
+    known = {**origin(), "cuda": torch.version.cuda, **also}
     if device == "cpu":
         return {"device": "cpu", **known}
     if not torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():
         raise NotHereError("torch finds no GPU here")
     of = torch.cuda.get_device_properties(0)
-    return {"device": of.name, "memory_gib": round(of.total_memory / 2**30, 1), **known}
+    capability = [of.major, of.minor]
+    return {"device": of.name, "memory_gib": round(of.total_memory / 2**30, 1), "capability": capability, **known}
 
 
 DESCRIBE = Piece(name="machine", kind="machine", seconds=120, run=describe)
 
 
-def tests_on_the_device(device: str, directory: Path) -> dict[str, Any]:
-    """tests/gpu, whose tests skip themselves where there is no GPU."""
-    if not installed("pytest"):
-        raise NotHereError("pytest is not installed")
-    results = directory / "results.xml"
+def tests_on_the_device(device: str, directory: Path, keep: Keep) -> dict[str, Any]:
+    """tests/gpu, whose tests skip themselves where there is no GPU. What is known is kept after each test."""
     # Without the project's own options, which refuse settings of plugins that a bare machine does not have.
-    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", f"--basetemp={directory / 'temporary'}"]
-    command = [sys.executable, "-m", "pytest", "tests/gpu", *options, f"--junitxml={results}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    if done.returncode > 1 or not results.exists():
-        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
-    cases = list(ElementTree.parse(results).iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
+    options = ["-v", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider", f"--basetemp={directory / 'temporary'}"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *options]
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2]
+    ) as pytest:
+        assert pytest.stdout is not None
+        for line in pytest.stdout:
+            lines.append(line)
+            if _OUTCOME.search(line):
+                keep(of_tests(lines))
+    if pytest.returncode > 1:
+        raise RuntimeError(f"pytest ended with {pytest.returncode}: {''.join(lines)[-1000:]}")
+    return of_tests(lines)
+
+
+_OUTCOME = re.compile(r"^(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
+
+
+def of_tests(lines: Sequence[str]) -> dict[str, Any]:
+    """What pytest's lines say."""
+    ended = [(found[1], found[2]) for line in lines if (found := _OUTCOME.match(line))]
+    bad = [name for name, outcome in ended if outcome in ("FAILED", "ERROR")]
     return {
-        "passed": len(cases) - len(bad) - skipped,
+        "passed": sum(outcome == "PASSED" for _, outcome in ended),
         "failed": len(bad),
-        "skipped": skipped,
-        "failures": [case.get("name") for case in bad],
-        "output": done.stdout[-8000:] if bad else "",
+        "skipped": sum(outcome == "SKIPPED" for _, outcome in ended),
+        "failures": [name.partition("::")[2] for name in bad],
+        "output": "".join(lines)[-8000:],
     }
 
 
 def attention(
-    device: str, directory: Path, *, tokens: int, heads: int, key_heads: int, width: int, typical: int, rounds: int
+    device: str,
+    directory: Path,
+    keep: Keep,
+    *,
+    tokens: int,
+    heads: int,
+    key_heads: int,
+    width: int,
+    typical: int,
+    rounds: int,
 ) -> dict[str, Any]:
     """One layer over a row of documents: our kernel, and torch's attention with a mask and repeated keys."""
     at = _use(device)
@@ -236,7 +319,9 @@ def attention(
     }
 
 
-def losses(device: str, directory: Path, *, tokens: int, width: int, vocabulary: int, rounds: int) -> dict[str, Any]:
+def losses(
+    device: str, directory: Path, keep: Keep, *, tokens: int, width: int, vocabulary: int, rounds: int
+) -> dict[str, Any]:
     """From hidden states to gradients: without logits, with them in fp32, and as liger-kernel does it."""
     at = _use(device)
     dtype = torch.bfloat16 if at.type == "cuda" else torch.float32
@@ -272,6 +357,7 @@ def losses(device: str, directory: Path, *, tokens: int, width: int, vocabulary:
         for one, other in zip(found, right, strict=True):
             _check_alike(one, other, _ALIKE[dtype])
         rows[way] = {"way": way, "extra_gib": extra, "loss": value}
+        keep({"rows": [*rows.values()]})
     del right, found
     for way, seconds in in_turns({way: partial(step, loss) for way, loss in ways.items()}, at, rounds, calls=1).items():
         rows[way]["ms"] = 1e3 * seconds
@@ -298,11 +384,11 @@ def in_turns(ways: Ways, device: torch.device, rounds: int, *, calls: int) -> di
     found: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way in [*ways][:: 1 - 2 * (number % 2)]:
-            training.synchronize(device)
+            synchronize(device)
             since = time.perf_counter()
             for _ in range(calls):
                 ways[way]()
-            training.synchronize(device)
+            synchronize(device)
             if number:
                 found[way].append((time.perf_counter() - since) / calls)
     return {way: median(seconds) for way, seconds in found.items()}

@@ -5,7 +5,7 @@
 
 A random Llama of that size trains in bf16 (fp32 master weights, fused AdamW) on documents of random tokens, lengths
 log-normal around 600, packed into samples of 4096. Metrics are fetched every five steps, as a run on a cluster would do
-it; the first ten steps do not count. MFU is what `raytune_fsdp.step.flops` describes: 6 operations a token and
+it; the first five steps do not count. MFU is what `raytune_fsdp.step.flops` describes: 6 operations a token and
 weight, input embedding left out, plus the attention inside documents, over the device's dense bf16 peak. Beside it, as
 6N, the count of 6 for every weight and none for attention, which many tables show. Needs neither Ray nor MLflow.
 """
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from benchmarks.gpu.kernels import PROFILED_STEPS, StepKernels
 from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.demo import TOKENIZER
@@ -44,10 +45,14 @@ from raytune_fsdp.step.flops import peak_flops
 from raytune_fsdp.step.precision import numerics
 from tests.runs import prepare_on_rank0
 
-WARMUP_STEPS, LOG_EVERY = 10, 5
+WARMUP_STEPS, LOG_EVERY = 5, 5
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 2048, "seq_len": 128},
+    "tiny-3b": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "vocab_size": 2048, "seq_len": 128},
+    "tiny-8b": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "vocab_size": 2048, "tie_word_embeddings": False, "seq_len": 256},
     # The shapes of Llama 3.2 1B and 3B, and of Llama 3.1 8B.
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256, "seq_len": 4096},
@@ -67,6 +72,16 @@ def architecture_of(size: str) -> dict[str, Any]:
     shapes = {key: value for key, value in SIZES[size].items() if key != "seq_len"}
     positions = SIZES[size]["seq_len"]
     return {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": positions, **shapes}
+
+
+def numbers_in(size: str) -> int:
+    """Weights of such a Llama."""
+    of = architecture_of(size)
+    width, inner, heads = of["hidden_size"], of["intermediate_size"], of["num_attention_heads"]
+    head = of.get("head_dim", width // heads)
+    layer = 2 * width * head * (heads + of["num_key_value_heads"]) + 3 * width * inner + 2 * width
+    tables = 1 if of["tie_word_embeddings"] else 2
+    return int(of["num_hidden_layers"] * layer + tables * of["vocab_size"] * width + width)
 
 
 def document_lengths(rng: np.random.Generator, tokens: int, *, typical: float, longest: int) -> Iterator[int]:
@@ -92,11 +107,13 @@ def make_config(
     steps: int,
     compiled: bool,
     recompute: str = "none",
+    seq_len: int | None = None,
     **sections: Mapping[str, Any],
 ) -> FinetuneConfig:
     """A run of so many steps after the warmup; `sections` are merged over it."""
-    architecture, seq_len, rows = architecture_of(size), SIZES[size]["seq_len"], directory / "rows.jsonl"
-    if not rows.exists():
+    architecture, rows = architecture_of(size), directory / "rows.jsonl"
+    seq_len = seq_len or int(SIZES[size]["seq_len"])
+    if directory.exists() and not rows.exists():
         write_rows(rows, vocabulary=architecture["vocab_size"], seq_len=seq_len, samples=32 * micro)
     values: dict[str, dict[str, Any]] = {
         "run": {"name": COMPILED if compiled else EAGER, "storage": str(directory)},
@@ -139,44 +156,73 @@ def run_steps(config: FinetuneConfig, device: torch.device, enough: Callable[[in
     return parts
 
 
-def measure(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
-    """Train, and sum up the steps after the first ones."""
+def measure(
+    config: FinetuneConfig,
+    device: torch.device,
+    keep: Callable[[Mapping[str, Any]], object] = lambda _: None,
+    *,
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """Train, and sum up the steps after the first ones.
+
+    `keep` gets the speed so far. `profiled`: a few more steps follow, which are recorded.
+    """
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    early_graphs = 0
+    last = config.train.max_steps
+    assert last is not None
+    # The last step of the config is never taken.
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_steps": last + profiled * PROFILED_STEPS})}
+    )
+    early_graphs, record, profile = 0, StepKernels(device) if profiled else None, None
 
     def enough(step: int) -> bool:
-        nonlocal early_graphs
+        nonlocal early_graphs, profile
         if step == 4:
             early_graphs = counters["stats"]["unique_graphs"]
+        if step > WARMUP_STEPS + LOG_EVERY and step % LOG_EVERY == 1:
+            keep(_speed(config, last))
+        if record is not None and step == last:
+            record.start()
+        if record is not None and step == last + PROFILED_STEPS:
+            profile = record.stop()
         return step == config.train.max_steps
 
     parts = run_steps(config, device, enough)
-    place = RunDir.of(config)
+    found = _speed(config, last)
     weights = sum(p.numel() for p in parts.model.parameters())
     packed = [layer for layer in parts.model.modules() if isinstance(layer, QuantizedLayer)]
     weights += sum(layer.packed.shape[0] * (layer.numbers - layer.packed.shape[1]) for layer in packed)
-    lines = [line for line in read_metrics(place.metrics) if line["kind"] == "step"][WARMUP_STEPS:]
-    speed = median(line["tokens_per_second"] for line in lines)
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    compiled = [event["fields"] for event in read_events(place.events) if event["event"] == names.COMPILED]
+    events = [event["fields"] for event in read_events(RunDir.of(config).events) if event["event"] == names.COMPILED]
     return {
+        **found,
         "parameters": weights,
-        "tokens_per_second": speed,
-        "step_seconds": median(line["step_seconds"] for line in lines),
-        "data_seconds": median(line["data_seconds"] for line in lines),
-        "mfu": median(line["mfu"] for line in lines) if peak else None,
-        "mfu_6n": 6 * weights * speed / peak if peak else None,
-        "memory_bytes": lines[-1]["memory_bytes"],
-        "losses": [lines[0]["trajectory"]["loss"], lines[-1]["trajectory"]["loss"]],
-        "steps": len(lines),
+        "mfu_6n": 6 * weights * found["tokens_per_second"] / peak if peak else None,
         "attention": parts.model.config._attn_implementation,
         "blocks": EAGER if parts.compiler is None else parts.compiler.failure or COMPILED,
         # An event counts the graphs since the last fetch of metrics, so it cannot tell step 3 from step 5.
         "graphs_after_step_3": counters["stats"]["unique_graphs"] - early_graphs,
-        "compiled_events": [[fields["step"], fields["graphs"]] for fields in compiled],
+        "compiled_events": [[fields["step"], fields["graphs"]] for fields in events],
+        **({} if profile is None else {"profile": profile}),
+    }
+
+
+def _speed(config: FinetuneConfig, last: int) -> dict[str, Any]:
+    """What the record says of the steps that count, before step `last`."""
+    lines = [line for line in read_metrics(RunDir.of(config).metrics) if line["kind"] == "step"]
+    lines = [line for line in lines if WARMUP_STEPS < line["trajectory"]["step"] < last]
+    return {
+        "tokens_per_second": median(line["tokens_per_second"] for line in lines),
+        "step_seconds": median(line["step_seconds"] for line in lines),
+        "data_seconds": median(line["data_seconds"] for line in lines),
+        "mfu": None if lines[0].get("mfu") is None else median(line["mfu"] for line in lines),
+        "memory_bytes": lines[-1]["memory_bytes"],
+        "losses": [lines[0]["trajectory"]["loss"], lines[-1]["trajectory"]["loss"]],
+        "steps": len(lines),
     }
 
 

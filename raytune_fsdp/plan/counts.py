@@ -127,6 +127,12 @@ class Census:
         return sum(count.tokens for count in self.datasets)
 
     @property
+    def documents_of_sample(self) -> float:
+        """The documents of an average sample; where they were not counted, one."""
+        documents = sum(count.documents + count.cut for count in self.datasets)
+        return max(1.0, documents / max(1, sum(self.epochs)))
+
+    @property
     def efficiency(self) -> float:
         """The fraction of packed positions that hold a token; the rest is padding."""
         samples = sum(self.epochs)

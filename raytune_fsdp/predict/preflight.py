@@ -122,6 +122,7 @@ def predict_for_run(
             device=kind,
             added=tuple(prepared.added),
             gloo=kind == "cpu",
+            documents=1 if prepared.census is None else prepared.census.documents_of_sample,
             until=until,
         )
         memory, assumed, seconds = memory_of(found), PROCESS, None

@@ -210,7 +210,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
     rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
     if name in _WORDS:
-        also = [key for key in ("mixers", "update") if key in fields] if name == names.KERNELS else []
+        also = [key for key in ("mixers", "experts", "update") if key in fields] if name == names.KERNELS else []
         more = "".join(f", {key} {{{key}}} ({{{key}_why}})" for key in also)
         text = f"{_WORDS[name]}{more}".format_map(defaultdict(lambda: "?", fields))
         return re.sub(r"\b1 (worker|graph|window)s\b", r"1 \1", text)

@@ -56,8 +56,8 @@ ATTEMPT_ENDED = "attempt_ended"
 rank 0 was killed."""
 KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (whether layers are compiled
-or eager), in packed hybrids mixers (how their state mixers get documents), on GPUs update (whether an update that torch
-has no kernel for is compiled), and for each the reason."""
+or eager), in packed hybrids mixers (how their state mixers get documents), experts (all in one product, or one after
+the other), on GPUs update (whether an update that torch has no kernel for is compiled), and for each the reason."""
 SHARDED = "sharded"
 """Which weights an attempt gathers together. Fields: units (name, count, and bytes of the largest), gathered (when);
 and what a rank receives in a step: weights_bytes, gradients_bytes, and, where ranks share samples, attention_bytes

@@ -30,6 +30,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.record.names import BITS_MAY_DIFFER
 from raytune_fsdp.record.tracker import UsedData, flatten
+from raytune_fsdp.run.trials.experts import GROUPED
 
 BITS = "bits"
 """The field of an attempt's start that has the digest of what its bits depend on."""
@@ -153,8 +154,11 @@ def computed_on(device: torch.device) -> dict[str, Any]:
 
 def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Mapping[str, KernelChoice]) -> str:
     """Return a digest of what the bits of a run with `run.exact` depend on, but does not belong to the run for good."""
-    # An update has the same bits as one kernel and operation by operation: an exact run tries that.
+    # An update has the same bits as one kernel and operation by operation: an exact run tries that. Grouped products
+    # are what all runs had before there was a choice.
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
+    if chosen.get("experts") == GROUPED:
+        del chosen["experts"]
     decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 

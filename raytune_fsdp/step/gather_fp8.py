@@ -28,18 +28,26 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def fsdp_groups_of(model: nn.Module) -> list[Any]:
-    """Return FSDP's own record of each unit."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]  # type: ignore[attr-defined]
-    return [group for state in states for group in state._fsdp_param_groups]
+    """Return FSDP's own record of each unit that has weights."""
+    return [group for module in model.modules() if isinstance(module, FSDPModule) for group in groups_of_unit(module)]
+
+
+def groups_of_unit(module: FSDPModule) -> list[Any]:
+    """Return FSDP's own record of the unit of this module; none if it has no weights."""
+    state = module._get_fsdp_state()  # type: ignore[attr-defined]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def gather_in_fp8(modules: Sequence[nn.Module], layers: Collection[nn.Linear]) -> None:
     """Have these layers' weights sent in 8 bits when the unit of these modules is gathered. It is already sharded."""
     first = cast(FSDPModule, modules[0])
     weights = {id(layer.weight) for layer in layers}
-    (group,) = first._get_fsdp_state()._fsdp_param_groups  # type: ignore[attr-defined]
     pieces = [
-        _Piece(each.padded_sharded_param_size.numel(), id(each.sharded_param) in weights) for each in group.fsdp_params
+        _Piece(each.padded_sharded_param_size.numel(), id(each.sharded_param) in weights)
+        for group in groups_of_unit(first)
+        for each in group.fsdp_params
     ]
     if any(piece.narrow for piece in pieces):
         first.set_custom_all_gather(_GatherInFp8(modules[0], pieces, dtype_of_weights()))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from raytune_fsdp.base.batch import MicroBatch
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.plan.division import Division
+from raytune_fsdp.step.gather_fp8 import groups_of_unit
 from raytune_fsdp.step.optim.pieces import at
 from raytune_fsdp.step.relay import Levels, add_in_turns
 from raytune_fsdp.step.sums import Totals
@@ -49,7 +50,7 @@ class SumsInOrder:
         self._units: list[_InOrder] = []
         for module in model.modules():
             if division.data_ranks > 1 and isinstance(module, FSDPModule):
-                (group,) = module._get_fsdp_state()._fsdp_param_groups or (None,)  # type: ignore[attr-defined]
+                (group,) = groups_of_unit(module) or (None,)
                 if group is not None:
                     self._units.append(_InOrder(group, self._owners, levels))
                     cast(FSDPModule, module).set_custom_reduce_scatter(self._units[-1])  # type: ignore[arg-type]

@@ -96,10 +96,6 @@ class Unit:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
-    def nbytes(self, width: int) -> int:
-        """Return the bytes that are gathered of it, if a number is computed with in `width` bytes."""
-        return sum(_nbytes(parameter, width) for parameter in self.parameters)
-
 
 def _nbytes(parameter: torch.Tensor, width: int) -> int:
     """Return the bytes of this rank's part of a layer's parameter, in `width` bytes a number."""
@@ -142,6 +138,17 @@ def is_wrapped(config: ParallelConfig, world: int) -> bool:
     return world > 1 or config.precision in COMPUTE_DTYPE or config.cpu_offload
 
 
+def left_alone(model: nn.Module, config: ParallelConfig, world: int) -> set[nn.Parameter]:
+    """Return the weights that FSDP leaves as they are: one rank's frozen weights, in the type they are computed in.
+
+    FSDP would copy each of them in every step, and keep the copy: with adapters, all of an 8B (15 GiB) once more.
+    """
+    if world > 1 or config.cpu_offload:
+        return set()
+    as_computed = (compute_dtype(config.precision), torch.uint8)  # quantized rows are widened where they multiply
+    return {p for p in model.parameters() if not p.requires_grad and p.dtype in as_computed}
+
+
 def shard(
     model: PreTrainedModel,
     mesh: DeviceMesh,
@@ -157,6 +164,7 @@ def shard(
     """
     if not is_wrapped(config, mesh.size()):
         return
+    alone = left_alone(model, config, mesh.size())
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
     if mesh.mesh_dim_names != axes:
         mesh = mesh[axes]
@@ -167,12 +175,10 @@ def shard(
     # Pinned, so that a GPU copies while the host goes on; without a GPU pinning is of no use.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     reached = reached_by_backward(model, units)  # before `fully_shard` changes the classes of layers
+    wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=alone)
     for unit in units:
-        fully_shard(
-            list(unit.modules), mesh=mesh, mp_policy=policy,
-            reshard_after_forward=False if unit.stays else free, offload_policy=offload,
-        )  # fmt: skip
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free, offload_policy=offload)
+        wrap(list(unit.modules), reshard_after_forward=False if unit.stays else free)
+    wrap(model, reshard_after_forward=free)
     for unit, following in pairwise(units):
         # Gather a unit as soon as the one before it is gathered; by itself FSDP would begin when the host reaches it.
         # In backward FSDP knows the order.
@@ -203,9 +209,9 @@ def for_one_rank(
     alone = alone and not config.cpu_offload and "strategy" not in config.model_fields_set
     # A 16-bit copy of the weights that stays from forward to backward, and over micro-batches, is made once a step
     # instead of twice a micro-batch. It costs 2 bytes a number on top of the 8 of weights and gradients and those of
-    # the optimizer, and for frozen weights as much again as they take (2, or 0.52 in 4 bits); activations get most of
-    # the other memory.
-    needed = sum((10 + state) * p.numel() if p.requires_grad else 2 * p.nbytes for p in model.parameters())
+    # the optimizer, and nothing for frozen weights, of which there is no copy; activations get most of the other
+    # memory.
+    needed = sum((10 + state) * p.numel() if p.requires_grad else p.nbytes for p in model.parameters())
     if not alone or needed > _FOR_WEIGHTS * memory:
         return config
     return config.model_copy(update={"strategy": "shard_grad_op"})
@@ -235,11 +241,13 @@ def describe(
     It also has what a rank receives in a step of `micro_batches` micro-batches of `tokens` tokens. The network is not
     sharded yet.
     """
-    width = compute_dtype(config.precision).itemsize
-    rest = sum(_nbytes(parameter, width) for parameter in model.parameters()) - sum(u.nbytes(width) for u in units)
+    width, alone = compute_dtype(config.precision).itemsize, left_alone(model, config, layout.world)
+    sizes = [sum(_nbytes(p, width) for p in unit.parameters if p not in alone) for unit in units]
+    rest = sum(_nbytes(p, width) for p in model.parameters() if p not in alone) - sum(sizes)
     named: dict[str, list[int]] = {}
-    for unit in units:
-        named.setdefault(unit.name, []).append(unit.nbytes(width))
+    for unit, size in zip(units, sizes, strict=True):
+        if size:
+            named.setdefault(unit.name, []).append(size)
     if rest:
         named["the rest"] = [rest]
     staying = " and ".join(unit.name for unit in units if unit.stays)
@@ -247,7 +255,7 @@ def describe(
     gathered = "once a step" if config.strategy in _STAYS else again
     exchanged = exchanged_of(model, units, config, layout, heads, tokens=tokens * micro_batches)
     return {
-        "units": [{"name": name, "count": len(sizes), "bytes": max(sizes)} for name, sizes in named.items()],
+        "units": [{"name": name, "count": len(found), "bytes": max(found)} for name, found in named.items()],
         "gathered": gathered,
         "weights_bytes": int(traffic.bytes_of_weights),
         "gradients_bytes": int(traffic.bytes_of_gradients),

@@ -816,7 +816,10 @@ def test_a_wheel_brings_its_dependencies_and_what_the_page_says_instead_does_not
     assert environments[1]["pip"]["pip_install_options"] == ["--no-deps"]
 
 
-@pytest.mark.parametrize("path", ["cluster/slurm.sh", "cluster/again.sh", "docker/install.sh"])
+@pytest.mark.parametrize(
+    "path",
+    ["cluster/slurm.sh", "cluster/again.sh", "docker/install.sh", "benchmarks/gpu/fetch.sh", "benchmarks/gpu/there.sh"],
+)
 def test_shellcheck_has_nothing_to_say(path: str) -> None:
     done = subprocess.run([TOOLS / "shellcheck", path], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_for_inference
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
@@ -25,6 +29,7 @@ from raytune_fsdp.run.beginning import put_beginning
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.run.starting_weights import fill_mode
+from raytune_fsdp.step import parallel
 from raytune_fsdp.tools.audit.repeat import repeat_of
 from raytune_fsdp.tools.audit.segment import choose_segment
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
@@ -101,6 +106,37 @@ def test_worlds_agree(tmp_path: Path, model: str, kind: str, worlds: tuple[int, 
     tensors = tensors_in(checkpoints(run_dir(config))[-1])
     assert all(tensor.any() for tensor in tensors.values()), "everything that is saved has learned something"
     assert all(".lora_" in name or "modules_to_save" in name or ".ia3_l." in name for name in tensors), sorted(tensors)
+
+
+def train_as_before(values: dict[str, Any], before: bool) -> None:
+    """One rank of a run. `before`: FSDP gets the frozen weights of one rank, too."""
+    with mock.patch.object(parallel, "left_alone", lambda *_: set()) if before else nullcontext():
+        train_rank(values)
+
+
+def hashes(found: CommittedCheckpoint) -> dict[str, str]:
+    rows = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors_in(found).items()}
+    return {name: sha256(each.numpy()).hexdigest() for name, each in rows.items()}
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=SLOW), pytest.param("whole", marks=SLOW)])
+def test_frozen_weights_that_are_left_alone_change_no_bit(tmp_path: Path, kind: str) -> None:
+    found = []
+    for name in ("now", "before"):
+        config = config_of(tmp_path, "llama", METHODS[kind], name, parallel={"precision": "bf16"})
+        run_ranks(train_as_before, 1, config.model_dump(), name == "before")
+        found.append((read_trajectory(RunDir.of(config).metrics), hashes(checkpoints(run_dir(config))[-1])))
+    assert len(found[0][0]) == STEPS and len(found[0][1]) > 20
+    assert found[0] == found[1]
+
+
+def test_one_rank_that_leaves_frozen_weights_alone_has_the_bits_of_three(tmp_path: Path) -> None:
+    rows = []
+    for world in (1, 3):
+        config = config_of(tmp_path, "llama", METHODS["lora"], f"exact-{world}", parallel={"precision": "bf16"})
+        exact = config.model_copy(update={"run": config.run.model_copy(update={"exact": True, "threads": 1})})
+        rows.append(trajectory(exact, world))
+    assert rows[0] == rows[1] and len(rows[0]) == STEPS
 
 
 @pytest.mark.parametrize(("model", "kind"), [("llama", "lora"), pytest.param("gpt2", "dora", marks=SLOW)])

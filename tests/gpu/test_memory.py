@@ -78,7 +78,7 @@ def test_a_copy_holds_what_was_there_when_it_began() -> None:
         guarded.step(1.0, torch.zeros(()))  # while the copy is on its way
         staging.here()
         assert all(bool((piece == 2 * update - 1).all()) for piece in staging.pieces.values())
-    assert staging.nbytes <= sum(tensor.nbytes for tensor in tensors.values()) + 64 * len(tensors)
+    assert staging._block.nbytes <= sum(tensor.nbytes for tensor in tensors.values()) + 64 * len(tensors)
 
 
 def test_a_profile_says_how_long_the_device_was_idle(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ TINY = {
     "export": "--rounds 1 --layers 1",
     "hf_trainer_curve": "--steps 2 --launch local --plot {directory}/curve.png",
     "hybrids": "--rounds 1 --steps 1 --only lfm2",
+    "kernels": "--only LoRA",
     "known_figures": "--only of_traffic of_180b",
     "loss": "--rounds 1 --vocabulary 4000",
     "memory": "--size 1b --seq-len 512 --modes none",
@@ -62,8 +63,9 @@ TINY = {
 
 NEEDS = {
     "end_to_end": ("ray", "accelerate"), "fp8": ("torchao",), "hf_trainer_curve": ("accelerate", "matplotlib"),
-    "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",), "planned_memory": ("peft",),
-    "planned_time": ("peft",), "startup": ("ray",), "step": ("accelerate", "mlflow"), "stream": ("ray",),
+    "kernels": ("peft",), "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",),
+    "planned_memory": ("peft",), "planned_time": ("peft",), "startup": ("ray",), "step": ("accelerate", "mlflow"),
+    "stream": ("ray",),
 }  # fmt: skip
 """What none of our own dependencies brings, or only an extra."""
 

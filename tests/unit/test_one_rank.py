@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.objective.loss import micro_batch_loss
+from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.step import parallel
 from tests.runs import LLAMA, make_config
 from tests.unit.test_compiled_layers import CPU, DOCUMENTS, built, micro_batch
 
@@ -30,10 +33,10 @@ class Divided(TorchDispatchMode):
         return found
 
 
-def gradients(directory: Path, parallel: dict[str, Any], *, named: bool) -> tuple[dict[str, torch.Tensor], int]:
+def gradients(directory: Path, settings: dict[str, Any], *, named: bool) -> tuple[dict[str, torch.Tensor], int]:
     """The gradients of two micro-batches, and how many numbers backward divided. `named`: the factor 1 is."""
     with alone(CPU):
-        model = built(make_config(directory, LLAMA, parallel={"compile": False, **parallel})).model.train()
+        model = built(make_config(directory, LLAMA, parallel={"compile": False, **settings})).model.train()
         if named:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -51,12 +54,48 @@ def gradients(directory: Path, parallel: dict[str, Any], *, named: bool) -> tupl
     return found, divided.numbers
 
 
-@pytest.mark.parametrize("parallel", [{"precision": "bf16"}, {"precision": "fp32", "cpu_offload": True}])
-def test_gradients_are_not_copied_to_be_divided_by_one(tmp_path: Path, parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp32", "cpu_offload": True}])
+def test_gradients_are_not_copied_to_be_divided_by_one(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Which FSDP does where the factor is set, and changes no bit of them."""
-    ours, copied = gradients(tmp_path, parallel, named=False)
-    theirs, divided = gradients(tmp_path, parallel, named=True)
+    ours, copied = gradients(tmp_path, settings, named=False)
+    theirs, divided = gradients(tmp_path, settings, named=True)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert all(gradient.any() for gradient in ours.values())
     numbers = sum(gradient.numel() for gradient in ours.values())
     assert (copied, divided) == (0, 2 * numbers)
+
+
+LORA = {"type": "lora", "rank": 4, "alpha": 8}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "dora": {**LORA, "dora": True},
+    "qlora": {**LORA, "type": "qlora"},
+    "freeze": {"type": "freeze", "trained": ["model.layers.1"]},
+}
+
+
+def frozen_and_trained(directory: Path, method: dict[str, Any]) -> tuple[set[str], dict[str, torch.Tensor]]:
+    """The frozen weights that FSDP has, and losses and gradients of two micro-batches, in bf16."""
+    config = make_config(directory, LLAMA, parallel={"precision": "bf16", "compile": False}, method=method)
+    with alone(CPU):
+        model = built(config).model.train()
+        found = {}
+        for number, lengths in enumerate(DOCUMENTS[:2]):
+            found[f"loss {number}"] = loss = micro_batch_loss(model, micro_batch(lengths)).total
+            loss.backward()  # type: ignore[no-untyped-call]
+        named = dict(model.named_parameters())
+        found |= {name: local_piece(p.grad) for name, p in named.items() if p.grad is not None}
+    return {name for name, p in named.items() if isinstance(p, DTensor) and not p.requires_grad}, found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_frozen_weights_are_not_copied_to_be_gathered_from_one(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    wrapped, ours = frozen_and_trained(tmp_path, METHODS[method])
+    assert not wrapped and any(value.any() for name, value in ours.items() if not name.startswith("loss"))
+    monkeypatch.setattr(parallel, "left_alone", lambda *_: set())
+    before, theirs = frozen_and_trained(tmp_path, METHODS[method])
+    assert len(before) > 8 and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,7 @@ CONFIGS = {
     "alone": (LLAMA, 1, {"parallel": {"precision": "fp32"}}),
     "lora": (LLAMA, 2, {"method": {"type": "lora"}}),
     "qlora": (SHORT, 2, {"method": {"type": "qlora"}}),
+    "lora alone": (SHORT, 1, {"method": {"type": "lora"}}),
     "freeze": (LLAMA, 2, {"method": {"type": "freeze", "trained": ["layers.([7-9]|10)", "lm_head"]}}),
     "8bit": (LLAMA, 2, {"optim": {"optimizer": {"type": "adamw", "moments": "8bit"}}}),
     "muon": (LLAMA, 2, {"optim": {"optimizer": {"type": "muon"}}}),
@@ -83,7 +85,7 @@ CONFIGS = {
 }
 
 
-QUICK = ("full_shard", "hybrid", "alone", "freeze", "experts")
+QUICK = ("full_shard", "hybrid", "alone", "lora alone", "freeze", "experts")
 
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
@@ -118,6 +120,40 @@ def test_what_stays_is_what_the_shapes_say() -> None:
     weights = 3 + 9 * 11
     assert start["optimizer"] == 8 * numbers + 4 * weights
     assert planned(config, 2).peak["gradients"] == 4 * numbers
+
+
+@pytest.mark.thorough
+def test_one_rank_has_its_frozen_weights_once() -> None:
+    """By the shapes: all that is gathered is a 16-bit copy of the adapters."""
+    found = planned(config_of(LLAMA, method={"type": "lora"}), 1)
+    hf_config = load_architecture(config_of(LLAMA).model, None)
+    network = build_network(hf_config, config_of(LLAMA, method={"type": "lora"}))
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in network.parameters() if not p.requires_grad)
+    assert 0 <= found.start["weights"] - 4 * trained - 2 * frozen <= 2 * 4 * 8
+    # In backward, also gradients that are on their way.
+    assert 2 * trained <= found.peak["gathered"] <= 2 * trained + 6 * trained
+
+
+@pytest.mark.thorough
+def test_an_8b_with_adapters_fits_a_card_without_recomputation() -> None:
+    from benchmarks.gpu.training import config_of as piece
+    from raytune_fsdp.predict.devices import DEVICES
+    from raytune_fsdp.predict.prediction import Cluster, predict
+    from raytune_fsdp.predict.subject import ModelSpec
+
+    config = piece(
+        Path("nowhere"), size="8b", micro=2, seq_len=4096, steps=1, compiled=True,
+        method={"type": "lora", "rank": 16, "alpha": 32},
+    )  # fmt: skip
+    found = predict(ModelSpec.of(config), config, 1, Cluster(device=DEVICES["H100"], per_node=1))
+    assert found.needed <= 66 * 2**30
+
+
+def test_flash_attention_pads_each_document_in_backward() -> None:
+    """By its source: 128 rows in fp32, of each head's width and a sum."""
+    peaks = [planned(config_of(LLAMA), 2, documents=many).peak["activations"] for many in (4000, 8000)]
+    assert peaks[1] - peaks[0] == 4000 * 2 * 128 * 4 * (32 + 1) * 4
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytune_fsdp.base.errors import RaytuneError
-from raytune_fsdp.predict.trace.work import Operation, tensors_in, work_of
+from raytune_fsdp.predict.trace.work import Operation, name_of, tensors_in, work_of
 from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "activations", "host"]
@@ -73,6 +73,11 @@ class Timeline:
         return self.kinds.get(storage, "activations")
 
 
+_FLASH_BACKWARD = ("_varlen_attn_backward", "varlen_attention_with_sinks_backward")
+_PADDED = 128
+"""Rows by which FlashAttention 2 pads each document."""
+
+
 class TookTooLong(RaytuneError):
     """A step was not followed to its end in the time that was given."""
 
@@ -90,11 +95,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copies_to_reduce: bool = False,
         copies_to_promote: bool = False,
         longest: int = 0,
+        documents: int = 0,
         until: float | None = None,
     ) -> None:
         """`copies_to_reduce`: collectives that sum copy what they are given, as gloo's do. `copies_to_promote`:
         operations on tensors of several types first copy some to the type they compute in, as those of CPUs do.
-        `longest`: tokens of a document, for the work of attention. `until`: the time (time.monotonic()) at which
+        `longest`: tokens of a document, for the work of attention; `documents`: how many of them a micro-batch has, for
+        what flash kernels keep of each in backward. `until`: the time (time.monotonic()) at which
         TookTooLong is raised."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
@@ -103,7 +110,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resized: list[int] = []
         self._groups: list[Any] = []
         self._copies_to_reduce, self._copies_to_promote = copies_to_reduce, copies_to_promote
-        self._longest, self._until = longest, until
+        self._longest, self._documents, self._until = longest, documents, until
         self._narrowed_from: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +131,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self._see(tensor, moves=moves)
+        if name_of(func) in _FLASH_BACKWARD:
+            self._pass_by(_kept_by_flash(args, self._documents), "activations")
         if self._copies_to_promote and torch.Tag.pointwise in func.tags:
             self._pass_by(_promoted(args), "activations")
         if moves:
@@ -215,6 +224,18 @@ class _Destinations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.copy_.default:
             self._live.name([args[0]], "host")
         return func(*args, **(kwargs or {}))
+
+
+def _kept_by_flash(args: Sequence[Any], documents: int) -> int:
+    """Return the bytes that FlashAttention 2 has in backward besides its results, by its source.
+
+    Gradients of queries, and a sum for each, are added up in fp32 in rows of which each document has 128 more than
+    tokens. Gradients of keys and values are first kept for each head of the queries.
+    """
+    queries, keys = [each for each in args if isinstance(each, torch.Tensor) and each.ndim == 3][1:3]
+    (tokens, heads, width), rounded = queries.shape, -(-queries.shape[2] // 32) * 32
+    expanded = 2 * tokens * heads * width * queries.itemsize if keys.shape[1] != heads else 0
+    return int((tokens + _PADDED * documents) * heads * (rounded + 1) * 4 + expanded)
 
 
 def _promoted(args: Sequence[Any]) -> int:

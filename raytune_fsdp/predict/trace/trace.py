@@ -6,6 +6,7 @@ that talks to nobody. A rank among 16 of a 70B needs 0.8 s for this, and no memo
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +42,6 @@ from raytune_fsdp.predict.trace.work import Operation, tensors_in
 from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.mixers import choose_mixers
-from raytune_fsdp.run.trials.probe import with_memory
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
@@ -194,18 +194,21 @@ def trace(
     gloo: bool = False,
     per_node: int | None = None,
     whole: bool = False,
+    documents: float = 1,
     until: float | None = None,
 ) -> Trace:
     """Compute one step of rank 0 on devices with `memory` bytes.
 
     `device`: the type of device that the run will have, which decides on the kernels. `gloo`: collectives need memory
-    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `until`: TookTooLong is raised then."""
+    as gloo's do. `per_node`: ranks of a machine. `whole`: trace every layer. `documents` of a sample, for what
+    attention keeps of each. `until`: TookTooLong is raised then."""
     from torch._subclasses import FakeTensorMode  # half of the compiler, a second
 
     passes = min(2, plan.division.full_rounds)
     live = MemoryTrace(
-        copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len, until=until
-    )
+        copies_to_reduce=gloo, copies_to_promote=device == "cpu", longest=config.data.seq_len,
+        documents=math.ceil(documents * config.train.micro_batch), until=until,
+    )  # fmt: skip
     site = replace(first_rank(plan, device, memory, per_node), copies=_ToHost(live))
     keep = None if whole else partial(keep_layers, ends=needs.ends)
     with as_rank_of(plan.layout.world), _same_random_state(), torch.enable_grad():
@@ -273,11 +276,23 @@ def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> N
     """Give weights shapes without data, and buffers real values: some architectures decide by what is in them."""
     init_buffers(model, CPU)
     real = [(module, dict(module._buffers)) for module in model.modules()]
+    # What FSDP leaves alone gets another parameter: one that has been shown to fake tensors cannot be changed in place.
+    plain = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(parameter, DTensor)
+    ]
     with fake:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            allocate(model, CPU)
-        else:  # a parameter that has been shown to fake tensors cannot be changed in place
-            with_memory(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), buffers=True)
+        for module, name, _ in plain:
+            module._parameters[name] = None
+        allocate(model, CPU)
+        made: dict[int, nn.Parameter] = {}
+        for module, name, parameter in plain:
+            if id(parameter) not in made:  # tied ones stay tied
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
         for module, buffers in real:
             kept = {name: buffer for name, buffer in buffers.items() if buffer is None or not buffer.is_meta}
             module._buffers.update(kept)

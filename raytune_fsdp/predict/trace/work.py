@@ -59,12 +59,22 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return found
 
 
+def name_of(func: Any) -> str:
+    """Return the name of an operation, without its namespace."""
+    return str(func._schema.name.partition("::")[2])
+
+
+def computes_nothing(func: Any) -> bool:
+    """Return whether an operation only looks at something in another way, or takes memory."""
+    return func.is_view or func.namespace == "prim" or name_of(func) in _NOTHING
+
+
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, longest: int) -> Operation | None:
     """Return what an operation does; None if it only looks at something in another way.
 
     `longest`: tokens of a document.
     """
-    name = func._schema.name.partition("::")[2]
+    name = name_of(func)
     made = tensors_in(result)
     if func.is_view or name in _NOTHING or (not made and func.namespace != "aten"):
         return None

@@ -24,6 +24,7 @@ from raytune_fsdp.model.objective.routers import why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
+from raytune_fsdp.run.trials.experts import GROUPED, ONE_BY_ONE, choose_experts, why_experts_fail
 from raytune_fsdp.run.trials.mixers import choose_mixers, why_borders_fail
 from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.accumulation import FP32
@@ -51,6 +52,12 @@ def _why_mixers_forbid(config: FinetuneConfig, needs: KernelNeeds) -> str | None
     )
 
 
+def _why_experts_forbid(experts: KernelChoice | None) -> str | None:
+    """Return why layers with such experts are not compiled, or None."""
+    apart = experts is not None and experts.name == ONE_BY_ONE
+    return "experts that are computed one after the other are not one graph" if apart else None
+
+
 def kernels_of(
     config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, device: torch.device
 ) -> Mapping[str, KernelChoice]:
@@ -63,6 +70,7 @@ def kernels_of(
         "blocks": EAGER,
         "gradients": gradients_of(standing.state),
         "update": EAGER,
+        "experts": GROUPED,
         **standing.state.kernels,
     }
     kept = before if standing.checkpoint is not None else standing.state.kernels
@@ -79,19 +87,23 @@ def kernels_of(
             f"parallel.mesh.tensor={standing.plan.layout.tensor}: nobody would have the logits that the plain loss "
             f"needs ({loss.why}); set model.loss=chunked, or parallel.mesh.tensor=1"
         )
+    experts = choose_experts(
+        model, kept=kept.get("experts"), fails=lambda: why_on_any_rank(lambda: why_experts_fail(model, device, dtype))
+    )  # fmt: skip
     compiled = choose_compilation(
         config.parallel.compile, kept=kept.get("blocks"), device=device, exact=config.run.exact,
         fails=lambda: why_not_compiled(model)
         or _why_parts_forbid(config)
         or _why_mixers_forbid(config, prepared.needs)
         or why_routers_forbid(config.train)
+        or _why_experts_forbid(experts)
         or why_on_any_rank(lambda: why_not_compiled_here(device)),
     )  # fmt: skip
     attention = set_attention(model, attention)
     mixers = prepared.needs.mixers
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
-    found = {"attention": attention, "loss": loss, "blocks": compiled}
+    found = {"attention": attention, "loss": loss, "blocks": compiled, **({"experts": experts} if experts else {})}
     if mixers:
         found["mixers"] = choose_mixers(
             model, mixers, kept=kept.get("mixers"), device=device,

@@ -151,8 +151,8 @@ MACHINE = ("world_size", "device", "threads", "versions")
 """The fields on record that say where an attempt was trained."""
 _SPREAD = ("replicas", "shard_size", "sequence", "tensor")
 _KERNELS = ("attention", "loss", "blocks")
-_IF_ANY = ("mixers", "instructions", "packages")
-"""On record for packed hybrids, of CPUs, and where there are some; older versions did not record them."""
+_IF_ANY = ("mixers", "experts", "instructions", "packages")
+"""On record for packed hybrids, for experts, of CPUs, and where there are some; older versions did not record them."""
 _GRADIENTS = "gradients"
 """On record for runs in bf16_pure. Older versions added gradients in the type of the weights and did not record it."""
 _DECIDE_BITS = ("parallel.", "run.deterministic", "model.attention", "model.loss", "train.micro_batch")
