@@ -120,7 +120,9 @@ def plant(fault: str) -> None:
         found = computed(model, batch, *rest)
         return replace(found, total=found.total * float("nan")) if batch.is_filler else found
 
-    def by_round(self: Any, output: torch.Tensor, sent: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    def by_round(
+        self: Any, output: torch.Tensor, sent: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=group)
         output.copy_(got.view(group.size(), -1).to(output).sum(0))  # which FSDP adds to those of earlier rounds
@@ -134,18 +136,16 @@ def plant(fault: str) -> None:
         reduce_by_node.this_node = lambda: str(dist.get_rank() // per_node)  # type: ignore[assignment, return-value]
     if "filler" in fault:
         train_step.micro_batch_loss = overflowing  # type: ignore[attr-defined]
-    if fault == "fillers are added":
-        in_order.SumsInOrder.next_round = all_ranks  # type: ignore[method-assign]
-    elif fault == "in the order of ranks":
-        in_order.SumsInOrder.next_round = by_number  # type: ignore[method-assign]
-    elif fault == "as FSDP adds":
-        in_order._InOrder.__call__ = by_round  # type: ignore[method-assign]
-    elif fault == "as Adafactor adds":
-        adafactor.Adafactor._exactly = plainly  # type: ignore[method-assign]
-    elif fault == "squares by piece":
-        in_order._row_sums = whole
-    elif fault == "the ends of pieces":
-        adamw._LANES = 1
+    planted: dict[str, tuple[Any, str, Any]] = {
+        "fillers are added": (in_order.SumsInOrder, "next_round", all_ranks),
+        "in the order of ranks": (in_order.SumsInOrder, "next_round", by_number),
+        "as FSDP adds": (in_order._InOrder, "__call__", by_round),
+        "as Adafactor adds": (adafactor.Adafactor, "_exactly", plainly),
+        "squares by piece": (in_order, "_row_sums", whole),
+        "the ends of pieces": (adamw, "_LANES", 1),
+    }
+    if fault in planted:
+        setattr(*planted[fault])
 
 
 def train(configs: Sequence[FinetuneConfig], world: int, stop: int | None = None, fault: str | None = None) -> None:

@@ -127,7 +127,13 @@ def test_compiled_layers(tmp_path: Path, method: str) -> None:
 
     alone, three, resized = config_of("alone"), config_of("three"), config_of("resized")
     eager = config_of("eager", compiled=False)
-    for config, world, stop in ((alone, 1, None), (three, 3, None), (resized, 1, 7), (resized, 2, None), (eager, 1, None)):
+    for config, world, stop in (
+        (alone, 1, None),
+        (three, 3, None),
+        (resized, 1, 7),
+        (resized, 2, None),
+        (eager, 1, None),
+    ):
         train([config], world, stop)
     assert bits(three) == bits(resized) == bits(alone)
     assert bits(alone)[0] != bits(eager)[0], "the compiler rounds otherwise"
