@@ -220,13 +220,13 @@ def on_record(path: Path, *, older: bool = False) -> dict[tuple[str, int], list[
     return found
 
 
-def nodes_on_record(path: Path, attempt: int) -> dict[tuple[str, int], list[float | None]]:
-    """What the run of an attempt should have."""
+def nodes_on_record(path: Path, attempt: int, *, older: bool = False) -> dict[tuple[str, int], list[float | None]]:
+    """What the run of an attempt should have; `older`: under the names of older runs and of other trackers."""
     return {
         (mlflow_name(key), line["trajectory"]["step"]): [value]
         for line in read_metrics(path)
         if line["kind"] == "step" and line["attempt"] == attempt
-        for key, value in once_in_gibibytes(node_values(line)).items()
+        for key, value in (node_values(line) if older else once_in_gibibytes(node_values(line))).items()
     }
 
 

@@ -118,8 +118,10 @@ def test_a_wrong_config_is_exit_code_2_and_a_line_for_each_problem(
 ) -> None:
     assert main.main(["train", *FLAGS, "--optim.lr=0", "--optim.ep=1"]) == 2
     lines = errors(capsys)
-    assert lines[0].startswith("error: optim.lr=0: must be number > 0")
-    assert lines[1].startswith("error: optim.ep=1: unknown field; nearest: optim.eps")
+    assert lines[0].startswith("error: optim.ep=1: unknown field; nearest: optim.eps"), (
+        "a typo may be why others are wrong"
+    )
+    assert lines[1].startswith("error: optim.lr=0: must be number > 0")
     assert len(lines) == 2 and started == []
 
 

@@ -38,7 +38,8 @@ def cache(tmp_path: Path) -> WindowCache:
 def equal(left: Window, right: Window) -> bool:
     pairs = [(getattr(left.samples, name), getattr(right.samples, name)) for name in left.samples.__dataclass_fields__]
     return left.counts == right.counts and all(
-        a.dtype == b.dtype and a.shape == b.shape and (np.asarray(a) == np.asarray(b)).all() for a, b in pairs
+        a is b is None or a.dtype == b.dtype and a.shape == b.shape and (np.asarray(a) == np.asarray(b)).all()
+        for a, b in pairs
     )
 
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "raytune_fsdp"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 SPEAK_OF_CODE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = {
-    *("checkpoints/", "documents/", "export/", "exports/", "logs/", "profile/", "report/"),  # of a run
+    *("checkpoints/", "documents/", "export/", "exports/", "logs/", "mlflow_model/", "profile/", "report/"),  # of a run
     *("mlartifacts/", "wandb/", "convert_hf_to_gguf.py"),  # of MLflow, of Weights & Biases, of llama.cpp
 }
 

@@ -137,8 +137,8 @@ def test_the_size_of_the_network_is_said_at_the_start() -> None:
     assert stream.getvalue().splitlines()[1:] == [
         "     org/m, 3,212,800 parameters, all of them trained",
         "     1,500 steps of 64 samples, 2 at a time on each worker",
-        "     memory of each worker: 2.00 GiB at the most (predicted), 32.0 MiB all the time; a step takes about 0.25 s"
-        ", the 1,500 steps about 6m 15s",
+        "     memory of each worker: 2.00 GiB at the most (predicted), 32.00 MiB all the time; a step takes about "
+        "0.25 s, the 1,500 steps about 6m 15s",
     ]
     partly = ParameterCount(total=3_212_800, trainable=32_128)
     assert partly.words == "3,212,800 parameters, 32,128 of them trained (1.00%)"

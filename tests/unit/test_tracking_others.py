@@ -62,7 +62,8 @@ def hand_over(tracker: following.Follower) -> None:
 
 def recorded(directory: Path) -> Values:
     metrics = directory / "metrics.jsonl"
-    return on_record(metrics) | nodes_on_record(metrics, 1) | nodes_on_record(metrics, 2)
+    found = on_record(metrics, older=True)
+    return found | nodes_on_record(metrics, 1, older=True) | nodes_on_record(metrics, 2, older=True)
 
 
 def drawn(directory: Path) -> Values:

@@ -70,6 +70,7 @@ def asked(command: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> 
     """Exit code, output and lines of errors of a command that asks the model in a directory."""
     rows = directory / "rows.jsonl"
     rows.write_text('{"text": "some words to measure"}\n')
+    dataset = {"path": str(rows), "format": {"type": "completion"}}
     flags = {"generate": ["hello", "--max-new-tokens", "4"], "chat": []}
     flags["eval"] = ["--config", str(directory / "data.yaml")]
     (directory / "data.yaml").write_text(
@@ -77,7 +78,7 @@ def asked(command: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> 
             {
                 "run": {"name": "measured"},
                 "model": {"path": str(directory)},
-                "data": {"train": [{"path": str(rows)}], "eval": [{"path": str(rows)}], "seq_len": 64},
+                "data": {"train": [dataset], "eval": [dataset], "seq_len": 64},
                 "train": {"max_steps": 1, "global_batch": 1},
             }
         )
