@@ -1,9 +1,15 @@
-"""Somebody follows docs/start/local.md in an empty directory, with what it says alone; then docs/serving.md."""
+"""First hours of three people in empty directories, with a built wheel and what the docs say alone.
+
+One has chats and follows docs/start/local.md, then docs/serving.md; one comes with a file of axolotl; one opens the
+notebook.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_notebook import NOTEBOOK, PLAY
 from tests.unit.test_wheel import built
 
 ROOT = Path(__file__).parents[2]
@@ -70,3 +77,87 @@ def test_the_page_leads_to_a_model(tmp_path: Path) -> None:
     assert re.search(r"^eval/heldout/loss [\d.]+$", done.stdout, re.MULTILINE)
     assert done.stdout.count("eval/heldout/perplexity ") == 2, "of the run, and of what is served"
     assert "'role': 'assistant'" in done.stdout, "transformers' own pipeline answers"
+
+
+AXOLOTL = """
+base_model: ./runs/base/export
+chat_template: tokenizer_default
+datasets:
+  - path: mine.jsonl
+    ds_type: json
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+output_dir: ./outputs/mine
+sequence_len: 64
+sample_packing: true
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+num_epochs: 60
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+learning_rate: 0.003
+warmup_ratio: 0.1
+bf16: false
+fp16: false
+gradient_checkpointing: true
+logging_steps: 1
+saves_per_epoch: 1
+"""
+SHAREGPT = """
+{"conversations": [{"from": "human", "value": "Who keeps the keys?"}, {"from": "gpt", "value": "Ada keeps the keys."}]}
+{"conversations": [{"from": "human", "value": "Who has the map?"}, {"from": "gpt", "value": "Grace has the map."}]}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of the wheel, in an environment of its own."""
+    place = tmp_path_factory.mktemp("installed")
+    (place / "source").mkdir()
+    wheel = built(place / "source")
+    subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
+    install = [place / "venv" / "bin" / "pip", "install", "--quiet", f"{wheel}[all]", "-c", ROOT / "requirements.lock"]
+    subprocess.run(install, check=True, capture_output=True)
+    return place / "venv" / "bin"
+
+
+def test_a_file_of_axolotl_leads_to_an_answer(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(AXOLOTL.lstrip())
+    (tmp_path / "mine.jsonl").write_text(SHAREGPT.lstrip())
+    # What stands for a model from the hub, and then what docs/start/coming-from.md says.
+    model = "train --config demo --run.name base --train.max_steps 10 --cluster.launch local --cluster.workers 1"
+    followed = [
+        "convert run.yaml --gpus 1 --out mine.yaml",
+        "data preview --config mine.yaml",
+        "plan --config mine.yaml",
+    ]
+    for line in (model, *followed, "train --config mine.yaml"):
+        played(installed, line, tmp_path)
+    assert "Ada keeps the keys." in played(installed, "generate outputs/mine 'Who keeps the keys?'", tmp_path)
+
+
+def test_the_notebook_ends_with_an_answer(installed: Path, tmp_path: Path) -> None:
+    shutil.copy(NOTEBOOK, tmp_path)
+    done = subprocess.run(
+        [installed / "python", "-c", PLAY, NOTEBOOK.name], cwd=tmp_path, env={**bare(installed), "MPLBACKEND": "agg"},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.rstrip().endswith("Ada has the keys.")
+
+
+def played(installed: Path, line: str, place: Path) -> str:
+    """Run a command of ours, which must not fail, and return what it printed."""
+    done = subprocess.run(
+        [installed / "raytune-fsdp", *shlex.split(line)], cwd=place, env=bare(installed),
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def bare(installed: Path) -> dict[str, str]:
+    """The environment of somebody who has only that installation."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON"))}
+    return {**found, "PATH": f"{installed}:/usr/bin:/bin"}
