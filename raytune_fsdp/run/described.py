@@ -28,9 +28,10 @@ from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.model.compile_layers import COMPILED
+from raytune_fsdp.model.objective.routers import GROUPED
 from raytune_fsdp.record.names import BITS_MAY_DIFFER
 from raytune_fsdp.record.tracker import UsedData, flatten
-from raytune_fsdp.run.trials.experts import GROUPED
 
 BITS = "bits"
 """The field of an attempt's start that has the digest of what its bits depend on."""
@@ -179,8 +180,19 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
     if chosen.get("experts") == GROUPED:
         del chosen["experts"]
+    if chosen.get("blocks") == COMPILED and str(computed.get("device")).startswith("cpu"):
+        chosen["compiler"] = _cpp_compiler()
     decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cpp_compiler() -> str | None:
+    """Return the version of the compiler by which torch makes kernels of a CPU; None if there is none."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler  # takes a second
+
+    with suppress(Exception):  # whatever a search for one raises
+        return get_compiler_version_info(get_cpp_compiler())
+    return None
 
 
 def why_bits_differ(computed: Sequence[Mapping[str, Any]]) -> str | None:
@@ -203,7 +215,7 @@ def why_bits_changed(computed: Mapping[str, Any], digest: str, before: Mapping[s
         return None
     if different := _difference(computed, before):
         return "this attempt has {} {}, and the one before had {}".format(*different)
-    return "this attempt has another micro-batch or other kernels than the one before"
+    return "this attempt has another micro-batch, other kernels or another compiler than the one before"
 
 
 def why_bits_differed(events: Iterable[Mapping[str, Any]], attempt: int, step: int) -> tuple[str, int] | None:
