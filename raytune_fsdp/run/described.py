@@ -186,13 +186,13 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _cpp_compiler() -> str | None:
-    """Return the version of the compiler by which torch makes kernels of a CPU; None if there is none."""
+def _cpp_compiler() -> str:
+    """Return the version of the compiler by which torch makes kernels of a CPU."""
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler  # takes a second
 
     with suppress(Exception):  # whatever a search for one raises
         return get_compiler_version_info(get_cpp_compiler())
-    return None
+    return "unknown"
 
 
 def why_bits_differ(computed: Sequence[Mapping[str, Any]]) -> str | None:
