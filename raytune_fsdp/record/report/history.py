@@ -191,6 +191,8 @@ class _Record:
     def add(self, line: dict[str, Any] | None) -> None:
         if line is None:
             self.unread += 1
+        elif line["kind"] == "eval" and line["step"] > _LAST_STEP:
+            self.unread += 1
         elif line["kind"] == "eval":
             for name, value in line["values"].items():
                 fits = len(self.evaluations) < _MOST_METRICS and len(name) <= _LONGEST_NAME
