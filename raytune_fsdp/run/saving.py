@@ -289,6 +289,7 @@ class NothingSaved(Saves):
 
 # The saves of an attempt, by its config: what is kept of them, and when the clock asks for one.
 
+
 def open_saves(
     config: FinetuneConfig,
     prepared: RunInputs,
