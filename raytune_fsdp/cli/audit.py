@@ -64,7 +64,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
     from raytune_fsdp.run.places import check_beginning, check_places
     from raytune_fsdp.tools.audit.audit import audit
-    from raytune_fsdp.tools.audit.page import put_on_record, report
+    from raytune_fsdp.tools.audit.page import check_record, put_on_record, report
     from raytune_fsdp.tools.audit.past import check_code, past_place, placed
     from raytune_fsdp.tools.audit.segment import choose_segment
 
@@ -73,6 +73,8 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.out is not None and not found.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {found.out}: its directory does not exist; create it, or name another file")
     place = past_place(found.run)
+    if found.record:
+        check_record(place)
     config = placed(config, place)
     check_beginning(config, trusted=found.trust_places)
     segment = choose_segment(place, found.first, found.last)

@@ -17,9 +17,9 @@ _MARGIN = 3
 """Columns that stay free at the right: a terminal prints ^C where the cursor is, which must not wrap the line."""
 _LEAST_BAR = 10
 _OURS = re.compile(r"(?:\x1b\[[0-9;]*m)?(?: {5}|eval )")
-"""How the lines of a run begin that are broken between words; those of others stay as they are, to be copied."""
+"""Lines of a run, which are wrapped between words; other lines are left whole, for copying."""
 _AGAIN = " " * 7
-"""What a line begins with that goes on with another."""
+"""Indent of a continued line."""
 _MOST_WORKS = 4
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.?")
@@ -145,16 +145,22 @@ def clean(text: str) -> str:
 
 
 def broken(line: str, columns: int) -> list[str]:
-    """Break a line of a run between words, where a terminal would break it inside of one."""
+    """Break a line of a run between words, where a terminal would break it inside of one.
+
+    A word that is longer than the line stays whole.
+    """
+    if not _OURS.match(line) or width_of(_COLOUR.sub("", line)) <= columns:
+        return [line]
     found: list[str] = []
-    while _OURS.match(line) and width_of(_COLOUR.sub("", line)) > columns:
-        room = columns + sum(len(each) for each in _COLOUR.findall(line[:columns]))
-        end = line.rfind(" ", len(_AGAIN), room + 1)
-        if end < 0 or not line[:end].strip():
-            break
-        found.append(line[:end])
-        line = _AGAIN + line[end:].lstrip()
-    return [*found, line]
+    piece, taken = "", 0
+    for word in re.findall(" *[^ ]+", line):  # each is measured once, so that a long line takes no long time
+        wide = width_of(_COLOUR.sub("", word))
+        if taken > len(_AGAIN) and taken + wide > columns:
+            found.append(piece)
+            word = word.lstrip(" ")
+            piece, taken, wide = _AGAIN, len(_AGAIN), width_of(_COLOUR.sub("", word))
+        piece, taken = piece + word, taken + wide
+    return [*found, piece]
 
 
 def width_of(text: str) -> int:

@@ -4,6 +4,7 @@ in a JSON file of its own, which says how a model is spread, and perhaps its opt
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import (
@@ -24,6 +25,7 @@ from raytune_fsdp.convert.rules import (
     text,
     whole,
 )
+from raytune_fsdp.convert.schedules import ratio
 
 _ZERO = {0: "replicate", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 _ZERO_LEFT = "how ZeRO moves weights; FSDP has its own ways"
@@ -166,12 +168,17 @@ DEEPSPEED_OPTIONS = (
 
 _SCRIPT = "as the training script says"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_WITH_PEAK = ("WarmupLR", "WarmupDecayLR")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}
 
 
+def _is_auto(c: Translation, key: str) -> bool:
+    return key in c.given and bool(plain(c.given[key]) == "auto")
+
+
 def _auto(c: Translation, key: str) -> bool:
-    """Return whether an option is left to the training script, and then say so."""
-    if key in c.given and plain(c.given[key]) == "auto":
+    """Return whether there is nothing to carry; say so of what is left to the training script."""
+    if _is_auto(c, key):
         c.say(key, "left", _SCRIPT)
     return key not in c.given or key in c.said
 
@@ -223,11 +230,14 @@ def _batch(c: Translation) -> None:
 def _schedule(c: Translation) -> None:
     key, steps = "scheduler.type", "scheduler.params.warmup_num_steps"
     if not _auto(c, key):
-        kind = _SCHEDULES.get(c.get(key, text, ""))
-        if kind is None:
+        kind = c.get(key, text, "")
+        _peak(c, kind)
+        floor = _least(c, kind)
+        if kind not in _SCHEDULES:
             c.say(key, "refused", f"the schedules that are carried are {', '.join(_SCHEDULES)}: see optim.schedule")
         else:
-            c.carry(key, "optim.schedule", {"type": kind}, "its warmup is a straight line here, whatever its type")
+            ours: dict[str, Any] = {"type": _SCHEDULES[kind], **({"floor": floor} if floor else {})}
+            c.carry(key, "optim.schedule", ours, "its warmup is a straight line here, whatever its type")
     if not _auto(c, steps):
         c.carry(steps, "optim.warmup_steps", c.get(steps, whole, 0))
     total = "scheduler.params.total_num_steps"
@@ -235,8 +245,53 @@ def _schedule(c: Translation) -> None:
         c.carry(total, "train.max_steps", c.get(total, whole, 1))
 
 
+def _peak(c: Translation, kind: str) -> None:
+    """Carry the peak of the learning rate from a schedule that sets it itself, whatever the optimizer's is."""
+    most, lr = "scheduler.params.warmup_max_lr", "optimizer.params.lr"
+    if kind not in _WITH_PEAK:
+        c.say(most, "left", f"means nothing without {' or '.join(_WITH_PEAK)}")
+        return
+    if _is_auto(c, most):
+        c.say(most, "left", _SCRIPT)  # and transformers refuses an optimizer with another one
+        return
+    peak = c.get(most, number, 1e-3)
+    c.carry(most, "optim.lr", peak)
+    c.default("optim.lr", peak, "warmup_max_lr by default, which is the peak, whatever optimizer.params.lr says")
+    if not _is_auto(c, lr) and c.get(lr, number, peak) != peak:
+        c.say(lr, "left", "warmup_max_lr of the schedule is the peak, there too")
+
+
+def _least(c: Translation, kind: str) -> float:
+    """Return the fraction of the peak at which a schedule ends; 0 for most."""
+    key = "scheduler.params.warmup_min_lr"
+    least = 0 if _auto(c, key) else c.get(key, number, 0)
+    if not least or kind != "WarmupDecayLR":
+        c.say(key, "left" if least else "same", "a warmup begins near 0 here")
+        return 0.0
+    lr = "optimizer.params.lr"
+    peak = c.fields.get("optim.lr") or (0 if _is_auto(c, lr) else c.get(lr, number, 0))
+    if not peak:
+        c.say(key, "refused", "a fraction of the peak here, which this file does not say: set optim.schedule.floor")
+        return 0.0
+    floor = ratio(least, peak)
+    c.say(key, "carried", f"optim.schedule.floor={floor}, where it ends; a warmup begins near 0 here")
+    return floor
+
+
 def finish(c: Translation) -> None:
-    """Do nothing: what a file leaves out, its training script says."""
+    """Tell DeepSpeed's defaults for the parts of training that the file has. Others are as the training script says."""
+    optimizer = c.get("optimizer.type", text, "").lower()
+    parts = [part for part in ("optimizer", "scheduler") if any(key.startswith(f"{part}.") for key in c.given)]
+    if optimizer in _OPTIMIZERS:
+        if "optimizer.params.lr" not in c.given and not _is_auto(c, "scheduler.params.warmup_max_lr"):
+            c.default("optim.lr", 1e-3, "optimizer.params.lr by default")
+        if "optimizer.params.weight_decay" not in c.given:
+            decay = 0.01 if c.on("optimizer.params.torch_adam") else 0.0
+            c.default("optim.weight_decay", decay, "optimizer.params.weight_decay by default")
+    if c.get("scheduler.type", text, "") in _SCHEDULES and "scheduler.params.warmup_num_steps" not in c.given:
+        c.default("optim.warmup_steps", 1000, "scheduler.params.warmup_num_steps by default")
+    if parts and "gradient_clipping" not in c.given:
+        c.default("optim.max_grad_norm", None, "gradients are not clipped by default")
 
 
 def _number(field: str, *, off: float | None = None) -> Rule:
@@ -271,11 +326,6 @@ def _betas(c: Translation, key: str) -> None:
         c.carry(key, "optim.beta2", found[1], f"and optim.beta1={found[0]}")
 
 
-def _warmup_rate(c: Translation, key: str) -> None:
-    if not _auto(c, key):
-        c.say(key, "left", "optim.lr is the peak, and a warmup begins near 0")
-
-
 _FILE_OPTIONS = (
     settled("zero_optimization.stage", "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
     ask(
@@ -295,12 +345,14 @@ _FILE_OPTIONS = (
     ask("optimizer.params.weight_decay", "`optim.weight_decay`", _number("optim.weight_decay")),
     ask("optimizer.params.eps", "`optim.eps`", _number("optim.eps")),
     ask("optimizer.params.betas", "`optim.beta1`, `optim.beta2`", _betas),
-    leave("optimizer.params.torch_adam optimizer.params.bias_correction", "how AdamW is computed"),
+    leave("optimizer.params.torch_adam", "how AdamW is computed"),
+    refuse("optimizer.params.bias_correction", "moments are corrected for bias", off=(True,), alike="as here"),
     refuse("optimizer.params.adam_w_mode", "weight decay is apart from the gradient", off=(True,), alike="as here"),
     settled("scheduler.type", "`optim.schedule`: constant, linear and cosine, each with a warmup; others are refused"),
     settled("scheduler.params.warmup_num_steps", "`optim.warmup_steps`"),
     settled("scheduler.params.total_num_steps", "`train.max_steps`"),
-    ask("scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr", "left: see `optim.lr`", _warmup_rate),
+    settled("scheduler.params.warmup_max_lr", "`optim.lr`, whatever `optimizer.params.lr` says"),
+    settled("scheduler.params.warmup_min_lr", "`optim.schedule.floor` of WarmupDecayLR; a warmup begins near 0"),
     leave("scheduler.params.warmup_type", "a warmup is a straight line here"),
     refuse(
         "amp amp.enabled fp32_allreduce prescale_gradients gradient_predivide_factor sparse_gradients",
@@ -310,7 +362,7 @@ _FILE_OPTIONS = (
     leave("optimizer scheduler optimizer.params scheduler.params", "an empty map sets nothing"),
     refuse(
         "optimizer.params.* scheduler.params.* scheduler.*",
-        "no option of those that are carried: see optim.optimizer and optim.schedule",
+        "not an option that is carried: see optim.optimizer and optim.schedule",
         off=("auto",),
         alike=_SCRIPT,
     ),

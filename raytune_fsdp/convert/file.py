@@ -160,7 +160,8 @@ def _printable(text: str) -> str:
 def read(file: str) -> dict[str, Any]:
     """Read the map in a YAML file, which a stranger may have written."""
     try:
-        content = read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8")
+        # Editors on Windows begin a file with a mark.
+        content = read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8-sig")
         if content.lstrip().startswith("{"):
             content = content.expandtabs(1)  # YAML reads JSON, but for tabs, which no text in JSON has as they are
         tree, _ = parse(content)

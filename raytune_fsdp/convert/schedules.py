@@ -8,7 +8,7 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.rules import Translation, number, text, whole
 
 
-def _ratio(least: Any, lr: float) -> float:
+def ratio(least: Any, lr: float) -> float:
     """Return a learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
     return float(f"{number(least) / lr:.12g}")
 
@@ -36,10 +36,10 @@ def _schedule(c: Translation, kind: str, details: dict[str, Any], lr: float) -> 
         rate, least = take("min_lr_rate", None), take("min_lr", None)
         return {
             "type": "cosine",
-            "floor": _ratio(least, lr) if rate is None and least is not None else number(rate or 0),
+            "floor": ratio(least, lr) if rate is None and least is not None else number(rate or 0),
         }
     if kind == "polynomial":
-        floor, power = _ratio(take("lr_end", 1e-7), lr), number(take("power", 1.0))
+        floor, power = ratio(take("lr_end", 1e-7), lr), number(take("power", 1.0))
         return {"type": "linear", "floor": floor} if power == 1 else {"type": kind, "power": power, "floor": floor}
     if kind == "inverse_sqrt":
         timescale = take("timescale", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import NOT_BIT_EQUAL
 from raytune_fsdp.convert.rules import (
     Project,
@@ -183,8 +184,8 @@ def _schedule(c: Translation) -> None:
 
 
 def finish(c: Translation) -> None:
-    if _made_by(c, "optimizer").startswith(("AdamW", "PagedAdamW")) and "optim.lr" not in c.fields:
-        c.default("optim.lr", 1e-3, "lr of AdamW by default")
+    if _made_by(c, "optimizer") in _OPTIMIZERS:
+        c.default("optim.lr", 1e-3, f"lr of {_made_by(c, 'optimizer')} by default")
     c.default("optim.weight_decay", 0.01 if "AdamW" in _made_by(c, "optimizer") else 0.0, "weight_decay by default")
     c.default("optim.max_grad_norm", None, "gradients are not clipped by default")
 
@@ -351,11 +352,11 @@ def _data(c: Translation) -> None:
         c.put("data.eval", measured, "dataset_val")
         c.carry("run_val_every_n_steps", "eval.every", c.get("run_val_every_n_steps", whole, None))
     c.say("run_val_every_n_steps", "left", "nothing is evaluated")
-    length = c.get("tokenizer.max_seq_len", whole, None)
-    if length is None:
-        c.say("tokenizer.max_seq_len", "left", "no limit there; here a longer row is named: raise data.seq_len then")
-    c.carry("tokenizer.max_seq_len", "data.seq_len", length)
-    if length is not None:
+    key = "tokenizer.max_seq_len"
+    if key in c.given and spelled(c.given[key]) is None:
+        c.say(key, "left", "no limit there; here a longer row is named: raise data.seq_len then")
+    elif (length := c.get(key, whole, None)) is not None:
+        c.carry(key, "data.seq_len", length)
         c.default("data.long_documents", "truncate", "what torchtune does with more than max_seq_len tokens")
     _packing(c, train)
 
@@ -379,7 +380,7 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
         return {}
     known = _KNOWN.get(name)
     if known is None:
-        why = f"a function of its own: there are {', '.join(_KNOWN)}; or name its files with instruct_dataset"
+        why = f"not a dataset that is carried; these are: {', '.join(_KNOWN)}; or name its files with instruct_dataset"
         c.say(key, "refused", why)
         for each in _KEYS:
             c.say(prefix + each, "left", "belongs to this dataset")
@@ -468,7 +469,7 @@ _DATA_OPTIONS = (
     refuse(_each("filter_fn data_dir"), "name the files that are meant in data_files", off=()),
     refuse(_each("add_eos"), "a text ends with the end token", off=(True,), alike="a text ends with the end token"),
     leave(_each("max_seq_len"), "tokenizer.max_seq_len decides"),
-    settled("tokenizer.max_seq_len", "`data.seq_len`"),
+    settled("tokenizer.max_seq_len", "`data.seq_len`", takes_null=True),
     leave(
         "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.special_tokens_path",
         "the tokenizer of the model's directory, whose chat template is used; see model.tokenizer",

@@ -122,7 +122,7 @@ class ConsoleTracker(Tracker):
             return
         text = event_in_words(name, redact(fields))
         if name == names.PREDICTED and isinstance(each := fields.get("step_seconds"), int | float) and self._total:
-            text += f", the {self._total:,} steps about {duration(each * self._total)}"
+            text += f", the {self._total:,} steps about {took(each * self._total)}"
         self._print(f"     {text}", _YELLOW if name not in (names.SAVED, names.PREDICTED) else "")
 
     def finish(self, status: Status) -> None:
@@ -264,7 +264,7 @@ def _predicted(fields: Mapping[str, object]) -> str:
     kept, peak, seconds = (fields.get(key) for key in ("kept_bytes", "peak_bytes", "step_seconds"))
     if not isinstance(kept, int) or not isinstance(peak, int):
         return f"memory was not predicted: {fields.get('because')}"
-    step = f"; a step takes about {seconds:.2g} s" if isinstance(seconds, int | float) else ""
+    step = f"; a step takes about {took(seconds)}" if isinstance(seconds, int | float) else ""
     return f"memory of each worker: {gibibytes(peak)} at the most (predicted), {gibibytes(kept)} all the time{step}"
 
 
@@ -358,6 +358,15 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02}m"
     return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+
+
+def took(seconds: float) -> str:
+    """Return a duration in words; a short one with two digits, in s, ms or µs."""
+    if not 0 <= seconds < 9.95:
+        return duration(seconds)
+    if seconds >= 0.00995 or not seconds:
+        return f"{seconds:.2g} s"
+    return f"{1e3 * seconds:.2g} ms" if seconds >= 0.0000995 else f"{1e6 * seconds:.2g} µs"
 
 
 def curve(losses: Sequence[float], width: int, height: int) -> str:

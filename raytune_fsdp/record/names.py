@@ -48,6 +48,8 @@ results depend on: device, threads, versions, packages (those with kernels that 
 instructions of rank 0, with run.exact also bits, a digest of these, the kernels and the micro-batch; evaluates (whether
 values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
 checkpoint have failed: lost_seconds, the time for which they have trained."""
+LOST_SECONDS = "lost_seconds"
+"""All of them may have failed before the clock asked for the next checkpoint, so it counts from there on."""
 STARTED_BY = "started_by"
 """In attempts.jsonl, which no tracker gets a copy of. Fields: command (without secrets), directory, host, user, python,
 and of the directory's git repository commit and uncommitted (whether files differ from it)."""

@@ -63,7 +63,7 @@ from raytune_fsdp.run.described import (
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.saving import LOST, lost_seconds
+from raytune_fsdp.run.saving import lost_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def start_tracker(
         **plan.spread(),
         **computed[0],
         **bits,
-        **({LOST: round(opened.lost, 1)} if opened.lost else {}),
+        **({names.LOST_SECONDS: round(opened.lost, 1)} if opened.lost else {}),
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)

@@ -289,10 +289,6 @@ class NothingSaved(Saves):
 
 # The saves of an attempt, by its config: what is kept of them, and when the clock asks for one.
 
-LOST = "lost_seconds"
-"""The field of the event that an attempt has started: seconds that earlier attempts have trained since its checkpoint.
-They may all have failed before the clock asked for the next one."""
-
 
 def open_saves(
     config: FinetuneConfig,
@@ -358,7 +354,7 @@ def lost_seconds(place: RunDir, step: int) -> float:
     for event in each_event(place.events):
         if event["event"] == names.ATTEMPT_STARTED:
             started = event["fields"]
-    before = started.get(LOST) if started.get("resumed_from") == step else None
+    before = started.get(names.LOST_SECONDS) if started.get("resumed_from") == step else None
     found = (float(before) if isinstance(before, int | float) else 0.0) + seconds_after(place.metrics, step)
     return found if 0 <= found < math.inf else 0.0
 

@@ -56,6 +56,15 @@ def test_lines_of_a_run_are_broken_between_words(colour: str) -> None:
     assert broken(text, 300) == [text]
     assert broken("x" * 200, 80) == ["x" * 200], "nor what others print"
     assert broken("     " + "x" * 200, 80) == ["     " + "x" * 200], "nor a path"
+    assert broken(f"     {'x' * 90} then {'y ' * 40}", 80)[0] == "     " + "x" * 90, "and what follows one is broken"
+
+
+def test_a_line_is_broken_by_its_columns_and_in_no_time() -> None:
+    text = "     " + " ".join(["模型数据"] * 13_000)
+    began = time.process_time()
+    lines = broken(text, 40)
+    assert time.process_time() - began < 5, "a second at most; measured anew for each piece, it took minutes"
+    assert max(map(width_of, lines)) == 40 and " ".join(lines).split() == text.split()
 
 
 def test_a_narrower_terminal_breaks_lines_and_they_are_removed_all_the_same() -> None:

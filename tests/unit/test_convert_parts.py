@@ -63,7 +63,17 @@ TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
     ({"device": "mps"}, "refused"),
     ({"metric_logger": {"_component_": "x.WandBLogger", "project": "p"}}, ("tracking.wandb.project", "p")),
     ({"resume_from_checkpoint": True}, "refused"),
+    ({"optimizer": {"_component_": "torch.optim.SGD"}}, ("optim.lr", 1e-3)),
+    ({"tokenizer": {"max_seq_len": None}}, "left"),
 ]
+
+
+def warmed_up(kind: str, **params: Any) -> dict[str, Any]:
+    """A file of DeepSpeed's whose optimizer has one rate, and whose schedule may have another."""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-5}}
+    return {"optimizer": optimizer, "scheduler": {"type": kind, "params": params}}
+
+
 DEEPSPEED: list[tuple[dict[str, Any], Expected]] = [
     ({"zero_optimization": {"stage": 2}}, ("parallel.strategy", "shard_grad_op")),
     ({"zero_optimization": {"stage": 7}}, "refused"),
@@ -80,6 +90,19 @@ DEEPSPEED: list[tuple[dict[str, Any], Expected]] = [
     ({"scheduler": {"type": "WarmupCosineLR"}}, ("optim.schedule", {"type": "cosine"})),
     ({"scheduler": {"type": "OneCycle"}}, "refused"),
     ({"scheduler": {"type": "auto"}}, "left"),
+    (warmed_up("WarmupLR", warmup_max_lr=3e-4), ("optim.lr", 3e-4)),
+    (warmed_up("WarmupLR", warmup_max_lr="auto"), ("optim.lr", 1e-5)),
+    (warmed_up("WarmupLR"), ("optim.lr", 1e-3)),
+    (warmed_up("WarmupCosineLR"), ("optim.lr", 1e-5)),
+    (warmed_up("WarmupLR"), ("optim.warmup_steps", 1000)),
+    (warmed_up("WarmupLR"), ("optim.weight_decay", 0.0)),
+    (warmed_up("WarmupLR"), ("optim.max_grad_norm", None)),
+    (warmed_up("WarmupDecayLR", warmup_min_lr=3e-5, warmup_max_lr=3e-4), ("optim.schedule.floor", 0.1)),
+    (warmed_up("WarmupLR", warmup_min_lr=3e-5), "left"),
+    ({"scheduler": warmed_up("WarmupDecayLR", warmup_min_lr=1, warmup_max_lr="auto")["scheduler"]}, "refused"),
+    ({"optimizer": {"type": "Adam"}}, ("optim.lr", 1e-3)),
+    ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "refused"),
+    ({"optimizer": {"type": "AdamW", "params": {"bias_correction": True}}}, "same"),
 ]
 
 
@@ -96,6 +119,12 @@ def test_what_a_part_means(project: str, options: dict[str, Any], expected: Expe
         return
     fates = {line.said.fate for line in found.lines if line.key.partition(".")[0] in options}
     assert expected in fates and bool(found.problems) == (expected == "refused"), found.report()
+
+
+def test_json_of_an_editor_that_writes_a_mark_and_tabs(tmp_path: Path) -> None:
+    (tmp_path / "theirs.json").write_bytes(b'\xef\xbb\xbf{\n\t"bf16": {\n\t\t"enabled": true\n\t}\n}')
+    found = convert(str(tmp_path / "theirs.json"), project="deepspeed")
+    assert found.problems == [] and ours(found, "parallel.precision") == "bf16"
 
 
 def test_an_older_config_of_ours_gets_the_names_of_today(

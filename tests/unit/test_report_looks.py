@@ -6,6 +6,7 @@ What follows from the numbers of a plot is looked at without a browser; the rest
 from __future__ import annotations
 
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,14 @@ def test_runs_are_found_and_sorted(pages: dict[str, Path], tmp_path: Path) -> No
         browser.value("(find.value = '', choose(), document.querySelectorAll('thead button')[2].click())")
         found = browser.value(names)
         assert {*found[:2]} == {"preparing", "killed-under-ray"} and {*found[-2:]} == {"one", "x" * 90}, "by step"
+
+
+def test_a_run_whose_name_is_no_text_is_in_the_list_of_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / os.fsdecode(b"a\xff"), 30)
+    (run / "report").mkdir()
+    (run / "report" / "index.html").write_text("")
+    assert main(["runs", str(tmp_path), "--html"]) == 0
+    assert 'href="a%FF/report/index.html"' in (tmp_path / "runs.html").read_text()
 
 
 def test_texts_of_strangers_are_no_part_of_the_list_of_runs(tmp_path: Path) -> None:

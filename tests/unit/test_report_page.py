@@ -87,7 +87,7 @@ def chart(text: str, name: str) -> dict[str, Any]:
 def browse(path: Path, width: int) -> dict[str, Any]:
     if NODE is None:
         pytest.skip("node, which runs the page's script here, is not installed")
-    done = subprocess.run([NODE, FAKE_BROWSER, path, str(width)], capture_output=True, text=True)
+    done = subprocess.run([NODE, FAKE_BROWSER, path, str(width)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -281,6 +281,35 @@ def test_whatever_a_stranger_has_written_the_page_is_made_and_small(tmp_path: Pa
     assert len(text) < 2_000_000
     (tmp_path / "page.html").write_text(text)
     browse(tmp_path / "page.html", 400)
+
+
+def test_steps_that_a_float_can_hardly_tell_apart_are_drawn(tmp_path: Path) -> None:
+    """Beyond them, where one more is the same number, evaluations are left out as steps are."""
+    run = write_run(tmp_path / "run", 2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    for line in lines:
+        if line["kind"] == "step":
+            line["trajectory"]["step"] += 2**53 - 2
+        else:
+            line["step"] = 2**62 + 1024 * line["step"]
+    (run / "metrics.jsonl").write_bytes(b"".join(map(to_bytes, lines)))
+    text = page([run])
+    assert "2 lines of metrics.jsonl are damaged or out of order, and are left out" in read(text).words
+    (tmp_path / "page.html").write_text(text)
+    assert browse(tmp_path / "page.html", 400)["wrong"] == []
+
+
+def test_a_step_of_endless_time_and_a_sample_of_endless_length_have_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 9)
+    for file, sane, endless in (
+        ("metrics.jsonl", '"step_seconds": 0.5', '"step_seconds": 1e308'),
+        ("config.yaml", "seq_len: 1024", f"seq_len: {'9' * 400}"),
+    ):
+        text = (run / file).read_text()
+        assert sane in text
+        (run / file).write_text(text.replace(sane, endless, 1))
+    text = page([run])
+    assert data_of(text)["axes"][0]["time"] is None and "packed samples of 9" not in read(text).words
 
 
 def test_settings_are_those_that_are_not_at_their_defaults(tmp_path: Path) -> None:

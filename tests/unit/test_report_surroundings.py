@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -16,10 +17,11 @@ import pytest
 
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record import names
-from raytune_fsdp.record.console import event_in_words, gibibytes
+from raytune_fsdp.record import jsonl, names
+from raytune_fsdp.record.console import event_in_words, gibibytes, took
 from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.lines import to_bytes
+from raytune_fsdp.record.report import surroundings
 from raytune_fsdp.record.report.facts import predictions, status
 from raytune_fsdp.record.report.history import read_history
 from raytune_fsdp.record.report.page import page
@@ -102,6 +104,56 @@ def test_the_time_of_a_run_is_divided_without_rest(tmp_path: Path) -> None:
     assert wall_time(read_history(run)) == [], "an older record does not say when attempts began"
 
 
+def test_what_a_killed_attempt_trained_in_vain_is_not_between_attempts(tmp_path: Path) -> None:
+    """It says no end, and the next attempt says what was lost: 3 s of the second, then 4 s more of the third."""
+    run = write_run(tmp_path / "run", 30)
+    started = names.ATTEMPT_STARTED
+    put_events(
+        run,
+        (0, 1, started, {"world_size": 4, "resumed_from": 0}),
+        (5, 2, started, {"world_size": 4, "resumed_from": 10}),
+        (20, 3, started, {"world_size": 4, "resumed_from": 30, "lost_seconds": 3.0}),
+        (30, 4, started, {"world_size": 4, "resumed_from": 30, "lost_seconds": 7.0}),
+        (31, 4, names.ATTEMPT_ENDED, {"status": "interrupted"}),
+        (7 * 86400, 4, names.RECORD_REPAIRED, {"problems": []}),
+    )
+    found = {part: seconds for part, seconds, _ in wall_time(read_history(run))}
+    assert found["steps that were trained again, and ends of attempts"] == "3 s"
+    assert found["attempts of which no step remains"] == "5 s", "4 s of the third, a second of the fourth"
+    assert found["between attempts"] == "8 s" and found["all"] == "31s", "a week later nothing is trained"
+
+
+@pytest.mark.parametrize("absent", ["time", "attempt"])
+def test_steps_of_which_the_record_says_less_are_not_called_lost(tmp_path: Path, absent: str) -> None:
+    run = write_run(tmp_path / "run", 9)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    for line in steps:
+        line.pop(absent)
+    (run / "metrics.jsonl").write_bytes(b"".join(map(to_bytes, steps)))
+    put_events(run, (0, 1, names.ATTEMPT_STARTED, {}), (9, 1, names.ATTEMPT_ENDED, {}))
+    assert wall_time(read_history(run)) == []
+
+
+def test_of_very_many_attempts_few_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", 3)
+    for file, event in (("events", names.ATTEMPT_STARTED), ("attempts", names.STARTED_BY)):
+        lines = [
+            {"attempt": n, "event": event, "fields": {"device": f"gpu {n}", "user": f"user {n}"}} for n in range(2000)
+        ]
+        (run / f"{file}.jsonl").write_bytes(b"".join(map(to_bytes, lines)))
+    looked: list[object] = []
+
+    def shown(value: object, most: int = 0) -> str:
+        looked.append(value)
+        return str(value)
+
+    monkeypatch.setattr(surroundings, "shown_value", shown)
+    assert dict(machines(read_history(run))) == {
+        "device": "gpu 0; from attempt 1999 on gpu 1999", "by user": "user 0; from attempt 1999 on user 1999",
+    }  # fmt: skip
+    assert len(looked) == 2 * 600
+
+
 def test_the_page_says_with_what_and_where_a_run_was_trained(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 30)
     computed = {"device": "cuda: H100", "threads": 8, "versions": {"torch": "2.11", "raytune-fsdp": None}}
@@ -178,6 +230,11 @@ def test_small_sizes_and_errors_are_said_as_they_are(tmp_path: Path) -> None:
     assert [gibibytes(n) for n in (0, 5000, 10_485_760, 2**30, 3 * 2**40)] == [
         "0 B", "4.88 KiB", "10.00 MiB", "1.00 GiB", "3072.00 GiB",
     ]  # fmt: skip
+    assert [took(n) for n in (0, 1e-5, 0.00099, 0.0042, 0.25, 9.9, 9.96, 380)] == [
+        "0 s", "10 µs", "0.99 ms", "4.2 ms", "0.25 s", "9.9 s", "10s", "6m 20s",
+    ]  # fmt: skip
+    said = event_in_words(names.PREDICTED, {"kept_bytes": 1, "peak_bytes": 1, "step_seconds": 1e-5})
+    assert said.endswith("a step takes about 10 µs")
     run = write_run(tmp_path / "run", 3)
     put_events(
         run,
@@ -213,6 +270,33 @@ def test_an_audit_that_is_put_on_record_is_in_the_report(tmp_path: Path, differe
     (lane,) = (each for each in data_of(text)["lanes"] if each["name"] == "audits")
     assert lane["marks"][0][0] == 8 and "steps 5 to 8 were trained again" in lane["marks"][0][2]
     assert status(read_history(run.path))[0] == "finished", "it is no part of an attempt"
+
+
+def test_an_audit_keeps_its_outcome_where_the_record_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run", 3)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jsonl, "_write_all", full)
+    found = Audit(segment=Segment(first=1, last=3, before=None, after=None), here={})
+    put_on_record(found, RunDir(run, ""))
+    assert "is not on record" in caplog.text and "(No space left on device)" in caplog.text
+    assert "training" not in caplog.text
+
+
+def test_an_audit_that_cannot_be_put_on_record_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 3)
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").mkdir()
+    assert main(["audit", str(run), "--record", "--trust-places"]) == 2
+    assert "events.jsonl is a directory, not a regular file; make it writable, or audit without --record" in (
+        capsys.readouterr().err
+    )
 
 
 def test_evaluations_are_marks_below_the_loss(tmp_path: Path) -> None:

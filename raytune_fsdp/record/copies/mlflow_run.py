@@ -60,8 +60,9 @@ ATTEMPT = "raytune_fsdp.attempt"
 _PARENT = "mlflow.parentRunId"
 _NAMES, _TODAYS_NAMES = "raytune_fsdp.names", "2"
 """A run with this tag has each metric under one name, and memory in GiB; older runs keep the names that they have."""
-# By this tag MLflow's pages decided whether to show an experiment as one of generative AI, which has no curves. Those
-# of 3.17 ask only the address, and then the browser, whose first answer is generative AI: hence `MlflowRun.page`.
+# MLflow shows an experiment either as machine learning, with curves, or as generative AI, without. Its pages chose by
+# this tag until 3.17. Since then they choose by a parameter of the address; where the address has none, by the choice
+# that the browser has kept; and in a new browser they show generative AI. Hence the address of `MlflowRun.page`.
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
 _VIEW = "raytune_fsdp"
 """The name of a view of an experiment's curves, kept in a tag of the experiment as those are that people share. Without

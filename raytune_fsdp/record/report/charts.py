@@ -37,11 +37,13 @@ class Run:
         if len(self.into) < 2:
             return {"from": [], "to": [], "time": None}
         last = self.into[1:] - 1
-        seconds = self.history.time - self.history.start
+        # Rounded first: rounding makes infinities of the largest numbers.
+        with np.errstate(over="ignore"):
+            seconds = np.round(self.history.time - self.history.start, 1)
         return {
             "from": self.history.steps[self.into[:-1]].astype(np.int64).tolist(),
             "to": self.history.steps[last].astype(np.int64).tolist(),
-            "time": np.round(seconds[last], 1).tolist() if np.isfinite(seconds).all() else None,
+            "time": seconds[last].tolist() if np.isfinite(seconds).all() else None,
         }
 
     def name(self, what: str) -> str:

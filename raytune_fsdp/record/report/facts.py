@@ -16,7 +16,7 @@ from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.recorded import differing
 from raytune_fsdp.record import names
-from raytune_fsdp.record.console import duration, gibibytes, short
+from raytune_fsdp.record.console import gibibytes, short, took
 from raytune_fsdp.record.lines import is_number
 from raytune_fsdp.record.report.history import History
 from raytune_fsdp.record.report.marks import AxisMark
@@ -201,11 +201,6 @@ def settings(history: History) -> list[tuple[str, str, str]]:
     return rows[:_MOST_ROWS]
 
 
-def took(seconds: float) -> str:
-    """Return a duration in words; a short one with a digit after the point."""
-    return f"{seconds:.2g} s" if 0 <= seconds < 9.95 else duration(seconds)
-
-
 def shown_value(value: object, most: int = _VALUE) -> str:
     """Return a value of a config or an event as a text, without secrets and shortened."""
     if not isinstance(value, str):
@@ -264,7 +259,7 @@ def predictions(history: History) -> list[tuple[str, str, str, str]]:
 
 
 def _shown(key: str, value: Any) -> str:
-    return f"{value:.3g} s" if key == "step_seconds" else gibibytes(int(value))
+    return took(value) if key == "step_seconds" else gibibytes(int(value))
 
 
 def _off(error: float) -> str:

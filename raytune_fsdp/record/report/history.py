@@ -189,7 +189,7 @@ class _Record:
         self._last = 0
 
     def add(self, line: dict[str, Any] | None) -> None:
-        if line is None:
+        if line is None or line["kind"] == "eval" and line["step"] > _LAST_STEP:
             self.unread += 1
         elif line["kind"] == "eval":
             for name, value in line["values"].items():

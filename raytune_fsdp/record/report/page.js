@@ -51,8 +51,10 @@ function ticks(low, high, most, whole) { // from coarse to fine, until there are
   for (let finer = 3 * Math.ceil(Math.log10(high - low)); found.length < 3 && (finer >= 0 || !whole); finer--) {
     const step = [1, 2, 5][((finer % 3) + 3) % 3] * 10 ** Math.floor(finer / 3);
     found = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+    // Bounded: next to 2 ** 53 and above, one more is the same number.
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && found.length < 50; i++) found.push(i * step);
   }
+  found = [...new Set(found)];
   return found.length > most ? found.filter((_, i) => i % 2 === 0) : found;
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.record import names
 from raytune_fsdp.record.report.facts import samples_seen
@@ -57,7 +58,7 @@ def _packed(history: History) -> str:
     """Return a sentence on how full the trained samples were; an empty text if that is not known."""
     seq_len, samples = history.setting("data.seq_len"), samples_seen(history)
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
-    if samples is None or type(seq_len) is not int or seq_len < 1 or steps != history.steps[-1]:
+    if samples is None or not is_count(seq_len) or seq_len < 1 or steps != history.steps[-1]:
         return ""  # if a step is missing, samples and tokens would not be of the same steps
     return f"{samples:,} packed samples of {seq_len:,} tokens are trained, {tokens / (samples * seq_len):.1%} full."
 

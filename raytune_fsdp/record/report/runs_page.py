@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, METRICS_FILE, report_of
+from raytune_fsdp.record.console import took
 from raytune_fsdp.record.report.drawn import small_curve
-from raytune_fsdp.record.report.facts import shown_value, took
+from raytune_fsdp.record.report.facts import shown_value
 from raytune_fsdp.record.report.history import config_of, setting
 from raytune_fsdp.record.report.overview import Overview, some_losses
 from raytune_fsdp.record.report.page import rendered
@@ -58,8 +59,8 @@ def _row(run: Overview, state: str, out: Path) -> dict[str, Any]:
     values = {name: setting(config, path) for name, path in _SETTINGS.items()}
     return {
         "name": printable(run.path.name),
-        # A relative address, in which a colon is encoded too: it names no scheme.
-        "report": quote(os.path.relpath(report, out.absolute().parent)) if report.is_file() else None,
+        # A relative address, in which a colon is encoded too: it names no scheme. A name may be no text.
+        "report": quote(os.fsencode(os.path.relpath(report, out.absolute().parent))) if report.is_file() else None,
         "state": state,
         "status": _STATES.get(state, state),
         "curve": small_curve(some_losses(run.path / METRICS_FILE)),

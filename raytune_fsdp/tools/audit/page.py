@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.base.errors import ConfigError, TransientError
+from raytune_fsdp.base.untrusted import UnsoundError, open_regular, printable
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import append_event, each_event
 from raytune_fsdp.tools.audit.comparison import MACHINE, Audit
+
+logger = logging.getLogger(__name__)
 
 
 def report(found: Audit, name: str) -> Iterator[str]:
@@ -49,8 +55,20 @@ def report(found: Audit, name: str) -> Iterator[str]:
         yield _machine_row("the audit", found.here)
 
 
+def check_record(place: RunDir) -> None:
+    """Refuse an audit whose outcome could not be put on record, before it takes hours. Writes nothing."""
+    try:
+        if place.events.exists():
+            os.close(open_regular(place.events, links=True, write=True))
+        elif not os.access(place.path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, UnsoundError) as error:
+        why = f"cannot be written: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"--record: {place.events} {why}; make it writable, or audit without --record") from None
+
+
 def put_on_record(found: Audit, place: RunDir) -> None:
-    """Add the outcome to the run's events, where its report finds it."""
+    """Add the outcome to the run's events, where its report finds it. It stays the outcome where that fails."""
     attempt = max((event["attempt"] for event in each_event(place.events)), default=0)
     fields = {
         "step": found.segment.last,
@@ -60,7 +78,11 @@ def put_on_record(found: Audit, place: RunDir) -> None:
         "exact": found.difference is None and not found.why_not_exact,
         "cached": found.use_cache,
     }
-    append_event(place.events, names.AUDITED, attempt=attempt, fields=fields)
+    try:
+        append_event(place.events, names.AUDITED, attempt=attempt, fields=fields)
+    except TransientError as error:
+        why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+        logger.warning("the outcome is not on record: %s cannot be written (%s)", place.events, why)
 
 
 def _machine_row(what: str, machine: Mapping[str, Any]) -> str:
