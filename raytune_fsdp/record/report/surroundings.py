@@ -192,7 +192,7 @@ def _lost(history: History) -> dict[int, float]:
             fields = event["fields"]
             # Each event has the sum over all attempts since one checkpoint.
             all_of_them, until_then = (
-                float(value) if is_number(value := each.get(names.LOST_SECONDS)) and value > 0 else 0.0
+                max(0.0, value) if is_number(value := each.get(names.LOST_SECONDS, 0.0)) else 0.0
                 for each in (fields, before)
             )
             same = before.get("resumed_from") == fields.get("resumed_from")
