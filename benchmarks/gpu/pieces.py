@@ -87,6 +87,7 @@ SCALES = {
 }  # fmt: skip
 
 LORA = {"type": "lora", "rank": 16, "alpha": 32}
+_ADAPTERS = Needs(packages=("peft",))
 EIGHT_BITS = {"type": "adamw", "moments": "8bit"}
 FP8 = {"tensorwise": {"precision": "fp8"}, "rowwise": {"precision": "fp8", "fp8_scaling": "rowwise"}}
 
@@ -159,7 +160,7 @@ def _train(
 
 def _lora(
     plans: Plans, scale: Scale, blocks: str, recompute: str, *, method: Mapping[str, Any] = LORA,
-    needs: Needs = NOTHING_SPECIAL, profiled: bool = False,
+    needs: Needs = _ADAPTERS, profiled: bool = False,
 ) -> Piece:  # fmt: skip
     asked = {
         "size": scale.large, **scale.lora, "steps": scale.few, "compiled": blocks == COMPILED, "recompute": recompute,
@@ -207,7 +208,7 @@ def _deterministic(scale: Scale, blocks: str) -> Piece:
 
 def describe(device: str, directory: Path, keep: Keep) -> dict[str, Any]:
     """The machine, and the versions on it."""
-    also = {name: found for name in ("torchao", "liger-kernel", "pytest") if (found := installed(name))}
+    also = {name: found for name in ("torchao", "peft", "liger-kernel", "pytest") if (found := installed(name))}
     known = {**origin(), "cuda": torch.version.cuda, **also}
     if device == "cpu":
         return {"device": "cpu", **known}

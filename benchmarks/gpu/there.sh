@@ -2,7 +2,7 @@
 # Gather evidence on a bare GPU machine: there.sh SECONDS [options of benchmarks.gpu.evidence]. What comes back is in
 # $OUT. Wheels, and the evidence of an earlier call, are in .device (or $CARRIED).
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 limit=$1 carried=${CARRIED:-.device} out=${OUT:-.device/out}
 site=${TMPDIR:-/tmp}/raytune-fsdp-evidence # the second command finds there what the first one has compiled
 shift

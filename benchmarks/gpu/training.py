@@ -195,13 +195,13 @@ def _copy_seconds(device: torch.device, size: int) -> float:
 def deterministic(
     device: str, directory: Path, keep: Keep, *, size: str, micro: int, steps: int, compiled: bool
 ) -> dict[str, Any]:
-    """Whether two runs are equal to the bit, what that costs, and whether a run that was stopped and continued equals
-    one that was not."""
+    """Whether two runs with `run.exact` are equal to the bit, what that costs (`deterministic` is part of it), and
+    whether a run that was stopped and continued, and so met other documents first, equals one that was not."""
     at = _join(device)
     layers = min(_FEW_LAYERS, SIZES[size]["num_hidden_layers"])
 
     def config(name: str) -> FinetuneConfig:
-        run = {"name": name, "deterministic": True, "digest_every": _COMPARED_STEPS}
+        run = {"name": name, "exact": True, "digest_every": _COMPARED_STEPS}
         return make_config(
             directory, size, micro=micro, steps=0, compiled=compiled, run=run,
             model={"architecture": {**architecture_of(size), "num_hidden_layers": layers}},
@@ -231,7 +231,7 @@ def deterministic(
         speeds = {}
         for asked in (False, True):
             _start_afresh(at)
-            run = {"name": f"price-{asked}", "deterministic": asked}
+            run = {"name": f"price-{asked}", "exact": asked}
             price = make_config(directory, size, micro=micro, steps=steps, compiled=compiled, run=run)
             speeds[asked] = measure(price, at)["tokens_per_second"]
         found |= {

@@ -25,7 +25,7 @@ from raytune_fsdp.base.leaving import crashing, leave
 from raytune_fsdp.base.redaction import redact_shapes
 from raytune_fsdp.base.untrusted import Printable, printable
 from raytune_fsdp.launch.torchrun import is_rank0
-from raytune_fsdp.plan.run_dir import CONFIG_FILE, check_links
+from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,21 @@ def add_trust(parser: argparse.ArgumentParser, *, base: str | None = None, code:
         help="go where the run's files lead outside of it (data, caches, checkpoints, bases, URLs), although you have "
         "not trained it; only for places that you have looked at",
     )
+
+
+def parse_for_data(parser: ConfigParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
+    """Parse for a command that reads data. A run's own config may be a stranger's: check its code and its places."""
+    found, config = parser.parse_with_config(arguments)
+    file = Path(found.config or "")
+    if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
+        return found, config
+    from raytune_fsdp.run.places import check_places
+    from raytune_fsdp.tools.audit.past import check_code, past_place, placed
+
+    check_code(config, trusted=found.trust_remote_code)
+    check_places(file.parent, trusted=found.trust_places, config=config, base="")
+    moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
+    return found, placed(config, past_place(file.parent)) if moved else config
 
 
 def say(text: object) -> None:

@@ -105,7 +105,8 @@ _raytune_fsdp() {{
             ;;
         esac
     fi
-    mapfile -t COMPREPLY < <(compgen -W "$words" -- "$current")
+    local IFS=$'\n' # not mapfile, which the bash 3.2 of macOS lacks
+    COMPREPLY=($(IFS=$' \n' compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _raytune_fsdp {program}
 """

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.cli.common import ConfigParser, Parser, add_trust, exit_code, nearest, say
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, Parser, add_trust, exit_code, nearest, parse_for_data, say
 from raytune_fsdp.cli.progress import show_progress
-from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE
 
 if TYPE_CHECKING:
-    from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.data.windows import Windows
 
 COMMANDS = {
@@ -44,31 +41,17 @@ def _main(arguments: list[str], prog: str) -> int:
     return {"preview": _preview, "stats": _stats, "clean": _clean}[name](rest, f"{prog} {name}")
 
 
-def _parsed(parser: ConfigParser, arguments: Sequence[str]) -> tuple[Namespace, FinetuneConfig]:
-    """Parse as other commands do. If the config is a run's own, which may be a stranger's, check the run's places."""
-    found, config = parser.parse_with_config(arguments)
-    file = Path(found.config or "")
-    if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
-        return found, config
-    from raytune_fsdp.run.places import check_places
-    from raytune_fsdp.tools.audit.past import past_place, placed
-
-    check_places(file.parent, trusted=found.trust_places, config=config, base="")
-    moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
-    return found, placed(config, past_place(file.parent)) if moved else config
-
-
 def preview_parser(prog: str) -> ConfigParser:
     parser = ConfigParser(prog, "Show packed samples as they are trained on, in the order of the run.")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="how many (default: 2)")
     parser.add_argument("--eval", metavar="NAME", help="show this evaluation dataset (default: the training data)")
-    add_trust(parser)
+    add_trust(parser, code=RUNS_CODE)
     return parser
 
 
 def _preview(arguments: Sequence[str], prog: str) -> int:
     parser = preview_parser(prog)
-    found, config = _parsed(parser, arguments)
+    found, config = parse_for_data(parser, arguments)
     if found.samples < 1:
         parser.error(f"--samples {found.samples} must be at least 1")
     from raytune_fsdp.run.prepare import open_as_run
@@ -96,13 +79,13 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
 def stats_parser(prog: str) -> ConfigParser:
     parser = ConfigParser(prog, "Count the data: tokenize and pack all windows, and keep them for the run.")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the lengths of the documents into this file")
-    add_trust(parser)
+    add_trust(parser, code=RUNS_CODE)
     return parser
 
 
 def _stats(arguments: Sequence[str], prog: str) -> int:
     parser = stats_parser(prog)
-    found, config = _parsed(parser, arguments)
+    found, config = parse_for_data(parser, arguments)
     from raytune_fsdp.data.census import census
     from raytune_fsdp.data.left_out import left_out_of
     from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw

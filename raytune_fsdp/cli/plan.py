@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
-from raytune_fsdp.cli.common import ConfigParser, run_command, say_lines
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, parse_for_data, run_command, say_lines
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
 from raytune_fsdp.cli.plan_rows import SECONDS, CountedRows, count_rows
 from raytune_fsdp.plan.cadence import cadence_in_words
@@ -46,6 +46,7 @@ def parser_of(prog: str) -> ConfigParser:
     plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust(parser, code=RUNS_CODE)
     return parser
 
 
@@ -73,8 +74,9 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         counts_all = redact_text(shlex.join(["raytune-fsdp", "data", "stats", *words]))
         from raytune_fsdp.cli.progress import show_progress
 
+        _, placed = parse_for_data(parser, arguments)
         with show_progress(quiet=found.json) as progress:
-            counted = count_rows(config, counts_all, progress)
+            counted = count_rows(placed, counts_all, progress)
         census = counted.census
     plan = resolve(config, world, census)
     if found.serve:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SECONDS = 10.0
 """How long the rows are counted."""
+_STARTING = 60.0
+"""How long the process that counts may take to begin: it imports torch, which a busy machine reads for many seconds."""
 _HOURS = ("hours", "gpu_hours", "price")
 """What a plan on GPUs says that depends on the length of the run."""
 
@@ -91,6 +93,8 @@ def count_rows(config: FinetuneConfig, command: str, progress: Progress | None =
     began = time.monotonic()
     seen, doing = _Seen(), "starting"
     with _counting(config) as (answers, said):
+        if answers.poll(_STARTING):
+            began = time.monotonic()
         while (left := began + SECONDS - time.monotonic()) > 0 and answers.poll(left):
             try:
                 found = answers.recv()
@@ -179,6 +183,7 @@ def _count(config: FinetuneConfig, tell: Callable[[object], None]) -> CountedRow
     from raytune_fsdp.data.census import census, different_epochs
     from raytune_fsdp.run.prepare import open_as_run
 
+    tell(_Seen())  # from now on the time counts
     _, train, _ = open_as_run(config, lambda *news: tell(news))
     epochs = config.train.epochs or 1.0
     of_rows = tuple(train.rows(epoch) for epoch in range(different_epochs(train, epochs)))

@@ -1,14 +1,16 @@
 """Compiled forward passes that fall back to plain ones: a compiler may be missing, or fail, and the run goes on.
 
 One graph serves all layers of a kind. Every micro-batch has borders of another length, and the graph is made for any
-length from the first one on. So which graph a micro-batch gets does not depend on what a process has met before, as it
-must not in a run with `run.exact`. What is compiled later is counted and reported.
+length from the first one on. What is compiled later is counted and reported.
+
+In a run with `run.exact` no bit may depend on what a process has met before, or on which rank fails: there the short
+last micro-batch of a run, for which another graph may be made or none, is not compiled, and a failure ends the run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from raytune_fsdp.base.beat import pulse
-from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.errors import ConfigError, in_one_line
 from raytune_fsdp.model.attention.choose import KernelChoice
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ _SETTINGS = (
     (torch._dynamo.config, "fail_on_recompile_limit_hit"),
     (torch._functorch.config, "force_non_lazy_backward_lowering"),
     (torch._inductor.config, "fallback_random"),
+    (torch._inductor.config.cpp, "threads"),
     (torch.compiler.config, "dynamic_sources"),
 )
 """The settings that a `Compiler` changes for its process."""
@@ -126,11 +129,15 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
-    def __init__(self, what: str = "the layers of this network", *, whole: bool = False) -> None:
-        """`whole`: whatever it compiles must be one graph. After a break in a graph nothing says what may vary."""
+    def __init__(
+        self, what: str = "the layers of this network", *, exact: bool = False, rows: int | None = None
+    ) -> None:
+        """`exact`: all ranks must compute alike. Whatever is compiled must be one graph, as after a break nothing says
+        what may vary, and failures are errors. `rows`: the samples of a micro-batch; shorter ones are not compiled.
+        """
         self.failure: str | None = None
         """Why it gave up."""
-        self._what, self._whole = what, whole
+        self._what, self._exact, self._rows = what, exact, rows
         self._called = False
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
         # The reset has removed these callbacks if they were there.
@@ -146,6 +153,8 @@ class Compiler:
         torch._functorch.config.force_non_lazy_backward_lowering = True
         # The compiler's own random numbers differ: with dropout, a compiled layer would compute something else.
         torch._inductor.config.fallback_random = True
+        if exact:  # torch 2.11 takes a kernel for other threads out of its cache, unless they are in its settings
+            torch._inductor.config.cpp.threads = torch.get_num_threads()
         marked = torch.compiler.config.dynamic_sources
         if _BORDERS not in marked:
             torch.compiler.config.dynamic_sources = f"{marked},{_BORDERS}" if marked else _BORDERS
@@ -157,10 +166,10 @@ class Compiler:
 
         `draws`: it may draw random numbers. `whole`: it must be one graph. `options`: inductor's.
         """
-        fast = torch.compile(forward, fullgraph=whole or self._whole, options=options)
+        fast = torch.compile(forward, fullgraph=whole or self._exact, options=options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.failure is None:
+            if self.failure is None and not self._is_short(args):
                 before, graphs = _random_state() if draws else None, counters["stats"]["unique_graphs"]
                 self._called = True
                 try:
@@ -178,9 +187,20 @@ class Compiler:
 
         return run
 
+    def _is_short(self, args: Sequence[Any]) -> bool:
+        """Return whether a layer is called with fewer samples than a micro-batch has."""
+        return self._rows is not None and any(
+            isinstance(each, torch.Tensor) and len(each) < self._rows for each in args[:2]
+        )
+
     def give_up(self, why: Exception | str) -> None:
-        """Run everything without the compiler from here on."""
+        """Run everything without the compiler from here on. Raise ConfigError if ranks would differ by it."""
         self.failure = why if isinstance(why, str) else f"torch.compile fails here: {in_one_line(why)}"
+        if self._exact:
+            raise ConfigError(
+                f"{self.failure}; with run.exact=true no rank may go on without it, as it rounds otherwise: set "
+                "parallel.compile=false"
+            )
         logger.warning("%s; the run goes on without it", self.failure)
 
     def agree(self) -> None:

@@ -48,8 +48,10 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
 ATTEMPTS_FILE = "attempts.jsonl"
-"""Not in EVENTS_FILE, which trackers get a copy of."""
+"""Who started each attempt: not in EVENTS_FILE, as trackers send its events wherever they are told to."""
 MLFLOW_ID_FILE = "mlflow_run_id"
+MLFLOW_MODEL = "mlflow_model"
+"""The directory beside an export that describes it to MLflow."""
 MODEL_FILES = "model"
 RECIPE_FILE = "recipe.json"
 """In MODEL_FILES: how the model was trained, for the model card."""
@@ -65,7 +67,7 @@ _FILES = (
     CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, ATTEMPTS_FILE, _CHECKPOINTS_AT,
 )  # fmt: skip
 _LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents": 1, "exports": 1, "logs": 2,
-           "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
+           MLFLOW_MODEL: 3, "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
 """The directories of a run, and to what depth names in them are ours. The content of an export is compared with its
 mark, and what wandb's library spools has links of its own."""
 _OF_RAY = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")

@@ -12,6 +12,7 @@ from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, r
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.data.mixture import is_known, order_of
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER
+from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event
@@ -25,9 +26,11 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "adapters": lambda value: value is None or isinstance(value, list) and all(isinstance(each, str) for each in value),
     "threads": lambda value: value is None or isinstance(value, str),  # looked at where they are set
     "update": lambda value: value in (COMPILED, EAGER),
+    "blocks": lambda value: value in (COMPILED, EAGER, None),
+    "experts": lambda value: value in (GROUPED, ONE_BY_ONE, None),
 }
 
-_BEGAN = {"gradients": AS_WEIGHTS, "threads": None, "update": EAGER}
+_BEGAN = {"gradients": AS_WEIGHTS, "threads": None, "update": EAGER, "blocks": EAGER, "experts": GROUPED}
 """The kernels that a run keeps for good, with what runs had whose states name none."""
 
 
@@ -51,7 +54,8 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
         if not isinstance(values, dict):
             raise UnsoundError("is not a JSON object")
         check_format(values.pop("format", None))
-        values.setdefault("update", EAGER)  # versions without this choice wrote none
+        for key, began in (("update", EAGER), ("blocks", None), ("experts", None)):
+            values.setdefault(key, began)  # versions without this choice wrote none
         if values.keys() != _RULES.keys():
             raise UnsoundError(f"has the entries {shown(sorted(values))}")
         for key, value in values.items():

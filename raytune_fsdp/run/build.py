@@ -169,8 +169,11 @@ def build(
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
     compiler, updates = (
-        Compiler(what, whole=config.run.exact) if key in kernels and kernels[key].name == COMPILED else None
-        for key, what in (("blocks", "the layers of this network"), ("update", "the update of a weight"))
+        Compiler(what, exact=config.run.exact, rows=rows) if key in kernels and kernels[key].name == COMPILED else None
+        for key, what, rows in (
+            ("blocks", "the layers of this network", config.train.micro_batch if config.run.exact else None),
+            ("update", "the update of a weight", None),
+        )
     )
     # Hooks would break the graphs of layers that are compiled.
     watched = site.real and compiler is None

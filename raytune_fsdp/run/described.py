@@ -28,9 +28,10 @@ from raytune_fsdp.config import DatasetConfig, FinetuneConfig
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.model.compile_layers import COMPILED
+from raytune_fsdp.model.objective.routers import GROUPED
 from raytune_fsdp.record.names import BITS_MAY_DIFFER
 from raytune_fsdp.record.tracker import UsedData, flatten
-from raytune_fsdp.run.trials.experts import GROUPED
 
 BITS = "bits"
 """The field of an attempt's start that has the digest of what its bits depend on."""
@@ -86,23 +87,42 @@ def _one(
 def started_by() -> dict[str, Any]:
     """Return the command that this process is, who started it, where, and on which code.
 
-    It is kept in the run's directory and shown in the report, and is neither sent nor published.
+    It is kept in the run's directory and shown in the report. No model card has it, and no tracker but with that page.
     """
-    commit, user = commit_here(), None
+    commit, user, directory = commit_here(), None, None
     with suppress(KeyError, OSError):  # a container may have no name for its user
         user = getpass.getuser()
+    with suppress(OSError):  # it has been removed
+        directory = str(Path.cwd())
     # As it was typed, if it is ours; otherwise as the interpreter was called.
     ours = Path(sys.argv[0]).stem == "raytune-fsdp"
     words = ["raytune-fsdp", *sys.argv[1:]] if ours else [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
     return {
-        "command": redact_text(shlex.join(words))[:_COMMAND],
-        "directory": str(Path.cwd()),
+        "command": shlex.join(_without_secrets(words))[:_COMMAND],
+        "directory": directory,
         "host": socket.gethostname(),
         "user": user,
         "python": platform.python_version(),
         "commit": commit,
         "uncommitted": None if commit is None else changed_here(),
     }
+
+
+def _without_secrets(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command without secrets: each by itself, since a shell's quotes hide where a value ends."""
+    flag = ""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("--"):
+            flag = "" if equals else word.removeprefix("--")
+            yield f"{key}={_word(value, key.removeprefix('--'))}" if equals else redact_text(word)
+        else:
+            yield _word(word, flag)
+            flag = ""
+
+
+def _word(word: str, key: str) -> str:
+    return str(redact(without_secrets(word) if is_url(word) else word, key))
 
 
 def commit_here() -> str | None:
@@ -112,7 +132,7 @@ def commit_here() -> str | None:
 
 def changed_here() -> bool | None:
     """Return whether files of the repository differ from its commit; None if git cannot say so in time."""
-    # Without locks, and without a program that the repository may name.
+    # Without locks, and without the monitor that the repository may name. Its filters run, as with any `git status`.
     found = _git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain", "--untracked-files=no")
     return None if found is None else found != ""
 
@@ -124,7 +144,8 @@ def _git(*arguments: str) -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
             [git, *arguments],
-            capture_output=True, text=True, timeout=_GIT_SECONDS, check=True, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, check=True,
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
         return asked.stdout.strip()
     return None
@@ -159,8 +180,19 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
     if chosen.get("experts") == GROUPED:
         del chosen["experts"]
+    if chosen.get("blocks") == COMPILED and str(computed.get("device")).startswith("cpu"):
+        chosen["compiler"] = _cpp_compiler()
     decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cpp_compiler() -> str:
+    """Return the version of the compiler by which torch makes kernels of a CPU."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler  # takes a second
+
+    with suppress(Exception):  # whatever a search for one raises
+        return get_compiler_version_info(get_cpp_compiler())
+    return "unknown"
 
 
 def why_bits_differ(computed: Sequence[Mapping[str, Any]]) -> str | None:
@@ -183,7 +215,7 @@ def why_bits_changed(computed: Mapping[str, Any], digest: str, before: Mapping[s
         return None
     if different := _difference(computed, before):
         return "this attempt has {} {}, and the one before had {}".format(*different)
-    return "this attempt has another micro-batch or other kernels than the one before"
+    return "this attempt has another micro-batch, other kernels or another compiler than the one before"
 
 
 def why_bits_differed(events: Iterable[Mapping[str, Any]], attempt: int, step: int) -> tuple[str, int] | None:

@@ -22,22 +22,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raytune_fsdp.model.precision.fp8 import dtype_of_weights, narrow, scales_of, widen_fp8
+from raytune_fsdp.step.units import groups_of_unit
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The function, by its name since torch 2.13 or by its older one."""
-
-
-def fsdp_groups_of(model: nn.Module) -> list[Any]:
-    """Return FSDP's own record of each unit that has weights."""
-    return [group for module in model.modules() if isinstance(module, FSDPModule) for group in groups_of_unit(module)]
-
-
-def groups_of_unit(module: FSDPModule) -> list[Any]:
-    """Return FSDP's own record of the unit of this module; none if it has no weights."""
-    state = module._get_fsdp_state()  # type: ignore[attr-defined]
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def gather_in_fp8(modules: Sequence[nn.Module], layers: Collection[nn.Linear]) -> None:

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from raytune_fsdp.base.batch import MicroBatch
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.plan.division import Division
-from raytune_fsdp.step.gather_fp8 import groups_of_unit
 from raytune_fsdp.step.optim.pieces import at
 from raytune_fsdp.step.relay import Levels, add_in_turns
 from raytune_fsdp.step.sums import Totals
+from raytune_fsdp.step.units import groups_of_unit
 
 _WIDTH = 4096
 """Numbers of a row whose squares are summed at once: a row of experts, an expert, has millions."""

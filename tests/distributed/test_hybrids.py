@@ -146,10 +146,14 @@ def test_layers_are_compiled_around_mixers_with_no_graph_for_each_mixture_of_len
 
 
 @pytest.mark.slow
-def test_layers_that_are_computed_again_are_not_compiled_around_mixers(tmp_path: Path) -> None:
-    """torch cannot leave a graph inside of them."""
-    parallel = {"precision": "fp32", "activation_checkpointing": "selective", "compile": True}
+@pytest.mark.parametrize(("recompute", "exact"), [("selective", False), ("none", True)])
+def test_layers_that_must_be_one_graph_are_not_compiled_around_mixers(
+    tmp_path: Path, recompute: str, exact: bool
+) -> None:
+    """torch cannot leave a graph inside of what is computed again, nor in an exact run, which has one for all ranks."""
+    parallel = {"precision": "fp32", "activation_checkpointing": recompute, "compile": True}
     config = config_of(tmp_path, "lfm2", "again", parallel=parallel)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"exact": exact})})
     trajectory(config, 1)
     chosen = kernels(config)
     assert chosen["blocks"] == "eager" and "state mixers are called for documents" in chosen["blocks_why"]

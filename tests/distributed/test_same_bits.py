@@ -120,12 +120,11 @@ def plant(fault: str) -> None:
         found = computed(model, batch, *rest)
         return replace(found, total=found.total * float("nan")) if batch.is_filler else found
 
-    def by_round(
-        self: Any, output: torch.Tensor, sent: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent, group=group)
-        output.copy_(got.view(group.size(), -1).to(output).sum(0))  # which FSDP adds to those of earlier rounds
+    def by_round(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **_: Any) -> None:
+        got = torch.empty_like(input_tensor)
+        dist.all_to_all_single(got, input_tensor, group=group)
+        # FSDP adds this to the sum of earlier rounds.
+        output_tensor.copy_(got.view(group.size(), -1).to(output_tensor).sum(0))
 
     def plainly(self: adafactor.Adafactor, squares: Any, shapes: Mapping[str, torch.Size]) -> list[torch.Tensor]:
         return self._summed([torch.cat([*squares(name)]).sum(0) for name in shapes])
@@ -263,7 +262,7 @@ def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
             [{"versions": {"torch": "2.14"}}], {"versions": {"torch": "2.13"}, "bits": "b"},
             "this attempt has torch '2.14', and the one before had '2.13'",
         ),
-        ([{"threads": 2}], {"threads": 2, "bits": "b"}, "this attempt has another micro-batch or other kernels"),
+        ([{"threads": 2}], {"threads": 2, "bits": "b"}, "this attempt has another micro-batch, other kernels"),
     ],
 )  # fmt: skip
 def test_what_else_bits_depend_on_is_said_when_it_changes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -111,7 +112,10 @@ def test_one_rank_and_more(make: Any, cases: Mapping[str, tuple[Any, ...]], tmp_
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_compiled_layers(tmp_path: Path, method: str) -> None:
-    """Each process has one graph, whichever documents it meets first: one rank, three, and one that becomes two."""
+    """Each process has one graph, whichever documents it meets first: one rank, three, and one that becomes two.
+
+    The last micro-batch is short.
+    """
     model = {}
     if method == "lora":
         save_checkpoint(tmp_path / "base", "llama")
@@ -122,7 +126,7 @@ def test_compiled_layers(tmp_path: Path, method: str) -> None:
         return make_config(
             tmp_path, LLAMA, run={"name": name, "exact": True, "threads": 1}, method=methods[method], **model,
             parallel={"precision": "bf16", "compile": compiled},
-            train={"global_batch": 10, "micro_batch": 2, "max_steps": 20},
+            train={"global_batch": 12, "micro_batch": 3, "max_steps": None, "epochs": 2.7},
         )  # fmt: skip
 
     alone, three, resized = config_of("alone"), config_of("three"), config_of("resized")
@@ -135,6 +139,8 @@ def test_compiled_layers(tmp_path: Path, method: str) -> None:
         (eager, 1, None),
     ):
         train([config], world, stop)
+    plan = json.loads((Path(alone.run.storage) / "alone" / "plan.json").read_text())
+    assert plan["total_samples"] % 3 != 0 and plan["steps"] > 12
     assert bits(three) == bits(resized) == bits(alone)
     assert bits(alone)[0] != bits(eager)[0], "the compiler rounds otherwise"
     for config, attempts in ((alone, 1), (three, 1), (resized, 2)):

@@ -28,13 +28,14 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     assert beginning_of(place) == (RunState(newest_order=5), None), "a new one"
     older = RunState(step=9, identity={"data.order_version": 2}, kernels={"attention": "sdpa"})
     put_beginning(place, older)
-    kernels = {"gradients": "bf16", "update": "eager"}
+    kernels = {"gradients": "bf16", "update": "eager", "blocks": "eager", "experts": "grouped_mm"}
     assert beginning_of(place) == (RunState(identity={"data.order_version": 2}, kernels=kernels), None)
     values = json.loads(place.beginning.read_text())
-    assert values.pop("update") == "eager"
+    assert [values.pop(key) for key in ("update", "blocks", "experts")] == ["eager", "eager", "grouped_mm"]
     place.beginning.write_text(json.dumps(values))
-    assert beginning_of(place)[0].kernels == kernels, "as a version without that choice wrote it"
-    kernels = {"gradients": "fp32", "update": "compiled"}
+    older_kernels = {"gradients": "bf16", "update": "eager"}
+    assert beginning_of(place)[0].kernels == older_kernels, "as a version without those choices wrote it"
+    kernels = {"gradients": "fp32", "update": "compiled", "blocks": "compiled", "experts": "eager"}
     later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels=kernels)
     put_beginning(place, later)
     assert beginning_of(place)[0] == later
@@ -58,7 +59,7 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
             for change in (
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
                 {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"adapters": [7]}, {"base": {}},
-                {"threads": 7}, {"update": "fused"}, {"update": None}, {"format": 1.0},
+                {"threads": 7}, {"update": "fused"}, {"update": None}, {"format": 1.0}, {"blocks": 1}, {"experts": "x"},
             )
         ),
     ],

@@ -13,10 +13,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model import compile_layers as compiler_module
 from raytune_fsdp.model import offload_activations
-from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler, choose_compilation, why_not_compiled_here
+from raytune_fsdp.model.compile_layers import (
+    COMPILED,
+    EAGER,
+    Compiler,
+    choose_compilation,
+    settings_restored,
+    why_not_compiled_here,
+)
 from raytune_fsdp.model.layers import layers_of, set_training_forward
 from tests.gpu.test_memory import WHERE_KEPT
 
@@ -193,15 +201,26 @@ def test_an_exact_run_that_began_without_the_compiler_goes_on_without_it() -> No
     assert choose_compilation(True, kept=None, device=CPU, fails=lambda: None, exact=True).name == COMPILED
 
 
-def test_what_must_be_one_graph_gives_way_at_a_break(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_an_exact_run_a_break_is_an_error_since_other_ranks_may_go_on_compiled() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         x = x * 2
         torch._dynamo.graph_break()
         return x + 1
 
-    compiler = Compiler(whole=True)
-    assert torch.equal(compiler.compiled(layer)(torch.ones(4)), torch.full((4,), 3.0))
-    assert compiler.failure is not None and compiler.failure.startswith("torch.compile fails here: ")
+    with (
+        settings_restored(),
+        pytest.raises(ConfigError, match=r"torch\.compile fails here: .*set parallel\.compile=false"),
+    ):
+        Compiler(exact=True).compiled(layer)(torch.ones(4))
+
+
+def test_in_an_exact_run_a_short_micro_batch_is_not_compiled() -> None:
+    with settings_restored():
+        compiler = Compiler(exact=True, rows=3)
+        layer = compiler.compiled(lambda _, x, scale: (x * scale).sin())
+        for rows in (2, 3, 1, 3):
+            layer(torch.nn.Identity(), torch.ones(rows, 4), scale=torch.tensor(2.0))
+        assert compiler.news() == (1, None)
 
 
 def test_every_n_needs_its_n() -> None:

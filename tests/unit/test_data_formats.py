@@ -292,7 +292,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (messages(("user", ["x"])), "wrong_type", "messages[0].content[0]=x is not {"),
     (messages(("user", "a\ud800")), "invalid_utf8", "messages[0].content has half a surrogate pair, '\\ud800'"),
     (messages(("user", "x")), "no_targets", "no token of the row can be trained on (2 tokens"),
-    (assistant(train=False), "no_targets", "a conversation needs a message with role assistant"),
+    (assistant(train=False), "no_targets", "it needs a message of the assistant that the template marks"),
     (assistant(train="no"), "wrong_type", "messages[1].train=no is not true or false"),
     (assistant(train=0), "wrong_type", "messages[1].train=0 is not true or false"),
     (assistant(tool_calls=3), "wrong_type", "messages[1].tool_calls=3 is not a list of calls"),

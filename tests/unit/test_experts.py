@@ -10,8 +10,9 @@ import torch
 
 from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.compile_layers import COMPILED
+from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE
 from raytune_fsdp.run.described import bits_digest
-from raytune_fsdp.run.trials.experts import GROUPED, ONE_BY_ONE, choose_experts, why_experts_fail
+from raytune_fsdp.run.trials.experts import choose_experts, why_experts_fail
 from tests.runs import make_config
 
 CPU = torch.device("cpu")

@@ -267,6 +267,28 @@ def test_the_flag_goes_where_the_run_leads(run: Path, tmp_path: Path, capfd: pyt
     assert said(capfd, "data", "preview", "--config", run / "config.yaml", "--trust-places")[0] in (0, 2)
 
 
+@pytest.mark.parametrize("command", [("plan",), ("data", "stats"), ("data", "preview")], ids=" ".join)
+def test_commands_that_read_rows_of_a_runs_own_config_run_none_of_its_code(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+) -> None:
+    config = run / "config.yaml"
+    change(run, ("train",), to={"epochs": 1, "global_batch": 4})
+    change(run, ("data", "train", 0, "path"), to="http://127.0.0.1:9/rows.jsonl")
+    code, line = said(capfd, *command, "--config", config)
+    assert code == 2 and "data.train.path=http://127.0.0.1:9/rows.jsonl" in line, line
+    change(run, ("data", "train", 0, "path"), to=str(run / "texts.jsonl"))
+    change(run, ("data", "train", 0, "format"), to={"type": "python", "function": "theirs:read"})
+    (tmp_path / "theirs.py").write_text("open('ran', 'w')\ndef read(row): return row\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, line = said(capfd, *command, "--config", config)
+    assert code == 2 and "names code" in line and "theirs:read" in line, line
+    assert not Path("ran").exists()
+
+
 def test_the_cache_of_a_run_is_beside_it_wherever_its_config_says_it_was(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

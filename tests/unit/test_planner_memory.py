@@ -174,7 +174,10 @@ def test_ranks_that_share_samples_have_their_part_of_the_activations(recompute: 
 
 @pytest.mark.thorough
 def test_an_exact_run_needs_as_much_memory_in_bf16_and_a_unit_more_in_fp32() -> None:
-    """A rank has what it sends and what it gets of a unit's gradients: in bf16 both are as large as one in fp32."""
+    """A rank has what it sends and what it gets of a unit's gradients: in bf16 both are as large as one in fp32.
+
+    A KiB more is for numbers such as those of the norm.
+    """
     network = build_network(load_architecture(config_of(LLAMA).model, None), config_of(LLAMA))
     layer = sum(parameter.numel() for parameter in network.model.layers[0].parameters())
     rest = sum(parameter.numel() for parameter in network.parameters()) - 11 * layer
@@ -183,7 +186,7 @@ def test_an_exact_run_needs_as_much_memory_in_bf16_and_a_unit_more_in_fp32() -> 
             planned(config_of(LLAMA, run={"exact": exact}, parallel={"precision": precision}), 4).total
             for exact in (False, True)
         )
-        assert exact <= rounded + more, precision
+        assert exact <= rounded + more + 1024, precision
 
 
 def test_repetitions_are_taken_out_of_the_middle() -> None:

@@ -195,7 +195,7 @@ def test_what_is_kept_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr(sys, "argv", ["/opt/bin/raytune-fsdp", "train", "--cluster.env.HF_TOKEN", "a secret"])
     found = started_by()
-    assert found["command"] == "raytune-fsdp train --cluster.env.HF_TOKEN <redacted>"
+    assert found["command"] == "raytune-fsdp train --cluster.env.HF_TOKEN '<redacted>'"
     assert (found["host"], found["user"], found["directory"]) == (socket.gethostname(), "ada", str(tmp_path))
     assert found["commit"] is None and found["uncommitted"] is None, "no repository"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]

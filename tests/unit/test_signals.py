@@ -173,7 +173,7 @@ LOCAL = """
 from raytune_fsdp.launch import local
 local.choose_device = ask
 begin(local._alone, config, None, None, None, None)
-begin(local._rank_main, config, None, None, None, None)
+begin(local._rank_main, config, None, None, None, None, None)
 begin(local._run_rank, config)
 """
 ON_RAY = """

@@ -24,6 +24,9 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config.sections.train import TrainConfig
 from raytune_fsdp.model.objective.losses import Losses
 
+GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
+"""All experts in one product, and one after the other, by transformers' names."""
+
 
 def why_routers_forbid(train: TrainConfig) -> str | None:
     """Return why layers are not to be compiled, or None."""

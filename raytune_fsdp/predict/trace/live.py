@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.predict.trace.work import Operation, name_of, tensors_in, work_of
-from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
+from raytune_fsdp.step.units import fsdp_groups_of
 
 Kind = Literal["weights", "gradients", "optimizer", "gathered", "activations", "host"]
 """`gathered`: weights of other ranks that a unit computes with, gradients on their way there, and buffers of both.

@@ -44,7 +44,6 @@ from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.mixers import choose_mixers
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.flops import Architecture
-from raytune_fsdp.step.gather_fp8 import fsdp_groups_of
 from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Change, Execution
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.precision import compute_dtype
@@ -52,6 +51,7 @@ from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.sums import Sums
 from raytune_fsdp.step.traffic import Traffic
 from raytune_fsdp.step.train_step import LossScale, train_step
+from raytune_fsdp.step.units import fsdp_groups_of
 
 # What happens in a traced step: where its phases begin, and what the memory in it is.
 

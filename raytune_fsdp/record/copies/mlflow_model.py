@@ -8,6 +8,7 @@ database it lies beside the export and names that.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -17,14 +18,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.plan.run_dir import MLFLOW_MODEL
 from raytune_fsdp.record.copies.following import muted
 from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, MlflowRun, connect, get_run
+
+logger = logging.getLogger(__name__)
 
 _STEP = "raytune_fsdp.step"
 """Tag of a version: the step whose export it is."""
 _PLACE, _WEIGHTS = "export", "model"
-_BESIDE = "mlflow_model"
-"""The directory beside an export that describes it."""
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -46,7 +49,7 @@ def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
         except Exception as error:
             if getattr(error, "error_code", None) != "RESOURCE_ALREADY_EXISTS":
                 raise
-        source = _send(run, export) if is_server else str(_describe(export, export.with_name(_BESIDE), run_id))
+        source = _send(run, export) if is_server else str(_describe(export, export.with_name(MLFLOW_MODEL), run_id))
         tags = {_STEP: str(step)}
         return str(client.create_model_version(name, source, run_id, tags=tags, await_creation_for=0).version)
 
@@ -76,7 +79,7 @@ def _describe(export: Path, place: Path, run_id: str, *, weights: str | None = N
         "mlflow_version": metadata.version("mlflow"),
         "flavors": {"transformers": {**_flavor(export, where), "code": None}},
     }
-    (place / "MLmodel").write_text(json.dumps(said, indent=2), encoding="utf-8")  # JSON is YAML
+    replace_at_once(place / "MLmodel", json.dumps(said, indent=2).encode())  # JSON is YAML
     return place
 
 
@@ -93,7 +96,13 @@ def _flavor(export: Path, where: str) -> dict[str, Any]:
     if (export / _ADAPTER_CONFIG).is_file():
         adapter = json.loads((export / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
         found |= {"pipeline_model_type": "AutoModelForCausalLM", "peft_adaptor": where}
-        # A directory, or a name on the hub: it goes to transformers as it is.
+        # A directory, or a name on the hub, which goes to transformers as it is: MLflow has no revision beside it.
+        if adapter.get("revision"):
+            logger.warning(
+                "mlflow.transformers loads the newest revision of the base %s below the registered adapter, and it was "
+                "trained on %s; load it with PEFT, or merge it (export.merge=true)",
+                adapter["base_model_name_or_path"], adapter["revision"],
+            )  # fmt: skip
         return {**found, "local_base_model_path": adapter["base_model_name_or_path"]}
     config = json.loads((export / "config.json").read_text(encoding="utf-8"))
     (architecture, *_) = config.get("architectures") or ["AutoModelForCausalLM"]

@@ -191,15 +191,14 @@ def _lost(history: History) -> dict[int, float]:
         if event["event"] == names.ATTEMPT_STARTED:
             fields = event["fields"]
             # Each event has the sum over all attempts since one checkpoint.
+            all_of_them, until_then = (
+                max(0.0, value) if is_number(value := each.get(names.LOST_SECONDS, 0.0)) else 0.0
+                for each in (fields, before)
+            )
             same = before.get("resumed_from") == fields.get("resumed_from")
-            found[event["attempt"]] = max(0.0, _seconds(fields) - (_seconds(before) if same else 0.0))
+            found[event["attempt"]] = max(0.0, all_of_them - until_then * same)
             before = fields
     return found
-
-
-def _seconds(fields: Mapping[str, Any]) -> float:
-    lost = fields.get(names.LOST_SECONDS)
-    return float(lost) if is_number(lost) and lost is not None else 0.0
 
 
 def _add(spent: dict[str, float], part: str, seconds: float) -> None:

@@ -7,6 +7,7 @@ expert that gets no token, and whether it has a backward for them, only the devi
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE
 
-GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
-"""All experts in one product, and one after the other, by transformers' names."""
+logger = logging.getLogger(__name__)
 
-_EXPERTS, _TOKENS, _EACH = 8, 97, 2
-"""The experts that are tried, the tokens, and the experts of each token. The last expert gets no token."""
+_EXPERTS, _TOKENS, _EACH = 3, 97, 2
+"""The experts that are tried, the tokens, and the experts of each token. The last expert gets no token. No more, since
+one of a large network takes gigabytes."""
 
 _BOUND = {torch.float16: 4e-2, torch.bfloat16: 4e-2}
 _OTHER_BOUND = 1e-2
@@ -47,7 +49,8 @@ def choose_experts(model: PreTrainedModel, *, kept: str | None, fails: Callable[
 def why_experts_fail(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the grouped products of a network's experts are not what each expert computes, or None.
 
-    One module of each class and shape is tried, with fewer experts. `model` is on the meta device.
+    One module of each class and shape is tried, with fewer experts, and without the compiler, which in other types than
+    bf16 takes another operation. `model` is on the meta device. What cannot be tried is relied on.
     """
     kinds = {(type(each), tuple(p.shape for p in each.parameters(recurse=False))): each for each in _experts_in(model)}
     try:
@@ -56,8 +59,13 @@ def why_experts_fail(model: PreTrainedModel, device: torch.device, dtype: torch.
                 for what, error in _errors(each, device, dtype):
                     if not error <= _BOUND.get(dtype, _OTHER_BOUND):  # written so that NaN fails, too
                         return f"its {what} is off by {error:.1e} from that of one expert after the other"
+    except (AttributeError, torch.OutOfMemoryError) as error:  # a network of another build, or no room to try it
+        logger.warning("experts' grouped products were not tried: %s", in_one_line(error))
     except Exception as error:  # whatever a kernel raises; a rank that ends here would leave the others waiting
         return in_one_line(error)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was taken for it is the run's again
     return None
 
 

@@ -20,11 +20,11 @@ from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
-from raytune_fsdp.model.objective.routers import why_routers_forbid
+from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE, why_routers_forbid
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.trials.experts import GROUPED, ONE_BY_ONE, choose_experts, why_experts_fail
+from raytune_fsdp.run.trials.experts import choose_experts, why_experts_fail
 from raytune_fsdp.run.trials.mixers import choose_mixers, why_borders_fail
 from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.accumulation import FP32
@@ -42,14 +42,12 @@ def _why_parts_forbid(config: FinetuneConfig) -> str | None:
 
 
 def _why_mixers_forbid(config: FinetuneConfig, needs: KernelNeeds) -> str | None:
-    """Return why layers around state mixers are not compiled: what is computed again has to be one graph."""
-    recompute = config.parallel.activation_checkpointing
-    if not needs.mixers or recompute == "none":
+    """Return why layers around state mixers are not compiled: what is computed again, or exact, has to be one graph."""
+    recompute, exact = config.parallel.activation_checkpointing, config.run.exact
+    if not needs.mixers or recompute == "none" and not exact:
         return None
-    return (
-        f"state mixers are called for documents, outside of graphs, and with parallel.activation_checkpointing="
-        f"{recompute} a layer has to be one graph"
-    )
+    where = "run.exact=true" if exact else f"parallel.activation_checkpointing={recompute}"
+    return f"state mixers are called for documents, outside of graphs, and with {where} a layer has to be one graph"
 
 
 def _why_experts_forbid(experts: KernelChoice | None) -> str | None:
