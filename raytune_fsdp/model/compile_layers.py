@@ -130,14 +130,14 @@ class Compiler:
     """Compiles functions when they are first called, and gives up for all of them when that fails once."""
 
     def __init__(
-        self, what: str = "the layers of this network", *, exact: bool = False, rows: int | None = None
+        self, what: str = "the layers of this network", *, exact: bool = False, tokens: int | None = None
     ) -> None:
         """`exact`: all ranks must compute alike. Whatever is compiled must be one graph, as after a break nothing says
-        what may vary, and failures are errors. `rows`: the samples of a micro-batch; shorter ones are not compiled.
+        what may vary, and failures are errors. `tokens`: those of a micro-batch; shorter ones are not compiled.
         """
         self.failure: str | None = None
         """Why it gave up."""
-        self._what, self._exact, self._rows = what, exact, rows
+        self._what, self._exact, self._tokens = what, exact, tokens
         self._called = False
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
         # The reset has removed these callbacks if they were there.
@@ -188,10 +188,9 @@ class Compiler:
         return run
 
     def _is_short(self, args: Sequence[Any]) -> bool:
-        """Return whether a layer is called with fewer samples than a micro-batch has."""
-        return self._rows is not None and any(
-            isinstance(each, torch.Tensor) and len(each) < self._rows for each in args[:2]
-        )
+        """Return whether a layer is called with fewer tokens than a micro-batch has."""
+        states = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        return self._tokens is not None and states is not None and states.shape[:-1].numel() < self._tokens
 
     def give_up(self, why: Exception | str) -> None:
         """Run everything without the compiler from here on. Raise ConfigError if ranks would differ by it."""

@@ -169,9 +169,15 @@ def build(
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
     compiler, updates = (
-        Compiler(what, exact=config.run.exact, rows=rows) if key in kernels and kernels[key].name == COMPILED else None
-        for key, what, rows in (
-            ("blocks", "the layers of this network", config.train.micro_batch if config.run.exact else None),
+        Compiler(what, exact=config.run.exact, tokens=tokens)
+        if key in kernels and kernels[key].name == COMPILED
+        else None
+        for key, what, tokens in (
+            (
+                "blocks",
+                "the layers of this network",
+                config.train.micro_batch * config.data.seq_len if config.run.exact else None,
+            ),
             ("update", "the update of a weight", None),
         )
     )

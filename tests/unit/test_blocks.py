@@ -216,10 +216,10 @@ def test_in_an_exact_run_a_break_is_an_error_since_other_ranks_may_go_on_compile
 
 def test_in_an_exact_run_a_short_micro_batch_is_not_compiled() -> None:
     with settings_restored():
-        compiler = Compiler(exact=True, rows=3)
+        compiler = Compiler(exact=True, tokens=12)
         layer = compiler.compiled(lambda _, x, scale: (x * scale).sin())
         for rows in (2, 3, 1, 3):
-            layer(torch.nn.Identity(), torch.ones(rows, 4), scale=torch.tensor(2.0))
+            layer(torch.nn.Identity(), torch.ones(1, 4 * rows, 8), scale=torch.tensor(2.0))
         assert compiler.news() == (1, None)
 
 
