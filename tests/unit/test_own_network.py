@@ -15,6 +15,7 @@ from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli import audit, export, generate
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.directory.needed_code import check_trusted
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, load_architecture
 from raytune_fsdp.model.own_network import find_network, own_config
@@ -103,12 +104,11 @@ def test_adapters_do_not_go_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["os", "a b:c", "..up:f", "losses:f\n\x1b[31m", ":f", "m:"])
-def test_a_name_that_is_none_is_not_imported_for_those_who_trust_it(tmp_path: Path, name: str) -> None:
-    config = save_checkpoint(tmp_path / "model", "llama") / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "network_function": name}))
+def test_a_name_that_is_none_is_not_imported_for_those_who_trust_it(name: str) -> None:
     with pytest.raises(ModelError, match=r"network_function='.*' is no module:function, so nothing is imp") as caught:
-        load_for_inference(tmp_path / "model", CPU, trust_remote_code=True)
+        check_trusted({"network_function": name}, "a/config.json", trusted=True)
     assert str(caught.value).isprintable()
+    assert check_trusted({"network_function": NAME}, "a/config.json", trusted=True) == NAME
 
 
 @pytest.mark.thorough
