@@ -76,7 +76,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
-    whence = "losses by document, as recorded"
+    whence, loss_is = _kind_of(config.train.loss, None)
     if found.loss and losses is None:
         checkpoint = checkpoint_before(place, found.step)
         if checkpoint is None:
@@ -85,14 +85,23 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
                 "out, keep more checkpoints (checkpoint.keep_every), or record them (tracking.documents)"
             )
         losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
-        whence = f"losses by document under the weights of step {checkpoint.step} ({checkpoint.path})"
+        whence, loss_is = _kind_of(config.train.loss, checkpoint)
     if found.json:
         for *_, about in _documents(past, losses):
+            about.update({"loss_is": loss_is} if losses is not None else {})
             print(printable_json(json.dumps(about, ensure_ascii=False)))
         return 0
     for line in _lines(past, losses, whence, text=found.text):
         print(line)
     return 0
+
+
+def _kind_of(own: str | None, checkpoint: CommittedCheckpoint | None) -> tuple[str, str]:
+    """Say what losses these are, to people and to programs: recorded ones, or those under a checkpoint."""
+    if checkpoint is None:
+        return f"{'losses' if own is None else f'values of train.loss={own}'} by document, as recorded", "as trained"
+    what = "losses" if own is None else "cross-entropies"
+    return f"{what} by document under the weights of step {checkpoint.step} ({checkpoint.path})", "cross-entropy"
 
 
 def _losses(

@@ -120,6 +120,9 @@ def _explain_one(detail: ErrorDetails, path: Loc, place: Place | None, sources: 
             return f"{rule}{origin}"
         hidden = section or isinstance(detail["ctx"]["error"], CredentialsError)
         return f"{name}: {rule}{origin}" if hidden else f"{name}={shown(value, name)}: {rule}{origin}"
+    if callable(value) and place is not None and "`module:function`" in place.doc:
+        said = getattr(value, "__name__", type(value).__name__)
+        return f"{name}: {said} is a function, must be its name, module:function; `finetune` takes functions themselves"
     if (ours := our_value(path, value)) is not None:
         return f"{name}={shown(value, name)}: here it is {ours}{_origin([path], sources)}"
     kinds = [tag for section in place.sections for tag in tags(section)] if place is not None else []

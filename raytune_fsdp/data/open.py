@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -142,8 +142,11 @@ def _groups(
     return found
 
 
-_Opener = Callable[..., Windows]
-"""Called with datasets, their sources if they are open, and the columns that a loss is told, if any."""
+class _Opener(Protocol):
+    def __call__(
+        self, datasets: Sequence[DatasetConfig], sources: Sequence[Source] | None = None, columns: Sequence[str] = ()
+    ) -> Windows:
+        """Open datasets. `sources`: theirs if they are open. `columns`: those that a loss is told."""
 
 
 def _opener(
@@ -162,7 +165,7 @@ def _opener(
 
 
 def _named(datasets: Sequence[DatasetConfig], windows: _Opener) -> dict[str, Windows]:
-    evals = {dataset_name(dataset): windows([dataset], None) for dataset in datasets}
+    evals = {dataset_name(dataset): windows([dataset]) for dataset in datasets}
     if len(evals) != len(datasets):
         raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
     return evals

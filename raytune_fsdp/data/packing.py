@@ -115,6 +115,11 @@ class PackedSamples(Sequence[PackedSample]):
     def __len__(self) -> int:
         return len(self.ids)
 
+    def tells(self, columns: int) -> bool:
+        """Return whether a loss would be told so many numbers of each document's row, all finite."""
+        found = np.empty((len(self.lengths), 0)) if self.columns is None else self.columns
+        return not len(self.lengths) or (found.shape == (len(self.lengths), columns) and bool(np.isfinite(found).all()))
+
     @property
     def nbytes(self) -> int:
         told = 0 if self.columns is None else self.columns.nbytes

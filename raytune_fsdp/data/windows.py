@@ -225,7 +225,7 @@ class Windows:
             rows = sum(count.rows for count in window.counts.datasets)
             wanted = min(self.data.window, self.rows(epoch) - k * self.data.window)
             shape = (window.samples.input_ids.shape[1], len(window.counts.datasets), rows)
-            if shape != (self.seq_len, len(self.sources), wanted):
+            if shape != (self.seq_len, len(self.sources), wanted) or not window.samples.tells(len(self.columns)):
                 return None
         return window
 
@@ -238,8 +238,8 @@ class Windows:
         rows = self._gather(*key)
         arranged = self._arrange(rows, *key)
         made = fill_samples(arranged, sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id)
-        held = self.get(epoch, k)[0].samples
-        if not (np.array_equal(made.input_ids, held.input_ids) and np.array_equal(made.trained, held.trained)):
+        held, parts = self.get(epoch, k)[0].samples, ("input_ids", "trained", "columns")
+        if not all(np.array_equal(getattr(made, part), getattr(held, part)) for part in parts):
             raise DataError(
                 f"window {k} of the cache is not what its rows make: it was changed, and a run that read it was not "
                 f"trained on its data; look into {self.cache.directory}, or remove it"

@@ -37,7 +37,7 @@ def finetune(
 
     `config`: the sections of a config, the path of a YAML file, or what `load_config` returns. In sections, rows may
     stand for the `path` of a dataset (a Dataset, a table of pandas, polars or Arrow, an iterable of maps), and a
-    function for its name in `train.loss` and `model.network`.
+    function for its name in `train.loss`, `model.network` and a format's `function`.
     `progress(what, done, total)` is called while the data is prepared and counted, and while this waits for MLflow to
     take what it has missed, at most `wait_for_tracking` seconds. `force`: start even what does not fit the devices or
     the storage. `trust_places`: `model.path` may be a checkpoint that names places which you have not chosen. `on`:

@@ -9,10 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.data.rows import elsewhere
 
 STARTING = "RAYTUNE_FSDP_STARTING_RANKS"
 """The variable that tells ranks, while they import the script, which process starts them, and a directory."""
 _MARK = "script-called-finetune"
+_AGAIN = 'calls finetune() again: put the call below `if __name__ == "__main__":`'
 
 
 def check_script() -> None:
@@ -32,7 +34,12 @@ def starting(place: str) -> dict[str, str]:
 
 
 def leave_if_imported() -> None:
-    """End this process if it is a rank to be that calls `finetune` while it imports the script."""
+    """End this process if it is a rank to be that calls `finetune` while it imports the script.
+
+    Refuse the call while the script is imported for a function of its own, which would call without end.
+    """
+    if elsewhere.importing.get() or elsewhere.IMPORTING in os.environ:
+        raise ConfigError(f"a run imports this file for the function in it, and the file {_AGAIN}")
     starter, _, place = os.environ.get(STARTING, "").partition(":")
     # Not another thread of the process that starts ranks, nor a command that it runs: these have the variable, too.
     if starter == str(os.getppid()) and multiprocessing.current_process().name != "MainProcess":
@@ -44,7 +51,4 @@ def leave_if_imported() -> None:
 def check_not_called(place: str) -> None:
     """Say why ranks did not start, if the script called `finetune` in each of them."""
     if Path(place, _MARK).exists():
-        raise ConfigError(
-            "each rank is a new process that imports your script, which calls finetune() again: put the call below "
-            '`if __name__ == "__main__":`'
-        ) from None
+        raise ConfigError(f"each rank is a new process that imports your script, which {_AGAIN}") from None

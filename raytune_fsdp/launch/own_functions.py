@@ -7,29 +7,37 @@ its source belongs to the run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError
 
-_FIELDS = (("train", "loss"), ("model", "network"))
+_FIELDS = ("train.loss", "model.network", "data.train.*.format.function", "data.eval.*.format.function")
 """Where a function may stand for its name."""
 
 
 def with_names(sections: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sections with `module:function` in place of functions. Names of fields may be in any case."""
-    made = dict(sections)
-    for section, field in _FIELDS:
-        for key, values in made.items():
-            if str(key).lower() == section and isinstance(values, Mapping):
-                made[key] = {
-                    name: _name_of(value, f"{section}.{field}")
-                    if str(name).lower() == field and callable(value)
-                    else value
-                    for name, value in values.items()
-                }
-    return made
+    made: Any = sections
+    for field in _FIELDS:
+        made = _with_name(made, field.split("."))
+    found: Mapping[str, Any] = made
+    return found
+
+
+def _with_name(value: Any, below: Sequence[str], above: Sequence[str] = ()) -> Any:
+    """Return a part of the sections with a name in place of a function at this place below it."""
+    if not below:
+        return _name_of(value, ".".join(above)) if callable(value) else value
+    name, *rest = below
+    if name == "*" and isinstance(value, list | tuple):
+        return [_with_name(each, rest, (*above, str(number))) for number, each in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _with_name(each, rest, (*above, name)) if str(key).lower() == name else each for key, each in value.items()
+    }
 
 
 def _name_of(function: Any, field: str) -> str:

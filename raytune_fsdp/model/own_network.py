@@ -6,7 +6,8 @@ Its config.json names the function, so checkpoints and exports say which code th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,10 +25,29 @@ from raytune_fsdp.model.directory.needed_code import ENTRY
 KEY = "model.network"
 
 
-def find_network(name: str) -> OwnCode:
-    """Return the function that `model.network` names, with the hashes of its code and of modules that it imports."""
+def find_network(name: str, hf_config: PretrainedConfig) -> OwnCode:
+    """Return the function that `model.network` names, with the hashes of its code and of modules that it imports.
+
+    Those that it imports only when it is called, too: it builds the network of the run, by its own config, as each
+    attempt has it.
+    """
     own = OwnCode(KEY, name).found
-    return replace(own, modules=own.call_elsewhere([]).modules)
+    values = json.loads(hf_config.to_json_string())
+    there = own.call_elsewhere([{"name": name, "config": values}], by=f"{__name__}:{call.__name__}")
+    ((kind, result),) = there.results
+    if kind == "raised":
+        raise ModelError(f"{own.said}: in a fresh Python process {result[1].removeprefix(f'{own.said}: ')}")
+    return replace(own, modules=there.modules)
+
+
+def call(_: Callable[..., Any], row: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+    """Build a network in another process, as `elsewhere` calls it."""
+    try:
+        values = row["config"]
+        class_of(row["name"], CONFIG_MAPPING[values["model_type"]].from_dict(values))
+    except ModelError as error:
+        return None, error
+    return None, None
 
 
 def own_config(name: str, hf_config: PretrainedConfig) -> PretrainedConfig:

@@ -12,6 +12,7 @@ A change of code that alters the order of samples or their packing is not a fiel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,13 @@ ABSENT: dict[str, Any] = {
 `method.<type>.<field>`, `format.<type>.<field>`.
 Fields that identities have named for as long as their section has existed are not here; `type` is always named."""
 
+_GONE = re.compile(
+    r"model\.quantization_config|data\.columns|"
+    r".*_modules\.(raytune_fsdp|__mp_main__|_remote_module_non_scriptable)(\..*)?"
+)
+"""Keys that identities have had and that say nothing of a run: of weights drawn at random, what `train.loss_columns`
+says, and modules that are none of the user's."""
+
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
 _UNSET = "not set"
@@ -103,6 +111,7 @@ def check_identity(
     files_now: Mapping[str, Sequence[str]],
 ) -> None:
     """Refuse to continue a run as another one, naming every difference. `files_*`: names by key, for the message."""
+    before = {key: value for key, value in before.items() if not _GONE.fullmatch(key)}
     for key, what in _VERSIONS.items():
         if before.get(key) != now.get(key):
             raise ResumeError(

@@ -91,10 +91,10 @@ def prepare(
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
-    codes = own_code(config)
     own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
+    codes = own_code(config, hf_config)
     adapted = adapted_before(found, place) if isinstance(config.method, AdapterMethod) else None
     network = build_network(hf_config, config, added, adapted)
     name_class(hf_config, network)

@@ -99,10 +99,10 @@ def identity_of(
     return _normal(identity)
 
 
-def own_code(config: FinetuneConfig) -> tuple[OwnCode, ...]:
+def own_code(config: FinetuneConfig, hf_config: PretrainedConfig) -> tuple[OwnCode, ...]:
     """Return the code of the user's that the config names, tried, with its hashes; not functions that make rows."""
     found = [] if config.train.loss is None else [find_loss(config.train.loss, config.train.loss_columns)]
-    return tuple(found if config.model.network is None else [*found, find_network(config.model.network)])
+    return tuple(found if config.model.network is None else [*found, find_network(config.model.network, hf_config)])
 
 
 def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed) -> dict[str, str]:
@@ -114,14 +114,14 @@ def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed
         return {}
     if found.checkpoint is not None and not any(key.startswith(_CODE) for key in found.state.identity):
         return {}
-    return {
-        f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in code_files(directory)
-    }
+    names = code_files(directory, links=True)
+    return {f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in names}
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:
     """Return the part of the identity that decides the order of the samples, but for the seed."""
-    return _normal({_data_key(key): value for key, value in train.identity.items() if key != "seed"})
+    known = ("seed", "columns")  # as train.loss_columns
+    return _normal({_data_key(key): value for key, value in train.identity.items() if key not in known})
 
 
 def _normal(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +195,6 @@ def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[s
     """Refuse to continue from a checkpoint of another run."""
     if found.checkpoint is not None:
         before = redact_shapes(found.state.identity)
-        # From a config whose weights were drawn at random: it was kept there then, and meant nothing.
-        before.pop("model.quantization_config", None)
         if isinstance(before.get("method"), dict):
             before["method"] = {key: unordered(key, value) for key, value in before["method"].items()}
         where = found.checkpoint.path

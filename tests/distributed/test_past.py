@@ -146,6 +146,8 @@ def test_the_command_shows_rows_and_losses(
         assert total / targets == pytest.approx(_line(directory, step)["loss"], rel=1e-7)
     (Path(directory) / "documents").rename(tmp_path / "documents")
     documents = _documents(directory, 10, capsys)
+    assert {line.pop("loss_is") for line in recorded[10]} == {"as trained"}
+    assert {line.pop("loss_is") for line in documents} == {"cross-entropy"}
     assert [line | {"loss": None} for line in documents] == [line | {"loss": None} for line in recorded[10]]
     for measured, known in zip(documents, recorded[10], strict=True):
         assert measured["loss"] == pytest.approx(known["loss"], rel=1e-6)

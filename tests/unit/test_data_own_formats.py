@@ -169,6 +169,11 @@ def test_whole_file_of_a_function_decides_the_windows(module: Path, tmp_path: Pa
     before = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
     assert before.get(0, 0)[0].samples.input_ids.size
     module.write_text(MODULE + "\n# another comment\n")
+    with pytest.raises(
+        DataError, match=r"^format\.function=rows_of_mine:chat: .*has changed since this process imported"
+    ):
+        make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
+    del sys.modules["rows_of_mine"]  # as in another process
     after = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
     assert before.fingerprint != after.fingerprint
     changed = {key for key in before.identity if before.identity[key] != after.identity[key]}
@@ -223,6 +228,8 @@ def test_modules_that_a_function_imports_decide_the_windows(helped: Path, tmp_pa
     for changed in ("parts_of_mine.words", "later_of_mine"):
         with open(tmp_path / f"{changed.replace('.', '/')}.py", "a") as file:
             file.write("# another comment\n")
+        for name in (*names, "rows_of_mine"):
+            sys.modules.pop(name, None)  # as in another process
         after = make_windows([dataset], cache=tmp_path / "cache", seq_len=64)
         assert {key for key in before.identity if before.identity[key] != after.identity[key]} == {
             f"datasets.0.function_modules.{changed}"

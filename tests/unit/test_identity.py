@@ -117,3 +117,18 @@ def test_a_run_of_an_older_order_is_refused_by_name(key: str, what: str) -> None
 def test_the_type_of_a_section_is_always_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ABSENT, "optim.schedule.cosine.type", "cosine")
     assert named("optim", OptimConfig())["schedule"]["type"] == "cosine"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.train.0.function_modules.__mp_main__", "train.loss_modules.raytune_fsdp.data.rows",
+        "data.train.12.function_modules._remote_module_non_scriptable", "data.columns", "model.quantization_config",
+    ],
+)  # fmt: skip
+def test_what_an_old_identity_should_not_have_had_is_not_missed(key: str) -> None:
+    now = {"run.seed": 0, "data.train.0.function_modules.mine": "18c7"}
+    check_identity({**now, key: "18c7"}, now, "runs/a", files_before={}, files_now={})
+    for other in ({**now, key: "18c7", "run.seed": 7}, {**now, "data.train.0.function_modules.mp_main": "18c7"}):
+        with pytest.raises(ResumeError, match="was trained with other settings"):
+            check_identity(other, now, "runs/a", files_before={}, files_now={})

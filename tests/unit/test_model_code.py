@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.errors import ModelError, ResumeError
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.cli import data, export, generate, train
 from raytune_fsdp.launch.finetune import finetune
@@ -178,6 +178,31 @@ def test_such_code_belongs_to_the_run(model: Path, marker: Path, tmp_path: Path)
     (model / "parts.py").write_text("class Part: changed = True\n")
     with pytest.raises(ResumeError, match=r"model\.code\.parts\.py: was '\w+', is '\w+'"):
         prepare(config, 1)
+
+
+def test_code_in_the_cache_of_the_hub_is_found_through_its_links(tmp_path: Path) -> None:
+    """Its snapshots are links; one to any other file is refused."""
+    config = make_config(tmp_path, model={"trust_remote_code": True})
+    files = {
+        "config.json": json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}), "evil.py": "from .parts import Part\n",
+        "parts.py": "class Part: pass\n",
+    }  # fmt: skip
+    plain, snapshot, blobs = tmp_path / "plain", tmp_path / "cache/snapshots/main", tmp_path / "cache/blobs"
+    for place in (plain, snapshot, blobs):
+        place.mkdir(parents=True)
+    for number, (name, text) in enumerate(files.items()):
+        (plain / name).write_text(text)
+        (blobs / f"{number:040x}").write_text(text)
+        (snapshot / name).symlink_to(f"../../blobs/{number:040x}")
+    begun = Resumed(state=RunState(identity={}), damaged={})
+    found = code_of_model(config, snapshot, begun)
+    assert found.keys() == {"model.code.evil.py", "model.code.parts.py"}
+    assert found == code_of_model(config, plain, begun)
+    (plain / "parts.py").unlink()
+    (plain / "parts.py").symlink_to(tmp_path / "mine.py")
+    (tmp_path / "mine.py").write_text("key = 1\n")
+    with pytest.raises(ModelError, match=r"parts\.py is a link to .*mine\.py', a file of another name"):
+        code_of_model(config, plain, begun)
 
 
 def test_every_call_says_whether_code_may_run() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,15 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from raytune_fsdp.base.batch import Cursor, MicroBatch
+from raytune_fsdp import finetune
+from raytune_fsdp.base.batch import Cursor, MicroBatch, Targets
 from raytune_fsdp.base.errors import ConfigError, DataError, ResumeError
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
+from raytune_fsdp.cli.step import _kind_of
 from raytune_fsdp.config import DatasetConfig, TrainConfig
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.data.batches import filler, stream_batch, to_batch
+from raytune_fsdp.data.rows.numbers import read_number
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -31,7 +38,7 @@ from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
-from raytune_fsdp.model.objective.own_loss import KEY, OwnLoss, find_loss
+from raytune_fsdp.model.objective.own_loss import KEY, Bent, OwnLoss, bent_sum, find_loss
 from raytune_fsdp.model.proof import LENGTHS, documents
 from raytune_fsdp.plan.identity import check_identity
 from raytune_fsdp.run.checks import check_config
@@ -83,6 +90,25 @@ def raising(log_probabilities):
 def columns(log_probabilities, document):
     return -log_probabilities * document.columns["reward"]
 
+def centred(log_probabilities, document):
+    return -log_probabilities * (document.columns["reward"] - 1)
+
+def margin(log_probabilities, document):
+    return -log_probabilities * (document.columns["reward"] - document.columns["other"])
+
+def spoiling(log_probabilities, document):
+    document.targets.zero_()
+    return -log_probabilities
+
+def picky(log_probabilities, document):
+    return -log_probabilities * ([1.0] * 65)[len(log_probabilities)]
+
+def broken_behind(log_probabilities, document):
+    made = log_probabilities.exp()
+    value = made * made
+    made.zero_()
+    return value
+
 calls = itertools.count()
 
 def changing(log_probabilities, document):
@@ -129,7 +155,7 @@ def by_the_book(function: str, logits: torch.Tensor, batch: MicroBatch) -> torch
     return torch.stack(values)
 
 
-@pytest.mark.parametrize("function", ["plain", "focal", "by_length"])
+@pytest.mark.parametrize("function", ["plain", "focal", "by_length", "spoiling"])
 @pytest.mark.parametrize("head", ["plain", "chunked"])
 def test_values_and_gradients_are_those_of_the_book(
     code: Path, function: str, head: str, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +178,7 @@ def test_values_and_gradients_are_those_of_the_book(
         assert torch.allclose(parameter.grad, wanted[name], rtol=1e-9, atol=1e-14), name
     ours = micro_batch_loss(model, batch)
     assert torch.equal(found.right, ours.right)
-    assert (function == "plain") == torch.allclose(found.each, ours.each, rtol=1e-6), "or it does nothing"
+    assert (function in ("plain", "spoiling")) == torch.allclose(found.each, ours.each, rtol=1e-6), "or it does nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -193,6 +219,7 @@ def test_a_filler_has_no_document(code: Path) -> None:
             "raising",
             r"it raised TypeError: .*positional argument.*; it is called with a tensor of log-probabilities and",
         ),
+        ("broken_behind", r"it raised RuntimeError: .*modified by an inplace operation.*; it is called with"),
         ("columns", r"raised KeyError: 'reward'; it is called .* whose columns are those of train\.loss_columns"),
         ("missing", r"losses_of_mine\.py has no function missing; correct the name"),
         ("changing", "called twice for one document, it returned two different losses.*no state between calls"),
@@ -203,6 +230,79 @@ def test_what_is_no_loss_is_refused_at_the_start(code: Path, function: str, mess
     with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:{function}: .*{message}") as caught:
         find_loss(f"losses_of_mine:{function}")
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("function", ["columns", "centred", "margin"])
+def test_a_loss_of_its_columns_is_one_if_some_make_it_one(code: Path, function: str) -> None:
+    loss = OwnLoss(OwnCode(KEY, f"losses_of_mine:{function}"), ["reward", "other"])
+    assert any(map(any, loss.prove(CPU, torch.float32)))
+
+
+def targets_of(count: int) -> Targets:
+    """Those of one document."""
+    places = torch.arange(count)
+    return Targets(places=places, ids=places, datasets=0 * places, by_dataset=(count,), by_document=(count,))
+
+
+def test_what_it_raises_in_a_step_names_it(code: Path) -> None:
+    loss = own("picky")
+    assert loss.prove(CPU, torch.float32)
+    with pytest.raises(
+        ConfigError, match=r"losses_of_mine:picky: for a document of 80 target\(s\) it raised IndexError"
+    ):
+        loss.bend(torch.zeros(80), targets_of(80))
+
+
+def test_an_impossible_target_leaves_the_sum_a_number() -> None:
+    """Of masked logits, where the user's value is finite."""
+
+    class Clamped:
+        def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
+            return Bent(-log_probabilities.clamp(min=-5), -(log_probabilities > -5).float())
+
+    given = torch.tensor([-1.0, -torch.inf, -2.0], requires_grad=True)
+    total, values = bent_sum(Clamped(), given, targets_of(3))
+    total.backward()
+    assert total.item() == 8.0 and values.tolist() == [1.0, 5.0, 2.0]
+    assert given.grad is not None and given.grad.tolist() == [-1.0, 0.0, -1.0]
+
+
+def test_a_changed_file_is_refused_where_the_old_one_is_imported(code: Path) -> None:
+    """As in a notebook: its cell was edited and run again. A reload imports what is there."""
+    find_loss("losses_of_mine:by_length")
+    for name in ("losses_of_mine", "weights_of_mine"):
+        with open(code / f"{name}.py", "a") as file:
+            file.write("# another comment\n")
+        with pytest.raises(
+            ConfigError,
+            match=rf"^train\.loss=.*: .*{name}\.py has changed since this process imported it.*restart Python",
+        ):
+            find_loss("losses_of_mine:by_length")
+        importlib.reload(sys.modules[name])
+    assert find_loss("losses_of_mine:by_length").modules
+
+
+def test_a_script_that_calls_finetune_for_its_own_function_is_refused(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, in a fresh process, and before anything of the config is looked at."""
+    said = 'imports this file for the function in it, and the file calls finetune.* `if __name__ == "__main__":`'
+    with open(code / "losses_of_mine.py", "a") as file:
+        file.write(
+            "import sys\nif 'again' in sys.argv:\n    from raytune_fsdp import finetune\n    finetune('no.yaml')\n"
+        )
+    name = OwnCode(KEY, "losses_of_mine:plain")
+    name.load()
+    monkeypatch.setattr(sys, "argv", ["again"])
+    del sys.modules["losses_of_mine"]
+    with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:plain: .*{said}$"):
+        name.load()
+    with pytest.raises(ConfigError, match="no.yaml"):
+        finetune("no.yaml")
+    text = (code / "losses_of_mine.py").read_text()
+    (code / "losses_of_mine.py").write_text(text.replace("'again' in sys.argv", "True"))
+    with pytest.raises(ConfigError, match=rf"does not work in a fresh Python process.*{said}\)"):
+        name.call_elsewhere([])
 
 
 def test_its_source_and_its_modules_make_the_run(code: Path) -> None:
@@ -223,6 +323,7 @@ def test_its_source_and_its_modules_make_the_run(code: Path) -> None:
         file.write("# another comment\n")
     with pytest.raises(ConfigError, match=r"weights_of_mine\.py on .* is not the file that the run was started with"):
         pickle.loads(sent).load()
+    del sys.modules["losses_of_mine"], sys.modules["weights_of_mine"]  # as in another process
     with pytest.raises(ResumeError, match=r"train\.loss_modules\.weights_of_mine: was '\w+', is '\w+'"):
         check_identity(before, identity(), "x", files_before={}, files_now={})
     (code / "losses_of_mine.py").unlink()
@@ -248,6 +349,15 @@ def test_one_without_source_is_refused(code: Path, monkeypatch: pytest.MonkeyPat
     given = {"Train": {"Loss": focal, "max_steps": 3}, "data": {"train": []}}
     assert with_names(given)["Train"] == {"Loss": "losses_of_mine:focal", "max_steps": 3}
     assert given["Train"]["Loss"] is focal, "the caller's own map is as it was"  # type: ignore[index]
+    rows = {"data": {"train": ({"path": "a"}, {"Format": {"type": "python", "function": focal}}), "eval": {"rows": 2}}}
+    assert with_names(rows)["data"]["train"][1] == {"Format": {"type": "python", "function": "losses_of_mine:focal"}}
+    with pytest.raises(ConfigError, match=r"data\.eval\.1\.format\.function: .*<lambda> cannot be imported"):
+        with_names({"data": {"eval": [{}, {"format": {"function": lambda row: row}}]}})
+    for given in ({"train": {"loss": focal}}, rows):
+        with pytest.raises(
+            ConfigError, match=r"(loss|function): focal is a function, must be its name, module:function; `f"
+        ):
+            load_config(given)
     main = SimpleNamespace(__file__=str(code / "script.py"), __spec__=None, focal=focal)
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(focal, "__module__", "__main__")
@@ -268,6 +378,16 @@ def test_what_does_not_go_with_it(tmp_path: Path) -> None:
     config = make_config(tmp_path, train={"loss": "a:b"}, parallel={"mesh": {"sequence": 2}})
     with pytest.raises(ConfigError, match=r"mesh\.sequence=2: your loss is a function of whole documents"):
         check_config(config, 2)
+
+
+def test_its_values_are_told_from_cross_entropies() -> None:
+    """By `raytune-fsdp step --loss`."""
+    kept = CommittedCheckpoint(step=3, attempt=1, root="runs/checkpoints")
+    assert _kind_of(None, None) == ("losses by document, as recorded", "as trained")
+    assert _kind_of("a:b", None) == ("values of train.loss=a:b by document, as recorded", "as trained")
+    under = f"by document under the weights of step 3 ({kept.path})"
+    assert _kind_of("a:b", kept) == (f"cross-entropies {under}", "cross-entropy")
+    assert _kind_of(None, kept) == (f"losses {under}", "cross-entropy")
 
 
 REWARDS = [0.5, -2.0, 3.0, 0.0, 7.25, 1.0, -1.0]
@@ -313,13 +433,39 @@ def test_columns_of_rows_stay_with_their_documents(tmp_path: Path, kind: str, pa
     assert torch.equal(theirs.input_ids, batch.input_ids) and theirs.targets.by_document == batch.targets.by_document
 
 
+@pytest.mark.parametrize("columns", [None, [[0.5]], [[np.nan]], [[0.5, 0.5]]])
+def test_a_window_with_other_columns_is_not_that_window(tmp_path: Path, columns: Any) -> None:
+    """It is built again where that can be seen; else a look at where its rows come from shows it."""
+
+    def windows() -> Windows:
+        return make_windows([rewarded(tmp_path, "jsonl")], cache=tmp_path / "cache", seq_len=9, columns=["reward"])
+
+    true, told = windows(), windows()
+    assert true.origins(0, 0)
+    window = told.get(0, 0)[0]
+    made = None if columns is None else np.tile(columns, (len(window.samples.lengths), 1)).astype(float)
+    told.cache.write(0, 0, replace(window, samples=replace(window.samples, columns=made)))
+    if columns != [[0.5]]:
+        again, built = windows().get(0, 0)
+        assert built and np.array_equal(again.samples.columns, window.samples.columns)
+    else:
+        with pytest.raises(DataError, match="window 0 of the cache is not what its rows make"):
+            windows().origins(0, 0)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"the row has no column 'reward', which train\.loss_columns tells the loss; it has 'input_ids'"),
-        ({"reward": None}, "the row has null in 'reward'"),
-        ({"reward": "high"}, "reward=high is no finite number"),
-        ({"reward": 10**400}, "is no finite number"),
+        ({}, r"^\S*rows\.jsonl: has no column 'reward', it has 'input_ids'; name the right one in train\.loss_columns"),
+        (
+            {"reward": None},
+            "rows.jsonl:1: column 'reward' is null; train.loss_columns tells it to the loss: correct or",
+        ),
+        ({"reward": "0.5"}, "reward='0.5' is text, not a number; train.loss_columns tells it to the loss"),
+        ({"reward": [1]}, r"reward=\[1\] is of type list, not a number"),
+        ({"reward": 10**400}, "is no finite number of float32"),
+        ({"reward": 3.5e38}, "is no finite number of float32"),
+        ({"reward": 2**53 + 1}, "reward=9007199254740993 is a whole number that no float64 is equal to"),
     ],
 )
 def test_a_row_without_its_columns_is_a_bad_one(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -328,6 +474,21 @@ def test_a_row_without_its_columns_is_a_bad_one(tmp_path: Path, row: dict[str, A
     dataset = DatasetConfig(path=str(file), format={"type": "tokens", "labels": None})
     with pytest.raises(DataError, match=message):
         make_windows([dataset], cache=tmp_path / "cache", columns=["reward"]).get(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(True, 1), (False, 0), (2**53, 2**53), (-3.4e38, -3.4e38), (Decimal("0.1"), 0.1), (Decimal("2e30"), None)]
+    + [(Decimal(2**53 + 1), None), (Decimal("NaN"), None), (float("inf"), None)],
+)
+def test_numbers_are_those_of_the_row(value: Any, wanted: float | None) -> None:
+    if wanted is not None:
+        assert read_number({"n": value}, "n", "f:1") == wanted
+    else:
+        with pytest.raises(
+            DataError, match="f:1: n=.* is (a whole number that no float64 is|no finite number of float32)"
+        ):
+            read_number({"n": value}, "n", "f:1")
 
 
 @pytest.mark.thorough

@@ -15,9 +15,10 @@ from raytune_fsdp.base.errors import ConfigError, ModelError, ResumeError
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli import audit, export, generate
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.directory.needed_code import check_trusted
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, load_architecture
-from raytune_fsdp.model.own_network import own_config
+from raytune_fsdp.model.own_network import find_network, own_config
 from raytune_fsdp.run.checks import check_config
 from raytune_fsdp.run.prepare import prepare
 from tests.models import save_checkpoint
@@ -77,9 +78,37 @@ def test_it_is_built_without_memory_in_the_type_of_the_run(tmp_path: Path) -> No
     assert model.config.rms_norm_eps == 1e-3 and len(layers_of(model)) == 2
 
 
+def test_a_module_that_it_imports_when_it_is_called_belongs_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_network.py").write_text(
+        "from tests.own_code import network\n"
+        "def late(config):\n    import layers_of_mine\n    return layers_of_mine.network(config)\n"
+        "def broken(config):\n    if 'late_network' in __import__('sys').argv: return network(config)\n    1 / 0\n"
+    )
+    (tmp_path / "layers_of_mine.py").write_text("from tests.own_code import network\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.argv", ["late_network"])
+    found = find_network("late_network:late", own_config("late_network:late", llama()))
+    assert "layers_of_mine" in found.modules and found.code
+    mine = own_config("late_network:broken", llama())
+    with pytest.raises(
+        ModelError, match=r"^model\.network=late_network:broken: in a fresh Python process it raised ZeroDivisionError"
+    ):
+        find_network("late_network:broken", mine)
+
+
 def test_adapters_do_not_go_with_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"method\.type=lora with model\.network=.*set method\.type=full or freeze"):
         check_config(config_of(tmp_path, method={"type": "lora"}), 1)
+
+
+@pytest.mark.parametrize("name", ["os", "a b:c", "..up:f", "losses:f\n\x1b[31m", ":f", "m:"])
+def test_a_name_that_is_none_is_not_imported_for_those_who_trust_it(name: str) -> None:
+    with pytest.raises(ModelError, match=r"network_function='.*' is no module:function, so nothing is imp") as caught:
+        check_trusted({"network_function": name}, "a/config.json", trusted=True)
+    assert str(caught.value).isprintable()
+    assert check_trusted({"network_function": NAME}, "a/config.json", trusted=True) == NAME
 
 
 @pytest.mark.thorough

@@ -35,7 +35,7 @@ class TrainConfig(Section):
 
     loss_columns: list[str] = Field(default_factory=list)
     """Columns of the rows, of numbers, that your loss is told: `document.columns`. Every row of `data.train` must have them (of
-    a function's rows, those that it returns)."""
+    a function's rows, those that it returns). True and false are 1 and 0."""
 
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
     """NEFTune: add uniform noise to the embeddings of tokens, at most this over the square root of (tokens of the packed

@@ -14,9 +14,15 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from importlib.machinery import NamespaceLoader
 from pathlib import Path
 from typing import Any
+
+IMPORTING = "RAYTUNE_FSDP_IMPORTING"
+"""The variable that tells the process of this file that it imports code of the user's."""
+importing: ContextVar[bool] = ContextVar("importing", default=False)
+"""Whether this thread, of any other process, does so right now."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NOT_USERS = {"raytune_fsdp", "__mp_main__", "_remote_module_non_scriptable"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +35,7 @@ from raytune_fsdp.data.rows.conversation import (
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
 from raytune_fsdp.data.rows.habits import Habits
 from raytune_fsdp.data.rows.learn import learn, needs_newer
+from raytune_fsdp.data.rows.numbers import read_number
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
 from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
@@ -407,26 +407,6 @@ class Formatter:
                 "no_targets",
             )
         return None
-
-
-def read_number(row: dict[str, Any], name: str, where: str) -> float:
-    """Return a column that a loss is told. Raises RowError."""
-    value = row.get(name)
-    if name not in row or value is None:
-        what = f"has no column {name!r}" if name not in row else f"has null in {name!r}"
-        raise RowError(
-            f"{where}: the row {what}, which train.loss_columns tells the loss; it has "
-            f"{shorten(', '.join(map(repr, row)))}; correct the name or the row",
-            "missing_column" if name not in row else "null",
-        )
-    number = float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
-    if not math.isfinite(number):
-        raise RowError(
-            f"{where}: {name}={shorten(value)} is no finite number, which train.loss_columns needs; correct "
-            "or remove the row",
-            "wrong_type",
-        )
-    return number
 
 
 def _content(document: Document | RowError) -> Any:

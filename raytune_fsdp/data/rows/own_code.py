@@ -25,6 +25,10 @@ from raytune_fsdp.data.sources.source import shorten
 ROWS = "format.function"
 """The field of functions that turn rows into other rows."""
 
+_SEEN: dict[str, tuple[object, str]] = {}
+"""For each module what its last import has left in it, and the hash of its file when it was first seen after that. If
+the user has imported it, and changed it before a function in it was named here, this cannot show it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
@@ -57,7 +61,8 @@ class OwnCode:
     @property
     def found(self) -> OwnCode:
         """This with the hash of its file as it is now."""
-        return replace(self, code=_hash(self._import()[1]))
+        file = self._import()[1]
+        return replace(self, code=self._unchanged(self.name.partition(":")[0], file))
 
     @property
     def identity(self) -> dict[str, str]:
@@ -78,6 +83,7 @@ class OwnCode:
                     f"{self.said}: {place or each} on {os.uname().nodename} is not the file that the run was started "
                     f"with; make it the same wherever {self._used}"
                 )
+            self._unchanged(each, place)
         return function
 
     def call_elsewhere(self, rows: Sequence[Mapping[str, Any]], by: str | None = None) -> Elsewhere:
@@ -90,13 +96,13 @@ class OwnCode:
         request = {"path": sys.path, "module": module, "function": function, "rows": rows, "by": by}
         done = subprocess.run(
             [sys.executable, elsewhere.__file__], input=pickle.dumps(request), capture_output=True, check=False,
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed, elsewhere.IMPORTING: "1"},
         )  # fmt: skip
         if done.returncode != 0 or not done.stdout:
             last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise self._error(
                 f"{self.said}: it does not work in a fresh Python process, as the nodes of a run start "
-                f"({shorten(last)}); make its module import all that it needs"
+                f"({shorten(last, limit=300)}); make its module import all that it needs"
             )
         answer = pickle.loads(done.stdout)
         nowhere = [each for each, file in answer["modules"].items() if file is None]
@@ -105,7 +111,23 @@ class OwnCode:
                 f"{self.said}: it imports {nowhere[0]}, whose code is in no file, so that nobody could tell "
                 "when it has changed; put the code into a file"
             )
-        return Elsewhere(answer["results"], {each: _hash(file) for each, file in answer["modules"].items()})
+        hashes = {each: self._unchanged(each, file) for each, file in answer["modules"].items()}
+        return Elsewhere(answer["results"], hashes)
+
+    def _unchanged(self, module: str, file: str) -> str:
+        """Return the hash of a module's file. Refuse one that is no longer what this process has imported."""
+        content, imported = _hash(file), sys.modules.get(module)
+        if imported is not None:
+            spec = getattr(imported, "__spec__", imported)  # a reload gives it another one
+            before, old = _SEEN.get(module, (None, ""))
+            if before is not spec:
+                _SEEN[module] = spec, content
+            elif old != content:
+                raise self._error(
+                    f"{self.said}: {file} has changed since this process imported it, and Python keeps what it has "
+                    "imported: restart Python (in a notebook, the kernel)"
+                )
+        return content
 
     @property
     def _used(self) -> str:
@@ -119,6 +141,8 @@ class OwnCode:
         module, _, function = self.name.partition(":")
         try:
             imported = _import(module)
+        except ConfigError as error:  # it calls finetune
+            raise self._error(f"{self.said}: {in_one_line(error)}") from error
         except Exception as error:  # the user's code runs here
             raise self._error(
                 f"{self.said}: {module} cannot be imported on {os.uname().nodename} ({in_one_line(error)}); "
@@ -149,4 +173,8 @@ def _import(module: str) -> Any:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
-    return importlib.import_module(module)
+    token = elsewhere.importing.set(True)
+    try:
+        return importlib.import_module(module)
+    finally:
+        elsewhere.importing.reset(token)

@@ -15,9 +15,8 @@ from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMethod
 from raytune_fsdp.model.adapters.attach import ADAPTER, base_name
-from raytune_fsdp.model.directory.bounds import check_links
 from raytune_fsdp.model.directory.files import commit_of
-from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, read_object
+from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, check_links, read_object
 
 _OF_MODULE = re.compile(r"(?:base_model\.model\.)?(.+?)\.(?:lora_|ia3_l)")
 """Matches the name of an adapter's tensor, here or in PEFT's files; finds the module that it adapts."""

@@ -38,6 +38,7 @@ from raytune_fsdp.model.directory.known_files import (
     GENERATION_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_CONFIG_FILE,
+    check_links,
 )
 
 if TYPE_CHECKING:  # importing it imports the hub's library, which reads then where the hub and its cache are
@@ -59,7 +60,6 @@ _TOKENIZER_FILES = (
 """Files that a tokenizer and generation settings are read from, with vocabularies of all of transformers' classes."""
 # The libraries that read these have limits of depth; a generation config that is broken is ignored.
 _NOT_PARSED = ("tokenizer.", GENERATION_CONFIG_FILE)
-_HASH = re.compile(r"[0-9a-f]{40,64}")
 _MOST_STOPS, _STOP_CHARACTERS, _MOST_BEAMS = 64, 256, 256
 """Bounds of a generation config. transformers compares every token with every place of every stop string."""
 
@@ -158,25 +158,6 @@ def _tokenizer_files(directory: Path) -> list[Path]:
     patterns = [name for name in _TOKENIZER_FILES if "*" in name]
     found += [file for each in patterns for file in sorted(directory.glob(each)) if not file.is_dir()]
     return list(dict.fromkeys(found))
-
-
-def check_links(file: Path) -> None:
-    """Refuse a link to an arbitrary file of this machine.
-
-    The hub's cache links to files named by their hash; people link to a file of the same name elsewhere, or to another
-    one in the same directory.
-    """
-    place = file
-    while place.is_symlink():
-        parent = os.path.realpath(place.parent)
-        target = Path(os.path.normpath(os.path.join(parent, os.readlink(place))))
-        is_cached = target.parent.name == "blobs" and _HASH.fullmatch(target.name)
-        if target.name != place.name and str(target.parent) != parent and not is_cached:
-            raise ModelError(
-                f"{file} is a link to {shown(str(target))}, a file of another name in another place, which may be no "
-                "part of the model: put the file itself there"
-            )
-        place = target
 
 
 def _check_generation(content: bytes) -> None:

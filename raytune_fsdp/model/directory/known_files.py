@@ -6,6 +6,7 @@ hold links to files of this machine.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import ModelError
-from raytune_fsdp.base.untrusted import MIB, read_file, read_json, reason
+from raytune_fsdp.base.untrusted import MIB, read_file, read_json, reason, shown
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -43,6 +44,7 @@ _TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(
     r"adapter_model\.safetensors|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
+_HASH = re.compile(r"[0-9a-f]{40,64}")
 _MODULE = re.compile(r"\w+")
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import|^\s*from\s+\.\s+import\s+([\w, ]+)", re.MULTILINE)
 _MAX_BYTES = 64 * MIB
@@ -88,10 +90,33 @@ def _check_plain(path: Path) -> None:
         raise ModelError(f"{path} is {kind}: put the file itself there, or remove it")
 
 
-def code_files(directory: Path) -> list[str]:
-    """Return the Python files that the configs name under `auto_map`, and those that these import from here."""
+def check_links(file: Path) -> None:
+    """Refuse a link to an arbitrary file of this machine.
+
+    The hub's cache links to files named by their hash; people link to a file of the same name elsewhere, or to another
+    one in the same directory.
+    """
+    place = file
+    while place.is_symlink():
+        parent = os.path.realpath(place.parent)
+        target = Path(os.path.normpath(os.path.join(parent, os.readlink(place))))
+        is_cached = target.parent.name == "blobs" and _HASH.fullmatch(target.name)
+        if target.name != place.name and str(target.parent) != parent and not is_cached:
+            raise ModelError(
+                f"{file} is a link to {shown(str(target))}, a file of another name in another place, which may be no "
+                "part of the model: put the file itself there"
+            )
+        place = target
+
+
+def code_files(directory: Path, *, links: bool = False) -> list[str]:
+    """Return the Python files that the configs name under `auto_map`, and those that these import from here.
+
+    `links`: for a model that is read and not copied, whose files may be links as in the hub's cache.
+    """
+    check = check_links if links else _check_plain
     found: list[str] = []
-    asked = [reference.partition(".")[0] for reference in _references(directory)]
+    asked = [reference.partition(".")[0] for reference in _references(directory, links=links)]
     while asked:
         module = asked.pop(0)
         name = f"{module}.py"
@@ -99,17 +124,17 @@ def code_files(directory: Path) -> list[str]:
         # hub.
         if not _MODULE.fullmatch(module) or name in found or not (directory / name).exists():
             continue
-        _check_plain(directory / name)
+        check(directory / name)
         found.append(name)
-        for one, several in _BESIDE.findall(_text(directory / name)):
+        for one, several in _BESIDE.findall(_text(directory / name, links=links)):
             asked += [one] if one else [each.split()[0] for each in several.split(",") if each.strip()]
     return found
 
 
-def _references(directory: Path) -> Iterator[str]:
+def _references(directory: Path, *, links: bool) -> Iterator[str]:
     for file in (CONFIG_FILE, TOKENIZER_CONFIG_FILE):
         if (directory / file).exists():
-            auto_map = read_object(directory / file).get("auto_map")
+            auto_map = read_object(directory / file, links=links).get("auto_map")
             values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
             for value in values:
                 yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
@@ -126,8 +151,8 @@ def read_object(path: Path, *, links: bool = False) -> dict[str, Any]:
     return values
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, *, links: bool) -> str:
     try:
-        return read_file(path, limit=_MAX_BYTES).decode()
+        return read_file(path, limit=_MAX_BYTES, links=links).decode()
     except ValueError as error:
         raise ModelError(f"{path} is not a file of code ({reason(error)}): restore it, or download it again") from error

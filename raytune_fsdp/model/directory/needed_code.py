@@ -12,6 +12,7 @@ from typing import Any
 
 from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.base.untrusted import shown
+from raytune_fsdp.config.rules import function_name
 
 ENTRY = "network_function"
 """The name of the function, in a config.json."""
@@ -31,6 +32,14 @@ def check_trusted(values: Mapping[str, Any], where: object, *, trusted: bool) ->
             f"{where} needs a network of its maker's own, which the function {shown(name)} builds: look at its code, "
             "then add --trust-remote-code (in a run: set model.network)"
         )
+    if name is not None:
+        try:
+            function_name(name)
+        except ValueError as error:
+            raise ModelError(
+                f"{where} needs a network of its maker's own, and its {ENTRY}={shown(name)} is no module:function, so "
+                "nothing is imported: download it again, or correct it"
+            ) from error
     return name
 
 

@@ -9,14 +9,15 @@ hundred tokens at a time as for any loss, once for the probabilities and once fo
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from raytune_fsdp.base.batch import Targets
-from raytune_fsdp.base.errors import ConfigError, in_one_line
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, in_one_line
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.sources.source import shorten
 
@@ -55,7 +56,9 @@ def bent_sum(bends: Bends, log_probabilities: torch.Tensor, targets: Targets) ->
     """Return the sum of the values of targets, through which gradients flow, and the values."""
     fixed = log_probabilities.detach()
     values, slopes = bends.bend(fixed, targets)
-    return values.sum() + (slopes * (log_probabilities - fixed)).sum(), values  # adds 0, whose gradient the slopes are
+    # It adds 0, whose gradient the slopes are; of a target that is impossible the difference would be no number.
+    nothing = torch.where(fixed.isfinite(), log_probabilities - fixed, 0)
+    return values.sum() + (slopes * nothing).sum(), values
 
 
 class OwnLoss:
@@ -70,7 +73,7 @@ class OwnLoss:
         made, first = Bent(torch.empty_like(log_probabilities), torch.empty_like(log_probabilities)), 0
         for number, count in enumerate(targets.by_document):
             part, told = slice(first, first + count), targets.columns[number] if self._columns else ()
-            made.values[part], made.slopes[part] = self._one(log_probabilities[part], targets.ids[part], told)
+            made.values[part], made.slopes[part] = self._one(log_probabilities[part], targets.ids[part].clone(), told)
             first += count
         assert first == len(log_probabilities), "a part of a micro-batch, whose documents others have the rest of"
         return made
@@ -79,7 +82,7 @@ class OwnLoss:
         """Return the values of a document's targets and their slopes. Raise ConfigError for what is no such value."""
         document = LossDocument(targets=ids, columns=dict(zip(self._columns, told, strict=True)))
         given = log_probabilities.detach().clone().requires_grad_()
-        with torch.enable_grad():
+        with self._explained(len(given)), torch.enable_grad():
             made = self._function(given, document)
         if not isinstance(made, torch.Tensor) or made.shape != given.shape or made.dtype != given.dtype:
             found = f"{_kind(made)} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else shorten(made)
@@ -90,30 +93,15 @@ class OwnLoss:
             )
         slopes = None
         if made.requires_grad:
-            (slopes,) = torch.autograd.grad(made.sum(), given, allow_unused=True)
+            with self._explained(len(given)):
+                (slopes,) = torch.autograd.grad(made.sum(), given, allow_unused=True)
         return Bent(made.detach(), torch.zeros_like(made) if slopes is None else slopes)
 
-    def prove(self, device: torch.device, dtype: torch.dtype) -> list[list[float]]:
-        """Try it on documents of several lengths, and return all values and slopes.
-
-        Raise ConfigError for what is no loss.
-        """
-        found = [self._tried(number, device, dtype) for number in range(len(_TRIED))]
-        if not any(each.slopes.any() for each in found):
-            raise ConfigError(
-                f"{self._own.said}: none of its values depends on log_probabilities for torch, so nothing would be "
-                "learned; compute with the tensor itself, without .item(), .detach(), numpy or torch.no_grad()"
-            )
-        return [row.tolist() for each in found for row in each]
-
-    def _tried(self, number: int, device: torch.device, dtype: torch.dtype) -> Bent:
-        count = _TRIED[number]
-        ids = torch.arange(count, device=device) * 31 % 97
-        # From a certain target, whose log-probability rounds to 0, to an improbable one.
-        given = 0 - ((torch.arange(count, device=device) * 37 + 11 * number) % 101).to(dtype) / 16
+    @contextmanager
+    def _explained(self, count: int) -> Iterator[None]:
         try:
-            made = self._one(given, ids, [1.0] * len(self._columns))
-        except ConfigError:
+            yield
+        except (RaytuneError, torch.OutOfMemoryError, torch.AcceleratorError):  # a device's are not the function's
             raise
         except Exception as error:  # the user's code runs here
             raise ConfigError(
@@ -121,6 +109,36 @@ class OwnLoss:
                 "with a tensor of log-probabilities and a LossDocument, whose columns are those of train.loss_columns, "
                 "and returns a value for each target"
             ) from error
+
+    def prove(self, device: torch.device, dtype: torch.dtype) -> list[list[float]]:
+        """Try it on documents of several lengths, of columns that suit it, and return all values and slopes.
+
+        Raise ConfigError for what is no loss.
+        """
+        many = len(self._columns)
+        try:
+            return self._proven([1.0] * many, device, dtype)
+        except ConfigError:
+            if many:  # it may have a logarithm of a column, or the difference of two: with 1/2, 1/3 and so on
+                with suppress(ConfigError):
+                    return self._proven([1 / (place + 2) for place in range(many)], device, dtype)
+            raise
+
+    def _proven(self, told: Sequence[float], device: torch.device, dtype: torch.dtype) -> list[list[float]]:
+        found = [self._tried(number, told, device, dtype) for number in range(len(_TRIED))]
+        if not any(each.slopes.any() for each in found):
+            raise ConfigError(
+                f"{self._own.said}: none of its values depends on log_probabilities for torch, so nothing would be "
+                "learned; compute with the tensor itself, without .item(), .detach(), numpy or torch.no_grad()"
+            )
+        return [row.tolist() for each in found for row in each]
+
+    def _tried(self, number: int, told: Sequence[float], device: torch.device, dtype: torch.dtype) -> Bent:
+        count = _TRIED[number]
+        ids = torch.arange(count, device=device) * 31 % 97
+        # From a certain target, whose log-probability rounds to 0, to an improbable one.
+        given = 0 - ((torch.arange(count, device=device) * 37 + 11 * number) % 101).to(dtype) / 16
+        made = self._one(given, ids, told)
         for what, values in (("value", made.values), ("gradient", made.slopes)):
             if not bool(values.isfinite().all()):
                 place = int((~values.isfinite()).nonzero()[0, 0])
