@@ -168,19 +168,7 @@ def build(
     model = build_network(copy.deepcopy(hf_config), config, added, adapted)
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
-    compiler, updates = (
-        Compiler(what, exact=config.run.exact, tokens=tokens)
-        if key in kernels and kernels[key].name == COMPILED
-        else None
-        for key, what, tokens in (
-            (
-                "blocks",
-                "the layers of this network",
-                config.train.micro_batch * config.data.seq_len if config.run.exact else None,
-            ),
-            ("update", "the update of a weight", None),
-        )
-    )
+    compiler, updates = _compilers(config, kernels)
     # Hooks would break the graphs of layers that are compiled.
     watched = site.real and compiler is None
     routers = watch_routers(model, config.train, groups.sequence) if watched else None
@@ -210,6 +198,16 @@ def build(
         traffic=traffic,
         levels=None if per_node is None or not config.run.exact else Levels.of(mesh, per_node),
         sharding=sharding,
+    )
+
+
+def _compilers(config: FinetuneConfig, kernels: Mapping[str, KernelChoice]) -> tuple[Compiler | None, Compiler | None]:
+    """Return what compiles the layers and the updates, where they are to be compiled."""
+    exact, tokens = config.run.exact, config.train.micro_batch * config.data.seq_len
+    compiled = [key in kernels and kernels[key].name == COMPILED for key in ("blocks", "update")]
+    return (
+        Compiler(exact=exact, tokens=tokens if exact else None) if compiled[0] else None,
+        Compiler("the update of a weight", exact=exact) if compiled[1] else None,
     )
 
 
