@@ -70,6 +70,8 @@ CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+if torch.__version__ < "2.12":  # its FSDP takes no weights that are bytes
+    del CASES["qlora"]
 SLOW = pytest.mark.slow
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 20}
 
@@ -301,7 +303,17 @@ def test_the_digest_of_an_export_is_found_again_from_its_checkpoint(
     directory, _ = alone
     digests = set()
     for number, (case, *flags) in enumerate(
-        [("tied", "--dtype", "bf16"), ("tied", "--dtype", "fp32"), ("lora",), ("lora", "--merge"), ("qlora", "--merge")]
+        [
+            each
+            for each in (
+                ("tied", "--dtype", "bf16"),
+                ("tied", "--dtype", "fp32"),
+                ("lora",),
+                ("lora", "--merge"),
+                ("qlora", "--merge"),
+            )
+            if each[0] in CASES
+        ]
     ):
         run, place = str(directory / "runs" / f"{case}-1"), tmp_path / f"export-{number}"
         assert export([run, str(place), "--trust-places", *flags]) == 0

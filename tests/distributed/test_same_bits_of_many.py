@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events
@@ -73,6 +74,9 @@ ADAPTED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ia3": (3, "llama", {"type": "ia3"}),
     "experts": (2, "mixtral", {"type": "lora", "rank": 4, "routers": "trained"}),
 }
+
+if torch.__version__ < "2.12":  # its FSDP takes no weights that are bytes
+    ADAPTED = {name: case for name, case in ADAPTED.items() if case[2]["type"] != "qlora"}
 
 
 def full(directory: Path, name: str, world: int) -> FinetuneConfig:
