@@ -126,7 +126,7 @@ def test_a_file_of_axolotl_leads_to_an_answer(installed: Path, tmp_path: Path) -
     (tmp_path / "run.yaml").write_text(AXOLOTL.lstrip())
     (tmp_path / "mine.jsonl").write_text(SHAREGPT.lstrip())
     # What stands for a model from the hub, and then what docs/start/coming-from.md says.
-    model = "train --config demo --run.name base --train.max_steps 10 --cluster.launch local --cluster.workers 1"
+    model = "train --config demo --run.name base --train.epochs 2 --cluster.launch local --cluster.workers 1"
     followed = [
         "convert run.yaml --gpus 1 --out mine.yaml",
         "data preview --config mine.yaml",
