@@ -10,7 +10,7 @@ last micro-batch of a run, for which another graph may be made or none, is not c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,17 @@ def choose_compilation(
         return KernelChoice(name=EAGER, why=failure)
     why = "as parallel.compile says" if asked is True else "as the run began" if kept else "faster on GPUs"
     return KernelChoice(name=COMPILED, why=why)
+
+
+def compilers_of(
+    kernels: Mapping[str, KernelChoice], *, exact: bool, tokens: int
+) -> tuple[Compiler | None, Compiler | None]:
+    """Return what compiles the layers and the updates, where they are to be compiled. `tokens`: of a micro-batch."""
+    layers, updates = (key in kernels and kernels[key].name == COMPILED for key in ("blocks", "update"))
+    return (
+        Compiler(exact=exact, tokens=tokens if exact else None) if layers else None,
+        Compiler("the update of a weight", exact=exact) if updates else None,
+    )
 
 
 def why_not_compiled_here(device: torch.device) -> str | None:

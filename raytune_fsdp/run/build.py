@@ -37,7 +37,7 @@ from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.config.sections.optimizers import state_bytes
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
-from raytune_fsdp.model.compile_layers import COMPILED, Compiler
+from raytune_fsdp.model.compile_layers import Compiler, compilers_of
 from raytune_fsdp.model.layers import layers_of, set_training_forward
 from raytune_fsdp.model.network import MASTER_DTYPE, build_network, count_parameters
 from raytune_fsdp.model.objective.routers import Routers, watch_routers
@@ -168,7 +168,8 @@ def build(
     model = build_network(copy.deepcopy(hf_config), config, added, adapted)
     kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
-    compiler, updates = _compilers(config, kernels)
+    tokens = config.train.micro_batch * config.data.seq_len
+    compiler, updates = compilers_of(kernels, exact=config.run.exact, tokens=tokens)
     # Hooks would break the graphs of layers that are compiled.
     watched = site.real and compiler is None
     routers = watch_routers(model, config.train, groups.sequence) if watched else None
@@ -198,16 +199,6 @@ def build(
         traffic=traffic,
         levels=None if per_node is None or not config.run.exact else Levels.of(mesh, per_node),
         sharding=sharding,
-    )
-
-
-def _compilers(config: FinetuneConfig, kernels: Mapping[str, KernelChoice]) -> tuple[Compiler | None, Compiler | None]:
-    """Return what compiles the layers and the updates, where they are to be compiled."""
-    exact, tokens = config.run.exact, config.train.micro_batch * config.data.seq_len
-    compiled = [key in kernels and kernels[key].name == COMPILED for key in ("blocks", "update")]
-    return (
-        Compiler(exact=exact, tokens=tokens if exact else None) if compiled[0] else None,
-        Compiler("the update of a weight", exact=exact) if compiled[1] else None,
     )
 
 
