@@ -58,16 +58,26 @@ def add_trust(parser: argparse.ArgumentParser, *, base: str | None = None, code:
 def parse_for_data(parser: ConfigParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
     """Parse for a command that reads data. A run's own config may be a stranger's: check its code and its places."""
     found, config = parser.parse_with_config(arguments)
-    file = Path(found.config or "")
-    if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
+    run = check_own_code(found, config)
+    if run is None:
         return found, config
     from raytune_fsdp.run.places import check_places
-    from raytune_fsdp.tools.audit.past import check_code, past_place, placed
+    from raytune_fsdp.tools.audit.past import past_place, placed
+
+    check_places(run, trusted=found.trust_places, config=config, base="")
+    moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
+    return found, placed(config, past_place(run)) if moved else config
+
+
+def check_own_code(found: argparse.Namespace, config: FinetuneConfig) -> Path | None:
+    """If --config is a run's own file, check the code that it names, and return the run."""
+    file = Path(found.config or "")
+    if file.name != CONFIG_FILE or not (file.parent / EVENTS_FILE).is_file():
+        return None
+    from raytune_fsdp.tools.audit.past import check_code
 
     check_code(config, trusted=found.trust_remote_code)
-    check_places(file.parent, trusted=found.trust_places, config=config, base="")
-    moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
-    return found, placed(config, past_place(file.parent)) if moved else config
+    return file.parent
 
 
 def say(text: object) -> None:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.cli import plan_as_page, plan_calibrate
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, parse_for_data, run_command, say_lines
+from raytune_fsdp.cli.common import (
+    RUNS_CODE,
+    ConfigParser,
+    add_trust,
+    check_own_code,
+    parse_for_data,
+    run_command,
+    say_lines,
+)
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
 from raytune_fsdp.cli.plan_rows import SECONDS, CountedRows, count_rows
 from raytune_fsdp.plan.cadence import cadence_in_words
@@ -58,6 +66,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     if found.calibrate is not None:
         return plan_calibrate.calibrate_here(parser, found, overrides)
     found, config = parser.parse_with_config(arguments)
+    check_own_code(found, config)
     from raytune_fsdp.plan.counts import Census
     from raytune_fsdp.plan.plan import layout_of, resolve, sizes_of
     from raytune_fsdp.plan.run_dir import RunDir
@@ -71,7 +80,8 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         census = Census(seq_len=config.data.seq_len, epochs=(found.samples,))
     elif config.train.epochs is not None:
         words = ["--config", found.config, *overrides] if found.config is not None else overrides
-        counts_all = redact_text(shlex.join(["raytune-fsdp", "data", "stats", *words]))
+        trusted = [f"--{name.replace('_', '-')}" for name in ("trust_remote_code", "trust_places") if vars(found)[name]]
+        counts_all = redact_text(shlex.join(["raytune-fsdp", "data", "stats", *words, *trusted]))
         from raytune_fsdp.cli.progress import show_progress
 
         _, placed = parse_for_data(parser, arguments)

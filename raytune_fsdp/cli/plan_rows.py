@@ -93,9 +93,10 @@ def count_rows(config: FinetuneConfig, command: str, progress: Progress | None =
     began = time.monotonic()
     seen, doing = _Seen(), "starting"
     with _counting(config) as (answers, said):
-        if answers.poll(_STARTING):
-            began = time.monotonic()
-        while (left := began + SECONDS - time.monotonic()) > 0 and answers.poll(left):
+        limit = _STARTING
+        if answers.poll(limit):
+            began, limit = time.monotonic(), SECONDS
+        while (left := began + limit - time.monotonic()) > 0 and answers.poll(left):
             try:
                 found = answers.recv()
             except EOFError:
@@ -115,7 +116,7 @@ def count_rows(config: FinetuneConfig, command: str, progress: Progress | None =
                     progress(*found)
     if not seen.rows:
         raise ConfigError(
-            f"the length of train.epochs depends on the data, and {SECONDS:g} s are too short to count it ({doing}): "
+            f"the length of train.epochs depends on the data, and {limit:g} s are too short to count it ({doing}): "
             f"`{command}` counts all of it, and this command knows it then; or give --samples N, or set train.max_steps"
         )
     return seen.estimate(config.data.seq_len, time.monotonic() - began)

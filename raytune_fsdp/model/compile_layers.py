@@ -10,7 +10,7 @@ last micro-batch of a run, for which another graph may be made or none, is not c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,11 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.compiler.config
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
 
 from raytune_fsdp.base.beat import pulse
 from raytune_fsdp.base.errors import ConfigError, in_one_line
@@ -76,7 +78,7 @@ def compilers_of(
     layers, updates = (key in kernels and kernels[key].name == COMPILED for key in ("blocks", "update"))
     return (
         Compiler(exact=exact, tokens=tokens if exact else None) if layers else None,
-        Compiler("the update of a weight", exact=exact) if updates else None,
+        Compiler("the update of a weight") if updates else None,  # whose bits are those of its operations
     )
 
 
@@ -149,7 +151,7 @@ class Compiler:
         self.failure: str | None = None
         """Why it gave up."""
         self._what, self._exact, self._tokens = what, exact, tokens
-        self._called = False
+        self._called = self._short = False
         torch._dynamo.reset()  # graphs of an earlier run in this process would not be counted
         # The reset has removed these callbacks if they were there.
         callback_handler.register_start_callback(_begins)
@@ -180,7 +182,7 @@ class Compiler:
         fast = torch.compile(forward, fullgraph=whole or self._exact, options=options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.failure is None and not self._is_short(args):
+            if self.failure is None and not self._short:
                 before, graphs = _random_state() if draws else None, counters["stats"]["unique_graphs"]
                 self._called = True
                 try:
@@ -198,18 +200,23 @@ class Compiler:
 
         return run
 
-    def _is_short(self, args: Sequence[Any]) -> bool:
-        """Return whether a layer is called with fewer tokens than a micro-batch has."""
-        states = next((each for each in args if isinstance(each, torch.Tensor)), None)
-        return self._tokens is not None and states is not None and states.shape[:-1].numel() < self._tokens
+    def watch(self, model: PreTrainedModel) -> None:
+        """See at the embedding how many tokens there are: layers of different networks are given different shapes."""
+
+        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+            self._short = ids.numel() < (self._tokens or 0)
+
+        if self._tokens is not None:
+            model.get_input_embeddings().register_forward_pre_hook(look, with_kwargs=True)
 
     def give_up(self, why: Exception | str) -> None:
         """Run everything without the compiler from here on. Raise ConfigError if ranks would differ by it."""
         self.failure = why if isinstance(why, str) else f"torch.compile fails here: {in_one_line(why)}"
         if self._exact:
             raise ConfigError(
-                f"{self.failure}; with run.exact=true no rank may go on without it, as it rounds otherwise: set "
-                "parallel.compile=false"
+                f"{self.failure}; with run.exact=true no rank may go on without it, as it rounds otherwise: correct "
+                "that, and the same command goes on with the same bits; parallel.compile=false goes on with others"
             )
         logger.warning("%s; the run goes on without it", self.failure)
 

@@ -97,6 +97,7 @@ def set_training_forward(
     again, once = _recomputing(recompute, model), _plain
     if compiler is not None:  # around what is computed again, so that the graph can fuse it
         again, once = compiler.compiled(again), compiler.compiled(once)
+        compiler.watch(model)
     for number, layer in enumerate(layers_of(model)):
         forward = again if number % (every or 1) == 0 else once
         if compiler is not None and any(parameter.requires_grad for parameter in layer.parameters()):

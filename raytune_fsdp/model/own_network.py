@@ -6,7 +6,6 @@ Its config.json names the function, so checkpoints and exports say which code th
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,8 +31,7 @@ def find_network(name: str, hf_config: PretrainedConfig) -> OwnCode:
     attempt has it.
     """
     own = OwnCode(KEY, name).found
-    values = json.loads(hf_config.to_json_string())
-    there = own.call_elsewhere([{"name": name, "config": values}], by=f"{__name__}:{call.__name__}")
+    there = own.call_elsewhere([{"name": name, "config": hf_config.to_dict()}], by=f"{__name__}:{call.__name__}")
     ((kind, result),) = there.results
     if kind == "raised":
         raise ModelError(f"{own.said}: in a fresh Python process {result[1].removeprefix(f'{own.said}: ')}")
@@ -45,7 +43,7 @@ def call(_: Callable[..., Any], row: Mapping[str, Any]) -> tuple[Any, Exception 
     try:
         values = row["config"]
         class_of(row["name"], CONFIG_MAPPING[values["model_type"]].from_dict(values))
-    except ModelError as error:
+    except Exception as error:  # the user's code runs here
         return None, error
     return None, None
 

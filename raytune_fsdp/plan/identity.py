@@ -75,8 +75,8 @@ _GONE = re.compile(
     r"model\.quantization_config|data\.columns|"
     r".*_modules\.(raytune_fsdp|__mp_main__|_remote_module_non_scriptable)(\..*)?"
 )
-"""Keys that identities have had and that say nothing of a run: of weights drawn at random, what `train.loss_columns`
-says, and modules that are none of the user's."""
+"""Keys that identities have had and that say nothing of a run: how a base was quantized whose weights are drawn at
+random, the columns that `train.loss_columns` names already, and modules that are none of the user's."""
 
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()

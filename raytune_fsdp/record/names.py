@@ -49,7 +49,7 @@ instructions of rank 0, with run.exact also bits, a digest of these, the kernels
 values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
 checkpoint have failed: lost_seconds, the time for which they have trained."""
 LOST_SECONDS = "lost_seconds"
-"""All of them may have failed before the clock asked for the next checkpoint, so it counts from there on."""
+"""Attempts may fail before the clock asks for a checkpoint, so the next one's clock starts with this."""
 STARTED_BY = "started_by"
 """In attempts.jsonl, which no tracker gets a copy of. Fields: command (without secrets), directory, host, user, python,
 and of the directory's git repository commit and uncommitted (whether files differ from it)."""

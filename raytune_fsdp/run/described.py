@@ -6,6 +6,7 @@ import getpass
 import hashlib
 import json
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -40,6 +41,7 @@ _KERNELS = (
 )  # fmt: skip
 """Packages whose versions decide bits where they are installed."""
 _GIT_SECONDS = 5
+_URL = re.compile(r"[a-z][\w+.-]*://\S+")
 _COMMAND = 4000
 """The most characters of a command that are kept: `python -c` may have a whole program."""
 
@@ -87,7 +89,8 @@ def _one(
 def started_by() -> dict[str, Any]:
     """Return the command that this process is, who started it, where, and on which code.
 
-    It is kept in the run's directory and shown in the report. No model card has it, and no tracker but with that page.
+    It is kept in the run's directory and shown in the report. No model card has it, and trackers get it only as part of
+    that page.
     """
     commit, user, directory = commit_here(), None, None
     with suppress(KeyError, OSError):  # a container may have no name for its user
@@ -122,7 +125,7 @@ def _without_secrets(words: Sequence[str]) -> Iterator[str]:
 
 
 def _word(word: str, key: str) -> str:
-    return str(redact(without_secrets(word) if is_url(word) else word, key))
+    return str(redact(without_secrets(word) if _URL.fullmatch(word) else word, key))
 
 
 def commit_here() -> str | None:
@@ -162,13 +165,15 @@ def _version(package: str) -> str | None:
     return None
 
 
-def computed_on(device: torch.device) -> dict[str, Any]:
+def computed_on(device: torch.device, kernels: Mapping[str, KernelChoice]) -> dict[str, Any]:
     """Return what decides the bits of an attempt's results besides its config: equal entries mean equal bits."""
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "versions": versions()}
     if there := {name: installed for name in _KERNELS if (installed := _version(name)) is not None}:
         found["packages"] = there
     if device.type == "cuda":
         return {"device": f"{device.type}: {torch.cuda.get_device_name(device)}", **found}
+    if "blocks" in kernels and kernels["blocks"].name == COMPILED:
+        found["compiler"] = _cpp_compiler()
     name = processor() or platform.machine()
     return {"device": f"{device.type}: {name}", **found, "instructions": torch.backends.cpu.get_cpu_capability()}
 
@@ -180,8 +185,6 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
     if chosen.get("experts") == GROUPED:
         del chosen["experts"]
-    if chosen.get("blocks") == COMPILED and str(computed.get("device")).startswith("cpu"):
-        chosen["compiler"] = _cpp_compiler()
     decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -215,7 +218,7 @@ def why_bits_changed(computed: Mapping[str, Any], digest: str, before: Mapping[s
         return None
     if different := _difference(computed, before):
         return "this attempt has {} {}, and the one before had {}".format(*different)
-    return "this attempt has another micro-batch, other kernels or another compiler than the one before"
+    return "this attempt has another micro-batch or other kernels than the one before"
 
 
 def why_bits_differed(events: Iterable[Mapping[str, Any]], attempt: int, step: int) -> tuple[str, int] | None:

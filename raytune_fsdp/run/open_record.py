@@ -171,7 +171,8 @@ def start_tracker(
     more: Sequence[Tracker] = (),
 ) -> Tracker:
     """Return rank 0's trackers, those of the config and `more`; other ranks get one that does nothing."""
-    computed = on_all_ranks(lambda: computed_on(device)) if config.run.exact else [computed_on(device)]
+    own = computed_on(device, kernels)
+    computed = on_all_ranks(lambda: own) if config.run.exact else [own]
     if dist.get_rank() != 0:
         return Tracker()
     record = JsonlTracker(prepared.place.path, prepared.lease)

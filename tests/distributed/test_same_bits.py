@@ -264,7 +264,7 @@ def test_a_run_that_is_resized(alone: tuple[Path, dict[str, Any]]) -> None:
             [{"versions": {"torch": "2.14"}}], {"versions": {"torch": "2.13"}, "bits": "b"},
             "this attempt has torch '2.14', and the one before had '2.13'",
         ),
-        ([{"threads": 2}], {"threads": 2, "bits": "b"}, "this attempt has another micro-batch, other kernels"),
+        ([{"threads": 2}], {"threads": 2, "bits": "b"}, "this attempt has another micro-batch or other kernels"),
     ],
 )  # fmt: skip
 def test_what_else_bits_depend_on_is_said_when_it_changes(

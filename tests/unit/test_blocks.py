@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -209,18 +210,22 @@ def test_in_an_exact_run_a_break_is_an_error_since_other_ranks_may_go_on_compile
 
     with (
         settings_restored(),
-        pytest.raises(ConfigError, match=r"torch\.compile fails here: .*set parallel\.compile=false"),
+        pytest.raises(ConfigError, match=r"torch\.compile fails here: .*parallel\.compile=false"),
     ):
         Compiler(exact=True).compiled(layer)(torch.ones(4))
 
 
 def test_in_an_exact_run_a_short_micro_batch_is_not_compiled() -> None:
+    """Whatever shape its layers get: here one more axis before the tokens."""
+    embedding = nn.Embedding(9, 8)
     with settings_restored():
         compiler = Compiler(exact=True, tokens=12)
-        layer = compiler.compiled(lambda _, x, scale: (x * scale).sin())
-        for rows in (2, 3, 1, 3):
-            layer(torch.nn.Identity(), torch.ones(1, 4 * rows, 8), scale=torch.tensor(2.0))
-        assert compiler.news() == (1, None)
+        layer = compiler.compiled(lambda x: x.sin())
+        compiler.watch(SimpleNamespace(get_input_embeddings=lambda: embedding))  # type: ignore[arg-type]
+        for tokens, graphs in ((8, 0), (12, 1), (4, 0), (12, 0)):
+            states = embedding(input=torch.zeros(1, tokens, dtype=torch.int64))
+            layer(x=states.expand(4, -1, -1, -1))
+            assert compiler.news() == (graphs, None)
 
 
 def test_every_n_needs_its_n() -> None:

@@ -286,6 +286,9 @@ def test_commands_that_read_rows_of_a_runs_own_config_run_none_of_its_code(
     monkeypatch.syspath_prepend(tmp_path)
     code, line = said(capfd, *command, "--config", config)
     assert code == 2 and "names code" in line and "theirs:read" in line, line
+    if command == ("plan",):  # nor where it reads no rows
+        change(run, ("train",), to={"max_steps": 2, "global_batch": 4})
+        assert said(capfd, *command, "--config", config, "--units") == (2, line)
     assert not Path("ran").exists()
 
 

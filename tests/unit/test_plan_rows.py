@@ -107,7 +107,7 @@ def test_hours_on_gpus_are_estimated_with_the_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("news", "ends", "message"),
     [
-        ((), False, "0.2 s are too short to count it (starting): `raytune-fsdp data stats --config"),
+        ((), False, "0.1 s are too short to count it (starting): `raytune-fsdp data stats --config"),
         ((("rows.jsonl", 1000, 4000),), False, "too short to count it (rows.jsonl: 1,000 of 4,000): `raytune-fsdp"),
         ((DataError("rows.jsonl: it is empty"),), False, "could not be counted here (rows.jsonl: it is empty): give"),
         ((), True, "could not be counted here (the process that counts has ended: MemoryError: no more): give --sam"),

@@ -26,7 +26,7 @@ ROWS = "format.function"
 """The field of functions that turn rows into other rows."""
 
 _SEEN: dict[str, tuple[object, str]] = {}
-"""For each module what its last import has left in it, and the hash of its file when it was first seen after that. If
+"""For each module its spec, which a reload replaces, and the hash of its file when it was first seen after that. If
 the user has imported it, and changed it before a function in it was named here, this cannot show it."""
 
 
@@ -119,10 +119,9 @@ class OwnCode:
         content, imported = _hash(file), sys.modules.get(module)
         if imported is not None:
             spec = getattr(imported, "__spec__", imported)  # a reload gives it another one
-            before, old = _SEEN.get(module, (None, ""))
-            if before is not spec:
+            if module not in _SEEN or _SEEN[module][0] is not spec:
                 _SEEN[module] = spec, content
-            elif old != content:
+            elif _SEEN[module][1] != content:
                 raise self._error(
                     f"{self.said}: {file} has changed since this process imported it, and Python keeps what it has "
                     "imported: restart Python (in a notebook, the kernel)"

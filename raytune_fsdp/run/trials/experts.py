@@ -56,10 +56,12 @@ def why_experts_fail(model: PreTrainedModel, device: torch.device, dtype: torch.
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             for each in kinds.values():
-                for what, error in _errors(each, device, dtype):
+                if (few := _few(each, device)) is None:
+                    continue
+                for what, error in _errors(*few, device, dtype):
                     if not error <= _BOUND.get(dtype, _OTHER_BOUND):  # written so that NaN fails, too
                         return f"its {what} is off by {error:.1e} from that of one expert after the other"
-    except (AttributeError, torch.OutOfMemoryError) as error:  # a network of another build, or no room to try it
+    except torch.OutOfMemoryError as error:
         logger.warning("experts' grouped products were not tried: %s", in_one_line(error))
     except Exception as error:  # whatever a kernel raises; a rank that ends here would leave the others waiting
         return in_one_line(error)
@@ -74,19 +76,28 @@ def _experts_in(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
 
 
-def _errors(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """Yield the relative error of the result and of each gradient."""
+def _few(module: nn.Module, device: torch.device) -> tuple[Any, int] | None:
+    """Return such a module with a few experts, and the width of its input; None if it is of another build."""
     torch.manual_seed(0)
     few: Any = copy.deepcopy(module)
-    few.num_experts = min(few.num_experts, _EXPERTS)
-    first = next(few.parameters(recurse=False))
-    width = first.shape[1] if few.is_transposed else first.shape[2]
+    try:
+        few.num_experts = min(few.num_experts, _EXPERTS)
+        first = next(few.parameters(recurse=False))
+        width = first.shape[1] if few.is_transposed else first.shape[2]
+    except (AttributeError, IndexError, StopIteration) as error:
+        logger.warning("experts' grouped products were not tried: %s", in_one_line(error))
+        return None
     for name, weight in few.named_parameters():
         owner, _, own = name.rpartition(".")
         shape = weight.shape if owner else (few.num_experts, *weight.shape[1:])
         drawn = torch.randn(shape, device=device) / max(1, shape[-1]) ** 0.5
         few.get_submodule(owner)._parameters[own] = nn.Parameter(drawn)
     few.config = copy.deepcopy(few.config)
+    return few, int(width)
+
+
+def _errors(few: Any, width: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Yield the relative error of the result and of each gradient."""
     states, weights = (torch.randn(_TOKENS, width, device=device) for _ in range(2))
     chosen = torch.randint(max(1, few.num_experts - 1), (_TOKENS, min(_EACH, few.num_experts)), device=device)
     shares = torch.rand(chosen.shape, device=device)

@@ -60,6 +60,8 @@ def check_record(place: RunDir) -> None:
     try:
         if place.events.exists():
             os.close(open_regular(place.events, links=True, write=True))
+        elif not place.path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         elif not os.access(place.path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (OSError, UnsoundError) as error:
