@@ -41,7 +41,7 @@ class Turn(NamedTuple):
 
 def machine_with(device: Device) -> dict[str, Any]:
     """Describe a bare machine with such a card."""
-    installed = {"torch": "2.11.0", "torchao": "0.18.0", "pytest": "9"}
+    installed = {"torch": "2.11.0", "torchao": "0.18.0", "peft": "0.18.0", "pytest": "9"}
     return {"device": device.name, "memory_gib": device.memory / 2**30, "capability": [9, 0], **installed}
 
 
