@@ -58,15 +58,20 @@ def add_trust(parser: argparse.ArgumentParser, *, base: str | None = None, code:
 def parse_for_data(parser: ConfigParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, FinetuneConfig]:
     """Parse for a command that reads data. A run's own config may be a stranger's: check its code and its places."""
     found, config = parser.parse_with_config(arguments)
+    return found, checked_for_data(found, config, arguments)
+
+
+def checked_for_data(found: argparse.Namespace, config: FinetuneConfig, arguments: Sequence[str]) -> FinetuneConfig:
+    """Return the config by which data is read. If --config is a run's own file, check its code and its places."""
     run = check_own_code(found, config)
     if run is None:
-        return found, config
+        return config
     from raytune_fsdp.run.places import check_places
     from raytune_fsdp.tools.audit.past import past_place, placed
 
     check_places(run, trusted=found.trust_places, config=config, base="")
     moved = not any(word.startswith(("--run.storage", "--run.name")) for word in arguments)
-    return found, placed(config, past_place(run)) if moved else config
+    return placed(config, past_place(run)) if moved else config
 
 
 def check_own_code(found: argparse.Namespace, config: FinetuneConfig) -> Path | None:

@@ -19,7 +19,7 @@ from raytune_fsdp.cli.common import (
     ConfigParser,
     add_trust,
     check_own_code,
-    parse_for_data,
+    checked_for_data,
     run_command,
     say_lines,
 )
@@ -84,7 +84,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
         counts_all = redact_text(shlex.join(["raytune-fsdp", "data", "stats", *words, *trusted]))
         from raytune_fsdp.cli.progress import show_progress
 
-        _, placed = parse_for_data(parser, arguments)
+        placed = checked_for_data(found, config, arguments)
         with show_progress(quiet=found.json) as progress:
             counted = count_rows(placed, counts_all, progress)
         census = counted.census

@@ -388,7 +388,7 @@ _FILE_OPTIONS = (
 DEEPSPEED = Project(
     name="deepspeed",
     title="DeepSpeed",
-    about="Its JSON file, as Transformers, accelerate and axolotl take it beside their own. It names no model and no "
+    about="The JSON file that Transformers, accelerate and axolotl take beside their config. It names no model and no "
     "data, so the result is a part of a config: put it into one. `auto` is left to what the rest says.",
     options=table(*_FILE_OPTIONS),
     prepare=prepare,

@@ -12,6 +12,8 @@ from raytune_fsdp.config.sections.formats import Format
 from raytune_fsdp.config.sections.method import Method
 from raytune_fsdp.config.sections.optim import Schedule
 from raytune_fsdp.config.sections.optimizers import OptimizerChoice
+from raytune_fsdp.data.rows import elsewhere
+from raytune_fsdp.plan import identity
 from raytune_fsdp.plan.identity import ABSENT, check_identity, named
 
 NAMED_FROM_THE_BEGINNING = {
@@ -132,3 +134,8 @@ def test_what_an_old_identity_should_not_have_had_is_not_missed(key: str) -> Non
     for other in ({**now, key: "18c7", "run.seed": 7}, {**now, "data.train.0.function_modules.mp_main": "18c7"}):
         with pytest.raises(ResumeError, match="was trained with other settings"):
             check_identity(other, now, "runs/a", files_before={}, files_now={})
+
+
+@pytest.mark.parametrize("module", sorted(elsewhere._NOT_USERS))
+def test_modules_that_are_not_the_users_are_left_out_of_older_identities(module: str) -> None:
+    assert identity._GONE.fullmatch(f"data.train.0.function_modules.{module}")

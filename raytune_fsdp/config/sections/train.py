@@ -34,7 +34,7 @@ class TrainConfig(Section):
     changed one is refused. Evaluations measure cross-entropy."""
 
     loss_columns: list[str] = Field(default_factory=list)
-    """Columns of the rows, of numbers, that your loss is told: `document.columns`. Every row of `data.train` must have them (of
+    """Columns of numbers in the rows, which your loss gets as `document.columns`. Every row of `data.train` must have them (of
     a function's rows, those that it returns). True and false are 1 and 0."""
 
     neftune_noise_alpha: float | None = Field(default=None, gt=0)
