@@ -236,7 +236,7 @@ def _rank_main(
 ) -> int:
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
-    with stop, listening():
+    with listening(stop):
         device = choose_device(config.cluster.device, ranks_here())
         _join(config, device)
         hooks = None

@@ -130,6 +130,29 @@ def test_a_second_stop_ends_a_rank_and_the_first_one_sent_twice_does_not() -> No
     assert out == "stopping\n" + "the caller's handler\n" * 2 and process.returncode == 0
 
 
+END_OF_A_RANK = """
+import os, signal, threading, time
+from raytune_fsdp.launch.signals import StopFlag, listening
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as deaf_children has done before this process began
+stop = StopFlag(insist=False)
+with listening(stop):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # as libraries do: it receives all signals
+    stop()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    print(stop(), flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(0.1)
+print("the end", flush=True)
+"""
+
+
+def test_ctrl_c_that_is_passed_on_while_a_rank_ends_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", END_OF_A_RANK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{StopReason.SIGNAL}\nthe end\n", "")
+
+
 def test_a_stop_after_the_last_step_does_not_begin_an_export() -> None:
     with StopFlag(insist=False) as stop:
         stop()
