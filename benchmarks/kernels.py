@@ -75,7 +75,7 @@ class _Named(MemoryTrace):
         _Named.names = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not computes_nothing(func):
+        if not computes_nothing(func) and func.namespace != "profiler":
             _Named.names.append((len(self.timeline.marks), func._schema.name))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

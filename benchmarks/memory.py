@@ -27,12 +27,12 @@ from benchmarks.gpu.training import config_of
 from benchmarks.record import write_result
 from raytune_fsdp.base.batch import Cursor, PackedSample
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.predict.trace.trace import allocate_without_data
 from raytune_fsdp.step.parallel import for_one_rank, make_mesh, shard, sharding_units
 from raytune_fsdp.step.precision import store_frozen
 
@@ -61,17 +61,18 @@ def peak_of(size: str, seq_len: int, mode: str, *, micro: int = 1, lora: bool = 
     block = to_batch([sample(seq_len, hf_config.vocab_size)] * micro, index=0, after=Cursor())
     layout = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
     mesh = make_mesh(layout, CPU)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_network(hf_config, config)
-        model.set_attn_implementation("documents_cpu")
-        install_chunked_loss(model)
-        store_frozen(model, "bf16")
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        parallel = for_one_rank(config.parallel, layout, model, 80 << 30, state=8)
-        set_training_forward(model, recompute=mode)
-        shard(model, mesh, parallel, sharding_units(model, parallel, ends=True))
-        allocate(model, CPU)
-        model.train()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = build_network(hf_config, config)
+    model.set_attn_implementation("documents_cpu")
+    install_chunked_loss(model)
+    store_frozen(model, "bf16")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    parallel = for_one_rank(config.parallel, layout, model, 80 << 30, state=8)
+    set_training_forward(model, recompute=mode)
+    shard(model, mesh, parallel, sharding_units(model, parallel, ends=True))
+    allocate_without_data(model, fake)
+    model.train()
+    with fake:
         tracker = FSDPMemTracker(model)
         with tracker:
             micro_batch_loss(model, block).total.backward()

@@ -242,12 +242,12 @@ def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int, narro
 def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory) -> Seconds:
     """Return the seconds of a step of the whole network."""
     phases, passes = dict(phases_of(trace)), plan.division.full_rounds
-    operations = _of_all_passes(trace, {name: rates.seconds(each) for name, each in phases.items()}, passes)
+    operations = of_all_passes(trace, {name: rates.seconds(each) for name, each in phases.items()}, passes)
     update = rates.uncompiled().seconds(phases["update"])
     if trace.offloaded:  # the optimizer runs on the host
         update = sum(each.nbytes for each in phases["update"]) / network.host_memory * rates.reached
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
-    collectives = _of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
+    collectives = of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
     moved = move(plan.layout, network, trace.traffic, collectives)
     nbytes, times = moved_in_layers(trace, phases, passes, "exchange")
     exchanged = exchange(plan.layout, network, nbytes, times)
@@ -279,13 +279,12 @@ def moved_in_layers(
     """Return the bytes that are exchanged for attention in a step, or added up, with those that stay, and how often."""
     found = {name: [each.nbytes for each in ops if each.sort == sort] for name, ops in phases.items()}
     of_all = [
-        _of_all_passes(trace, {name: float(each(sizes)) for name, sizes in found.items()}, passes)
-        for each in (sum, len)
+        of_all_passes(trace, {name: float(each(sizes)) for name, sizes in found.items()}, passes) for each in (sum, len)
     ]
     return of_all[0], of_all[1]
 
 
-def _of_all_passes(trace: Trace, by_phase: Mapping[str, float], passes: int) -> float:
+def of_all_passes(trace: Trace, by_phase: Mapping[str, float], passes: int) -> float:
     """Add up all layers and passes, without what comes before the first and after the last."""
     first = later = 0.0
     for name in all_phases(trace, by_phase):

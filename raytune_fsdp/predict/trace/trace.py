@@ -220,7 +220,7 @@ def trace(
             split_tokens(model, built.groups.sequence)
         (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        _allocate(model, fake)
+        allocate_without_data(model, fake)
         model.train()
         with fake:
             optimizer = optimizer_of(built, config, passes, _execution(config, device, live))
@@ -272,7 +272,7 @@ def first_rank(plan: Plan, kind: str, memory: int, per_node: int | None) -> Site
     )  # fmt: skip
 
 
-def _allocate(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
+def allocate_without_data(model: PreTrainedModel, fake: AbstractContextManager[object]) -> None:
     """Give weights shapes without data, and buffers real values: some architectures decide by what is in them."""
     init_buffers(model, CPU)
     real = [(module, dict(module._buffers)) for module in model.modules()]
