@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("page", nargs="*", metavar="PAGE", help=f"{', '.join(PAGES)} (default: all)")
     parser.add_argument("--out", type=Path, default=IMAGES)
     found = parser.parse_args()
+    found.out.mkdir(parents=True, exist_ok=True)
     assert CHROMIUM, "no Chromium is on PATH"
     with tempfile.TemporaryDirectory() as scratch:
         storage = Path(scratch, "runs")
