@@ -3,10 +3,11 @@
     python -m benchmarks.kernels [--only LoRA] [--out benchmarks/results/kernels.json]
 
 Nothing is timed, no code is compiled, and no GPU is needed. A step of an 8B (full, LoRA) and of a 30B with 128 experts
-goes over tensors without data, as a plan traces it: one rank, one sample of 4,096 tokens, nothing computed again. Each
-operation is a kernel. A layer then goes through torch.compile, forward and backward, up to inductor's schedule for a
-GPU (an H100's properties), whose nodes are counted. What is in no layer, and what FSDP copies around them, stays eager.
-Attention is one operation here; FlashAttention launches one kernel forward and three backward.
+goes over tensors without data, as a plan traces it: one rank, one sample of 4,096 tokens, nothing computed again. Calls
+are counted; those of layers are divided by their number, in backward with the embedding's and the gradient's norm. A
+layer then goes through torch.compile, forward and backward, up to inductor's schedule for a GPU (an H100's
+properties), whose nodes are counted. What is in no layer, and what FSDP copies around them, stays eager. Attention is
+one call here; FlashAttention launches one kernel forward and three backward.
 """
 
 from __future__ import annotations
@@ -169,6 +170,9 @@ def main() -> None:
             continue
         parts, layers = by_operation(case)
         compiled = compiled_layer(case)
+        copied = Counter[str]()
+        for part in parts.values():
+            copied.update({name: many for name, many in part.items() if name.startswith(("fsdp::", "c10d::"))})
         each = {
             "layers": layers,
             "operations_of_a_layer": {
@@ -181,12 +185,7 @@ def main() -> None:
             "kernels_of_a_compiled_layer": {way: count._asdict() for way, count in compiled.items()},
             "outside_of_layers": parts["outside"],
             "update": parts["update"],
-            "copied_by_fsdp": {
-                name: many
-                for part in parts.values()
-                for name, many in part.items()
-                if name.startswith(("fsdp::", "c10d::"))
-            },
+            "copied_by_fsdp": dict(copied),
         }
         result[case] = each
         operations, kernels = each["operations_of_a_layer"], {way: count.kernels for way, count in compiled.items()}

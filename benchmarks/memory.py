@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from benchmarks.gpu.train_step import SIZES, architecture_of
@@ -78,6 +79,11 @@ def peak_of(size: str, seq_len: int, mode: str, *, micro: int = 1, lora: bool = 
             micro_batch_loss(model, block).total.backward()
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     parts = {str(kind).rpartition(".")[2].lower(): size / 2**30 for kind, size in peak.items() if size}
+    # Weights that FSDP leaves alone are known to it by their views, as activations, and an embedding has none.
+    embedding = model.get_input_embeddings().weight
+    if not isinstance(embedding, DTensor):
+        parts["embedding"] = embedding.nbytes / 2**30
+        parts["total"] += parts["embedding"]
     return {"numbers": trained / 1e9, **parts}
 
 

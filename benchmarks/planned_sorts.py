@@ -68,7 +68,7 @@ def planned(case: str) -> dict[str, Any]:
     phases, passes = dict(phases_of(trace)), plan.division.full_rounds
     seconds: dict[str, float] = {}
     counts: dict[str, float] = {}
-    for part in ("forward", "head", "backward"):
+    for part in ("pass", "forward", "head", "backward"):  # `pass`: what comes before the first layer
         own = {name: each if name.startswith(part) else [] for name, each in phases.items()}
         for sort in sorted({each.sort for operations in own.values() for each in operations}):
             of_sort = {name: [each for each in operations if each.sort == sort] for name, operations in own.items()}
@@ -76,6 +76,7 @@ def planned(case: str) -> dict[str, Any]:
             number = of_all_passes(trace, {name: float(len(each)) for name, each in of_sort.items()}, passes)
             seconds[f"{part}, {sort}"], counts[f"{part}, {sort}"] = in_all / rates.reached, number
     whole = found.seconds
+    assert abs(sum(seconds.values()) + whole.exposed + whole.update - whole.step) < 0.001 * whole.step
     return {
         "step": whole.step, "tokens_a_second_and_device": TOKENS / whole.step, "update": whole.update,
         "collectives": whole.moving, "not_hidden": whole.exposed,

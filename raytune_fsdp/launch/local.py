@@ -30,7 +30,7 @@ from raytune_fsdp.launch.imported import STARTING, check_not_called, check_scrip
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
-from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, listening, stacks_at_signal
+from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, hear_no_ctrl_c, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
 from raytune_fsdp.predict.preflight import preflight
@@ -236,7 +236,8 @@ def _rank_main(
 ) -> int:
     # Without `insist`: Ctrl-C reaches this process twice, from the terminal and from elastic_launch.
     stop = StopFlag(insist=False)
-    with listening(stop):
+    hear_no_ctrl_c()
+    with stop, listening():
         device = choose_device(config.cluster.device, ranks_here())
         _join(config, device)
         hooks = None

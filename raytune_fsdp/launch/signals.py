@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self
@@ -67,6 +67,29 @@ def deaf_children() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         over.set()
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Receive the Ctrl-C that `deaf_children` keeps away, while the context lasts.
+
+    After it the process ends, and another Ctrl-C, which its parent passes on as well, would only print a traceback.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def hear_no_ctrl_c() -> None:
+    """Let Ctrl-C do nothing in this process, outside of contexts that handle it. For a rank, which ends after its own.
+
+    It comes twice, from the terminal and from the rank's parent. The second one would find Python ending, and print a
+    traceback: blocking it, as `listening` does, is for one thread, and threads of libraries receive it for the process.
+    SIG_IGN would drop one that waits to be received.
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 class SignalReceived(BaseException):
@@ -178,24 +201,6 @@ class StopFlag(Signals):
             timer.daemon = True
             self._timers[kind] = timer
             timer.start()
-
-
-@contextmanager
-def listening(stop: StopFlag | None = None) -> Iterator[None]:
-    """Receive the Ctrl-C that `deaf_children` keeps away, with `stop` if given, while the context lasts.
-
-    After it the process ends, and another Ctrl-C, which its parent passes on as well, would only print a traceback. To
-    block that again would not be enough: a mask belongs to one thread, and a library's threads receive it for the
-    process.
-    """
-    if stop is not None:
-        signal.signal(signal.SIGINT, lambda *_: None)  # what `stop` leaves; unlike SIG_IGN, it drops no pending signal
-    try:
-        with stop or nullcontext():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _may_handle() -> bool:

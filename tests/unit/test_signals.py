@@ -132,11 +132,12 @@ def test_a_second_stop_ends_a_rank_and_the_first_one_sent_twice_does_not() -> No
 
 END_OF_A_RANK = """
 import os, signal, threading, time
-from raytune_fsdp.launch.signals import StopFlag, listening
+from raytune_fsdp.launch.signals import StopFlag, hear_no_ctrl_c, listening
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as deaf_children has done before this process began
 stop = StopFlag(insist=False)
-with listening(stop):
+hear_no_ctrl_c()
+with stop, listening():
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # as libraries do: it receives all signals
     stop()
     os.kill(os.getpid(), signal.SIGINT)
