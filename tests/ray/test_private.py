@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
 import time
 from pathlib import Path
 from threading import enumerate as enumerate_threads
@@ -22,10 +23,11 @@ from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
+from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.apart import RAYS_THREAD
 from raytune_fsdp.launch.ray.driver import RAY_TRAIN
-from raytune_fsdp.launch.ray.session import LIMITS, QUICK
+from raytune_fsdp.launch.ray.session import LIMITS, QUICK, connect
 from tests.ray.conftest import CPUS
 from tests.ray.test_resources import run_alone
 
@@ -101,6 +103,9 @@ class Maker:
         ray.kill(helper)
         return before, 1
 
+    def sleeps(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
 
 def test_on_the_ray_of_these_tests(cluster: None) -> None:
     address = ray.get_runtime_context().gcs_address
@@ -143,6 +148,21 @@ def test_the_controller_calls_its_callbacks_when_it_starts() -> None:
     """With the one argument that ours takes; what it does there, tests/ray/test_run.py shows."""
     parameters = inspect.signature(private.ControllerCallback.after_controller_start).parameters
     assert list(parameters) == ["self", "train_run_context"]
+
+
+def with_a_process_that_sees_no_end() -> list[str]:
+    """In a process of its own: a Ray for one run, a process of which its raylet does not know."""
+    session = connect(ClusterConfig(), 1, None)
+    maker = Maker.remote()
+    child = psutil.Process(ray.get(maker.sleeps.remote()))
+    (worker,) = [each for each in private.workers_here() if each.pid == child.ppid()]
+    worker.suspend()  # it would end what it has begun
+    session.close()
+    return [each.name() for each in (worker, child) if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_no_process_outlives_the_ray_of_a_run() -> None:
+    assert run_alone(with_a_process_that_sees_no_end) == []
 
 
 def on_two_nodes() -> dict[str, Any]:

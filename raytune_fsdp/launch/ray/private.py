@@ -10,9 +10,11 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 import ray._private.worker
 from ray._private import state
@@ -109,6 +111,16 @@ def dead_processes() -> list[str]:
     """Return the kinds of the processes that have ended, of a Ray that this process has started."""
     node = ray._private.worker._global_node
     return [] if node is None else [kind for kind, _ in node.dead_processes()]
+
+
+def workers_here() -> list[psutil.Process]:
+    """Return the processes of that Ray that run tasks and actors."""
+    node = ray._private.worker._global_node
+    found: list[psutil.Process] = []
+    for each in [] if node is None else node.all_processes.get("raylet", []):
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(each.process.pid).children(recursive=True)
+    return found
 
 
 def kill_processes() -> None:

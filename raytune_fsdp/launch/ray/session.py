@@ -40,6 +40,9 @@ _CLOSE_SECONDS = 8.0
 """How long the end of the command waits for a Ray that is still starting: a stop should not take longer than 10 s. If
 this process lives on, that Ray is closed once it has started; if not, its processes end with this one, and the next
 start removes its directory."""
+_WORKERS_SECONDS = 3.0
+"""How long workers of a Ray that was started here may outlive it. They end when they see that it has, except one whose
+C++ waits for itself in its exit (Ray 2.60, seen once in some hundred runs): only SIGKILL ends that."""
 _COPIES = "working_dir_files"
 """Where Ray puts the working directories of submitted jobs."""
 _LOOK_SECONDS = 1.0
@@ -86,6 +89,7 @@ class Session:
         return self.lost() is None if self.head is None else self.head.answers()
 
     def close(self) -> None:
+        workers = private.workers_here() if self.directory is not None else []
         if self.head is not None:
             self.head.close()
             if self.owned and self.head.lost() is not None:
@@ -96,6 +100,9 @@ class Session:
             private.kill_processes()  # ray.shutdown() alone would talk to them for a while
         if self.owned:
             ray.shutdown()
+        for each in psutil.wait_procs(workers, timeout=_WORKERS_SECONDS)[1]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         if self.directory is not None:
             _remove(self.directory)
             _sweep(self.directory.parent)  # what others of this machine could not remove before
