@@ -130,11 +130,12 @@ class Signals:
         for each, handler in self._before.items():
             if handler is not None and _may_handle():  # None: a library's handler, which Python cannot put back
                 signal.signal(each, handler)
-        lost = self._raised if Signals._lost is self._raised and error is None else None
+        # Also where another error came of it: C++ that is being imported (scipy's) says ImportError.
+        lost = self._raised if Signals._lost is self._raised else None
         if self._raised is not None:
             Signals._lost = None
         if isinstance(error, SignalReceived) or lost is not None:
-            raise Interrupted(str(error or lost)) from None
+            raise Interrupted(str(lost or error)) from None
 
     def _unraised(self, dropped: sys.UnraisableHookArgs) -> None:
         """Print nothing about a dropped SignalReceived: it is raised again."""

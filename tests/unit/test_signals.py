@@ -64,6 +64,15 @@ def test_no_library_takes_a_stop_for_an_error_of_its_own(kind: signal.Signals) -
     assert not passed and signal.getsignal(kind) is before
 
 
+def test_a_stop_that_becomes_another_error_is_a_stop() -> None:
+    """As the start of a module in C++ makes an ImportError of whatever is raised in it."""
+    with pytest.raises(Interrupted, match="stopped by SIGINT before training began"), Signals():
+        try:
+            send(signal.SIGINT)
+        except BaseException:
+            raise ImportError("initialization failed") from None
+
+
 def test_once_held_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with Signals() as held:
         held.hold()
