@@ -108,6 +108,9 @@ class _Pool:
         self.lock = threading.Lock()
         self._ranks: list[_Rank] = []
         self._calls = 0
+        self._stores = tempfile.TemporaryDirectory()
+        """Until all its ranks have ended: a `FileStore` writes to its file when it is destroyed, which may be after the
+        call, and without the directory that takes it 300 s."""
         self._used: Sequence[Connection] = ()
         """Of those that did the last call: each says then whether it is as it was."""
 
@@ -116,16 +119,16 @@ class _Pool:
         while len(self._ranks) < world:
             self._ranks.append(_Rank.start(_serve))
         chosen = [rank.pipe for rank in self._ranks[:world]]
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                for number, pipe in enumerate(chosen):
-                    pipe.send(_Call(function, args, number, world, os.path.join(directory, "store"), {}))
-                found = _collect(chosen, seconds)
-                for pipe in chosen:
-                    pipe.send(None)  # all have ended: leave the group
-            except BaseException:
-                self.end()  # one that failed, or hangs, leaves the others in the middle of something
-                raise
+        store = os.path.join(self._stores.name, f"store-{self._calls}")
+        try:
+            for number, pipe in enumerate(chosen):
+                pipe.send(_Call(function, args, number, world, store, {}))
+            found = _collect(chosen, seconds)
+            for pipe in chosen:
+                pipe.send(None)  # all have ended: leave the group
+        except BaseException:
+            self.end()  # one that failed, or hangs, leaves the others in the middle of something
+            raise
         self._used = chosen
         return found
 
@@ -145,6 +148,8 @@ class _Pool:
         ranks, self._ranks, self._used, self._calls = self._ranks, [], (), 0
         for rank in ranks:
             rank.end()
+        self._stores.cleanup()
+        self._stores = tempfile.TemporaryDirectory()
 
 
 _POOL = _Pool()

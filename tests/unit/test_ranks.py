@@ -50,6 +50,7 @@ def disturb() -> int:
     torch.use_deterministic_algorithms(True)
     torch.set_grad_enabled(False)
     torch.set_num_threads(2)
+    dist.barrier()  # the other rank has connected, too
     dist.destroy_process_group()
     return os.getpid()
 
@@ -101,6 +102,25 @@ def test_a_call_finds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch)
     ids = resident_ranks(disturb, 2)
     assert resident_ranks(process, 2) == ids, "they are the same processes"
     assert resident_ranks(state, 2) == fresh
+
+
+def store_of_the_call() -> str:
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.FileStore)
+    return store.path
+
+
+def test_the_store_of_a_call_has_its_directory_after_it() -> None:
+    """A rank that destroys its store then, without one, tried for 300 s: a failure of CI."""
+    first, second = (Path(resident_ranks(store_of_the_call, 1)[0]) for _ in range(2))
+    assert first != second
+    assert first.parent.is_dir()
+    ranks._POOL.end()
+    assert not first.parent.exists()
 
 
 def test_meshes_of_one_shape_have_groups_of_their_own_in_each_call() -> None:
