@@ -15,7 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -152,8 +154,23 @@ def test_a_directory_in_which_dying_processes_still_write_is_removed_by_the_next
     assert not left.exists()
 
 
+@pytest.fixture
+def another() -> Iterator[Any]:
+    """A Ray that this process has already, and that must have its worker in the end."""
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None
+        worker = psutil.Process(int(raylet.stdout.readline()))
+        yield SimpleNamespace(
+            get_temp_dir_path=lambda: "/tmp/ray", dead_processes=list,
+            all_processes={"raylet": [SimpleNamespace(process=raylet)]},
+        )  # fmt: skip
+        assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+        raylet.kill()
+        worker.kill()
+
+
 def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: Any
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
@@ -166,6 +183,8 @@ def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(
     monkeypatch.setattr(session, "_LONGEST_PARENT", 10_000)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(session, "_WORKERS_SECONDS", 0.1)
+    monkeypatch.setattr(ray._private.worker, "_global_node", another)
     before = dict(os.environ)
     with pytest.raises(Exception, match="timed out"):
         session._try_to_start(1, 5.0)

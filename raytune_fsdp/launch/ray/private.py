@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -113,11 +114,13 @@ def dead_processes() -> list[str]:
     return [] if node is None else [kind for kind, _ in node.dead_processes()]
 
 
-def workers_here() -> list[psutil.Process]:
-    """Return the processes of that Ray that run tasks and actors."""
+def workers_of(directory: Path) -> list[psutil.Process]:
+    """Return the processes that run tasks and actors of the Ray that was started with its files in this directory."""
     node = ray._private.worker._global_node
     found: list[psutil.Process] = []
-    for each in [] if node is None else node.all_processes.get("raylet", []):
+    # Where the start of another one has failed, this process may have a Ray of somebody else's.
+    own = node is not None and Path(node.get_temp_dir_path()) == directory
+    for each in node.all_processes.get("raylet", []) if own else []:
         with suppress(psutil.NoSuchProcess):
             found += psutil.Process(each.process.pid).children(recursive=True)
     return found

@@ -89,7 +89,7 @@ class Session:
         return self.lost() is None if self.head is None else self.head.answers()
 
     def close(self) -> None:
-        workers = private.workers_here() if self.directory is not None else []
+        workers = private.workers_of(self.directory) if self.directory is not None else []
         if self.head is not None:
             self.head.close()
             if self.owned and self.head.lost() is not None:
