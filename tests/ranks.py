@@ -108,9 +108,9 @@ class _Pool:
         self.lock = threading.Lock()
         self._ranks: list[_Rank] = []
         self._calls = 0
-        self._stores = tempfile.TemporaryDirectory()
-        """Until all its ranks have ended: a `FileStore` writes to its file when it is destroyed, which may be after the
-        call, and without the directory that takes it 300 s."""
+        self._stores: tempfile.TemporaryDirectory[str] | None = None
+        """Kept until all ranks have ended: a `FileStore` writes to its file when it is destroyed, even after the call,
+        and without the directory that takes it 300 s. The first call makes it, as ranks import this module, too."""
         self._used: Sequence[Connection] = ()
         """Of those that did the last call: each says then whether it is as it was."""
 
@@ -119,6 +119,7 @@ class _Pool:
         while len(self._ranks) < world:
             self._ranks.append(_Rank.start(_serve))
         chosen = [rank.pipe for rank in self._ranks[:world]]
+        self._stores = self._stores or tempfile.TemporaryDirectory()
         store = os.path.join(self._stores.name, f"store-{self._calls}")
         try:
             for number, pipe in enumerate(chosen):
@@ -148,8 +149,9 @@ class _Pool:
         ranks, self._ranks, self._used, self._calls = self._ranks, [], (), 0
         for rank in ranks:
             rank.end()
-        self._stores.cleanup()
-        self._stores = tempfile.TemporaryDirectory()
+        if self._stores is not None:
+            self._stores.cleanup()
+            self._stores = None
 
 
 _POOL = _Pool()
