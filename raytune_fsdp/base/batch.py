@@ -24,6 +24,24 @@ PADDING = -1
 """The source id of padding."""
 
 
+class Role(IntEnum):
+    """What a document is in its group."""
+
+    CHOSEN = 1
+    REJECTED = 2
+    """Follows the chosen answer of its pair at once."""
+    DESIRABLE = 3
+    UNDESIRABLE = 4
+    MISMATCHED = 5
+    """The prompt of the document before it, with another row's answer."""
+
+
+GROUP_COLUMNS = ("role", "weight", "margin", "skipped")
+"""What a loss of groups is told of each document: its `Role`, the weight and the margin of its row, and how many of its
+first targets are not the answer's (those of the prompt, with `sft.over: all`). Where there is a reference, its
+log-probability of the answer follows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
     """Position in the stream, as the packed sample that comes next. All three count from 0."""

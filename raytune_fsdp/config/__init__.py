@@ -31,18 +31,22 @@ from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetCo
 from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.export import ExportConfig
 from raytune_fsdp.config.sections.formats import (
+    BinaryFormat,
     ChatFormat,
     CompletionFormat,
     Format,
     InstructionFormat,
+    PreferenceFormat,
     PythonFormat,
     TemplateFormat,
     TokensFormat,
+    groups_of,
 )
 from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, Ia3Method, LoraMethod, Method
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.optim import GroupConfig, OptimConfig
 from raytune_fsdp.config.sections.parallel import ParallelConfig
+from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
@@ -71,6 +75,9 @@ class FinetuneConfig(Section):
 
     train: TrainConfig
     """How much is trained, in which batches, on which loss."""
+
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    """What an objective of preferences compares the model with."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When and where the state is saved, and how much of it is kept."""
@@ -165,6 +172,42 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _groups(self) -> Self:
+        objective = self.train.objective
+        for number, dataset in enumerate(self.data.train):
+            kind = groups_of(dataset.format)
+            if kind != objective.rows:
+                ways = {
+                    None: "set train.objective.type=sft, or a format of " + str(objective.rows),
+                    "preference": "set train.objective.type to dpo, ipo, simpo, cpo or orpo",
+                    "binary": "set train.objective.type=kto",
+                }
+                raise ValueError(
+                    f"data.train.{number}.format.type={dataset.format.type} with train.objective.type={objective.type}, "
+                    f"which is of {'single documents' if objective.rows is None else f'{objective.rows} rows'}: {ways[kind]}"
+                )
+        for number, measured in enumerate([] if isinstance(self.data.eval, HeldOutConfig) else self.data.eval):
+            kind = groups_of(measured.format)
+            if kind not in (None, objective.rows):
+                raise ValueError(
+                    f"data.eval.{number}.format.type={measured.format.type} with train.objective.type={objective.type}, "
+                    "whose loss does not measure such rows: give it another format, or leave it out"
+                )
+        if objective.rows is not None and (self.data.packing == "concat" or self.data.long_documents == "split"):
+            field = "packing=concat" if self.data.packing == "concat" else "long_documents=split"
+            other = "packing to best_fit or none" if "packing" in field else "long_documents to error, drop or truncate"
+            raise ValueError(
+                f"data.{field} with train.objective.type={objective.type}: the answers of a row stay whole and together; set "
+                f"{other}"
+            )
+        if not objective.compares and self.reference != ReferenceConfig():
+            raise ValueError(
+                f"reference: train.objective.type={objective.type} compares with no reference: leave the section out, or set "
+                "the type to dpo, ipo or kto"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _named_elsewhere(self) -> Self:
         if getattr(self.method, "train_added_tokens", False) and not self.model.add_tokens:
             raise ValueError(
@@ -181,6 +224,7 @@ class FinetuneConfig(Section):
 
 
 __all__ = [
+    "BinaryFormat",
     "CacheConfig",
     "ChatFormat",
     "CheckpointConfig",
@@ -203,6 +247,8 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PreferenceFormat",
+    "ReferenceConfig",
     "RowsConfig",
     "RunConfig",
     "ProfileConfig",

@@ -51,6 +51,7 @@ ABSENT: dict[str, Any] = {
     "method.qlora.init": "zero",
     "method.qlora.train_added_tokens": False,
     # The cross-entropy.
+    "train.objective": {"type": "sft"},
     "train.loss": None,
     "train.loss_columns": [],
     "train.neftune_noise_alpha": None,

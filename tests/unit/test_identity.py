@@ -10,6 +10,7 @@ from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import OptimConfig, TrainConfig
 from raytune_fsdp.config.sections.formats import Format
 from raytune_fsdp.config.sections.method import Method
+from raytune_fsdp.config.sections.objectives import ObjectiveChoice
 from raytune_fsdp.config.sections.optim import Schedule
 from raytune_fsdp.config.sections.optimizers import OptimizerChoice
 from raytune_fsdp.data.rows import elsewhere
@@ -45,6 +46,15 @@ NAMED_FROM_THE_BEGINNING = {
     "format.tokens": "type input_ids labels mask",
     "format.template": "type prompt completion style loss",
     "format.python": "type function then",
+    "format.preference": "type prompt chosen rejected system tools margin weight style loss",
+    "format.binary": "type prompt completion label system tools weight style",
+    "train.objective.sft": "type",
+    "train.objective.dpo": "type beta loss label_smoothing normalize sft",
+    "train.objective.ipo": "type beta sft",
+    "train.objective.simpo": "type beta gamma label_smoothing sft",
+    "train.objective.cpo": "type beta loss label_smoothing sft",
+    "train.objective.orpo": "type beta sft",
+    "train.objective.kto": "type beta desirable_weight undesirable_weight",
 }
 """Never to be changed: the fields that each section had when it came, the first ones in the first version. A field that
 came later has an entry in ABSENT."""
@@ -53,6 +63,7 @@ SCHEDULES = get_args(get_args(Schedule)[0])
 FORMATS = get_args(get_args(Format)[0])
 METHODS = get_args(get_args(Method)[0])
 OPTIMIZERS = get_args(get_args(OptimizerChoice)[0])
+OBJECTIVES = get_args(get_args(ObjectiveChoice)[0])
 
 
 def tag(section: Any) -> str:
@@ -67,6 +78,7 @@ SECTIONS: dict[str, Any] = {
     **{f"optim.schedule.{tag(each)}": each for each in SCHEDULES},
     **{f"optim.optimizer.{tag(each)}": each for each in OPTIMIZERS},
     **{f"format.{tag(each)}": each for each in FORMATS},
+    **{f"train.objective.{tag(each)}": each for each in OBJECTIVES},
     **{f"method.{tag(each)}": each for each in METHODS},
 }
 

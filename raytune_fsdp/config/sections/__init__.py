@@ -5,7 +5,8 @@ model.py       which network, which weights, which tokenizer
 data.py        which rows, in which mixture and order; formats.py: how a row becomes a document
 method.py      which weights are trained
 optim.py       the learning rate over time, clipping; optimizers.py: the optimizers
-train.py       how much is trained, in which batches, on which loss
+train.py       how much is trained, in which batches, on which loss; objectives.py: what a step minimises
+reference.py   what an objective of preferences compares with
 parallel.py    how the model is spread over the ranks, and in which precision it computes
 checkpoint.py  when a run is saved, and how much of it is kept
 eval.py        how often the model is measured

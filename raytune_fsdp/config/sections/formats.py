@@ -164,8 +164,78 @@ class TemplateFormat(Section):
         return self
 
 
+class PreferenceFormat(Section):
+    type: Literal["preference"]
+    """Rows hold two answers to one prompt, of which one is preferred: texts, or lists of messages. Without a column
+    for the prompt, it is what both have in common: the first messages."""
+
+    prompt: str | None = "prompt"
+    """Column with the prompt: a text, or a list of messages. Rows may lack it if their answers are whole conversations.
+    Null: the column is not read."""
+
+    chosen: str = "chosen"
+    """Column with the preferred answer: a text, a message, or a list of messages, with or without those of the prompt."""
+
+    rejected: str = "rejected"
+    """Column with the other answer, of the same kind."""
+
+    system: str | None = None
+    """Column with a system message. Null: none."""
+
+    tools: str | None = "tools"
+    """Column with the tools that the assistant may call. Rows without it are fine. Null: the column is not read."""
+
+    margin: str | None = None
+    """Column with a number: how far apart the answers are to be, which `train.objective` takes off the difference of
+    their rewards. Null: 0."""
+
+    weight: str | None = None
+    """Column with a number, at least 0: the weight of the row's loss. Null: 1."""
+
+    style: Literal["chat", "plain"] = "chat"
+    """How texts are read. `chat`: as a question of the user and answers of the assistant; `plain`: the answer directly
+    after the prompt. Messages are always rendered by the chat template."""
+
+    loss: Literal["completion", "assistant"] = "completion"
+    """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+
+
+class BinaryFormat(Section):
+    type: Literal["binary"]
+    """Rows hold a prompt, an answer, and whether the answer is desirable: KTO's files."""
+
+    prompt: str | None = "prompt"
+    """Column with the prompt: a text, or a list of messages. Null: the answers are whole conversations."""
+
+    completion: str = "completion"
+    """Column with the answer: a text, a message, or a list of messages."""
+
+    label: str = "label"
+    """Column with true (or 1) for a desirable answer, and false (or 0) for another."""
+
+    system: str | None = None
+    """Column with a system message. Null: none."""
+
+    tools: str | None = "tools"
+    """Column with the tools that the assistant may call. Rows without it are fine. Null: the column is not read."""
+
+    weight: str | None = None
+    """Column with a number, at least 0: the weight of the row's loss. Null: 1."""
+
+    style: Literal["chat", "plain"] = "chat"
+    """How texts are read. `chat`: as a question of the user and an answer of the assistant; `plain`: the answer directly
+    after the prompt. Messages are always rendered by the chat template."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+
+
 Returned = Annotated[
-    ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat, Field(discriminator="type")
+    ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat | PreferenceFormat | BinaryFormat,
+    Field(discriminator="type"),
 ]
 
 
@@ -182,9 +252,22 @@ class PythonFormat(Section):
 
 
 Format = Annotated[
-    ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat | PythonFormat,
+    ChatFormat
+    | InstructionFormat
+    | CompletionFormat
+    | TokensFormat
+    | TemplateFormat
+    | PreferenceFormat
+    | BinaryFormat
+    | PythonFormat,
     Field(discriminator="type"),
 ]
+
+
+def groups_of(format: Format) -> str | None:
+    """Return the kind of groups that rows of this format make: preference or binary; None: documents stand alone."""
+    returned = format.then if isinstance(format, PythonFormat) else format
+    return returned.type if isinstance(returned, PreferenceFormat | BinaryFormat) else None
 
 
 def becomes_chat(format: Format) -> bool:
@@ -198,6 +281,8 @@ COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "instruction": (["prompt", "completion"], ["input", "system"]),
     "completion": (["text"], []),
     "tokens": (["input_ids"], ["labels", "mask"]),
+    "preference": (["chosen", "rejected"], ["prompt", "system", "tools", "margin", "weight"]),
+    "binary": (["completion", "label"], ["prompt", "system", "tools", "weight"]),
 }
 """For each type: the fields that name a column every row must have, and those that name an optional one."""
 

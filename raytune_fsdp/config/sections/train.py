@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.rules import Section, function_name
+from raytune_fsdp.config.sections.objectives import ObjectiveChoice, SftObjective
 
 
 class TrainConfig(Section):
@@ -26,6 +27,9 @@ class TrainConfig(Section):
 
     log_every: int = Field(default=1, ge=1)
     """Steps between two reads of the device: the metrics of all steps in between are fetched and written together."""
+
+    objective: ObjectiveChoice = Field(default_factory=SftObjective)
+    """What a step minimises: the cross-entropy of documents, or a loss of pairs or of judged answers."""
 
     loss: Annotated[str, AfterValidator(function_name)] | None = None
     """`module:function`: a loss of your own. It is called with the log-probabilities of one document's targets (a tensor) and
@@ -69,6 +73,20 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"train.{field}={value} with train.loss={self.loss}: it changes the cross-entropy, which your loss "
                     f"takes the place of: set {field} to 0, or leave loss out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _objective(self) -> Self:
+        if self.objective.rows is None:
+            return self
+        fields = ("loss", "neftune_noise_alpha", "label_smoothing", "z_loss")
+        for field in fields:
+            if value := getattr(self, field):
+                raise ValueError(
+                    f"train.{field}={value} with train.objective.type={self.objective.type}: it changes the cross-entropy of "
+                    f"documents, which this objective is not: leave {field} out"
+                    + (", or set train.objective.label_smoothing" if field == "label_smoothing" else "")
                 )
         return self
 

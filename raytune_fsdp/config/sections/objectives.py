@@ -1,0 +1,166 @@
+"""`train.objective`: what a step minimises, of single documents or of groups of documents."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from raytune_fsdp.config.rules import Section
+
+
+class SftTerm(Section):
+    weight: float = Field(default=0.0, ge=0)
+    """Add this times the cross-entropy of the chosen answers, over their tokens in the global batch."""
+
+    over: Literal["answer", "all"] = "answer"
+    """The tokens of that cross-entropy: those of the answer, or all of the document, its prompt too."""
+
+
+class SftObjective(Section):
+    type: Literal["sft"] = "sft"
+    """The cross-entropy of every target, or `train.loss`."""
+
+    rows: ClassVar[str | None] = None
+    """The type of format whose rows make the groups that the objective is of; None: documents stand alone."""
+    compares: ClassVar[bool] = False
+    """Whether log-probabilities are compared with those of a reference."""
+
+
+class _PairObjective(Section):
+    rows: ClassVar[str | None] = "preference"
+    compares: ClassVar[bool] = False
+
+
+class DpoObjective(_PairObjective):
+    compares: ClassVar[bool] = True
+
+    type: Literal["dpo"]
+    """Direct preference optimization: the chosen answer gains on the rejected one, measured from a reference."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the model is held to the reference."""
+
+    loss: Literal["sigmoid", "hinge", "robust"] = "sigmoid"
+    """The loss of a pair. `robust` expects the fraction `label_smoothing` of the pairs to be the wrong way round."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """The probability that a pair is the wrong way round."""
+
+    normalize: Literal["none", "length"] = "none"
+    """`length`: log-probabilities are divided by the number of tokens of their answer."""
+
+    sft: SftTerm = Field(default_factory=SftTerm)
+    """A term of cross-entropy besides."""
+
+    @model_validator(mode="after")
+    def _smoothing(self) -> Self:
+        if self.loss == "hinge" and self.label_smoothing:
+            raise ValueError(
+                f"train.objective.label_smoothing={self.label_smoothing:g} with loss=hinge, which has no smoothing: set it "
+                "to 0, or loss to sigmoid or robust"
+            )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "train.objective.loss=robust with label_smoothing=0 is loss=sigmoid: set label_smoothing to the share of "
+                "pairs that may be the wrong way round, or loss to sigmoid"
+            )
+        return self
+
+
+class IpoObjective(_PairObjective):
+    compares: ClassVar[bool] = True
+
+    type: Literal["ipo"]
+    """Identity preference optimization: the mean gain of a token is drawn to 1 / (2 beta)."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the model is held to the reference."""
+
+    sft: SftTerm = Field(default_factory=SftTerm)
+    """A term of cross-entropy besides."""
+
+
+class SimpoObjective(_PairObjective):
+    type: Literal["simpo"]
+    """SimPO: the mean log-probability of a token, without a reference."""
+
+    beta: float = Field(default=2.0, gt=0)
+    """The scale of the difference."""
+
+    gamma: float = Field(default=1.0, ge=0)
+    """How far apart, after scaling by beta, the answers are to be."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """The probability that a pair is the wrong way round."""
+
+    sft: SftTerm = Field(default_factory=SftTerm)
+    """A term of cross-entropy besides."""
+
+
+class CpoObjective(_PairObjective):
+    type: Literal["cpo"]
+    """Contrastive preference optimization: DPO without a reference, with a term of cross-entropy."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """The scale of the difference."""
+
+    loss: Literal["sigmoid", "hinge"] = "sigmoid"
+    """The loss of a pair."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """The probability that a pair is the wrong way round."""
+
+    sft: SftTerm = Field(default_factory=lambda: SftTerm(weight=1.0))
+    """The term of cross-entropy."""
+
+    @model_validator(mode="after")
+    def _smoothing(self) -> Self:
+        if self.loss == "hinge" and self.label_smoothing:
+            raise ValueError(
+                f"train.objective.label_smoothing={self.label_smoothing:g} with loss=hinge, which has no smoothing: set it "
+                "to 0, or loss to sigmoid"
+            )
+        return self
+
+
+class OrpoObjective(_PairObjective):
+    type: Literal["orpo"]
+    """ORPO: the odds of the chosen answer against those of the rejected one, and cross-entropy; no reference."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """The weight of the odds."""
+
+    sft: SftTerm = Field(default_factory=lambda: SftTerm(weight=1.0, over="all"))
+    """The term of cross-entropy."""
+
+
+class KtoObjective(Section):
+    rows: ClassVar[str | None] = "binary"
+    compares: ClassVar[bool] = True
+
+    type: Literal["kto"]
+    """KTO: single answers that are desirable or not, measured from a reference."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the model is held to the reference."""
+
+    desirable_weight: float | Literal["auto"] = 1.0
+    """The weight of desirable answers. `auto`: that which makes both kinds weigh the same, by a count of the data."""
+
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """The weight of undesirable answers."""
+
+    @model_validator(mode="after")
+    def _weight(self) -> Self:
+        if self.desirable_weight != "auto" and self.desirable_weight <= 0:
+            raise ValueError(
+                f"train.objective.desirable_weight={self.desirable_weight:g} must be greater than 0, or auto"
+            )
+        return self
+
+
+ObjectiveChoice = Annotated[
+    SftObjective | DpoObjective | IpoObjective | SimpoObjective | CpoObjective | OrpoObjective | KtoObjective,
+    Field(discriminator="type"),
+]
