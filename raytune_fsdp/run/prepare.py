@@ -49,6 +49,7 @@ from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
+from raytune_fsdp.run.reference.model import ReferenceModel, find_reference
 from raytune_fsdp.run.resume import (
     adapted_before,
     check_same_adapters,
@@ -141,6 +142,9 @@ def prepare(
         mark=None if dry else mark_of(config, begins=begins),
         codes=codes,
         started_by=started_by(),
+        reference=find_reference(
+            config, ReferenceModel.start(config, hf_config, needs, origin, directory, added, adapted), tokenizer
+        ),
     )
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its

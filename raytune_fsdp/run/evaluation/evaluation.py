@@ -30,6 +30,8 @@ class Evaluation:
     """The most tokens that an answer to a prompt may have."""
     exact: bool = False
     """Whether losses have the same bits at any number of ranks."""
+    given: Given | None = None
+    """What the reference gives to documents, if there is one."""
 
     @classmethod
     def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Evaluation:
