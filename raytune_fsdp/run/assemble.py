@@ -45,7 +45,8 @@ from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
-from raytune_fsdp.run.reference.given import Given, Reference, open_reference
+from raytune_fsdp.run.reference.attempt import Reference, open_reference
+from raytune_fsdp.run.reference.given import Given
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
@@ -262,7 +263,7 @@ def _next_state(
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,
-        identity={**prepared.identity, **({} if reference is None else reference.identity())},
+        identity={**prepared.identity, **({} if reference is None else reference.record)},
         files=prepared.files_of_data,
         kernels={what: choice.name for what, choice in built.kernels.items()},
         base=base,

@@ -17,6 +17,7 @@ from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
 from raytune_fsdp.run.evaluation.tasks import measure_tasks
+from raytune_fsdp.run.reference.given import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

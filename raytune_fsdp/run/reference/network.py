@@ -49,8 +49,8 @@ def decided_by(
     if origin is None and config.model.init == "pretrained":
         raise ResumeError(
             f"model.path={config.model.path}: the log-probabilities of the reference are incomplete, and the "
-            "checkpoint that the run began with is not there to compute the rest: restore it, or the directory `reference` "
-            "of data.cache.path"
+            "checkpoint that the run began with is not there to compute the rest: restore it, or the directory "
+            "`reference` of data.cache.path"
         )
     text = reference.hf_config.to_diff_dict()
     if reference.is_start:
@@ -86,8 +86,9 @@ def _content(origin: StartingWeights, *, alone: bool) -> dict[str, Any]:
 
 def build_reference(
     reference: ReferenceModel, prepared: RunInputs, standing: ResumePoint, device: torch.device, say: Say
-) -> PreTrainedModel:
-    """Build and fill the reference as a network of its own, spread over the ranks. Collective."""
+) -> tuple[PreTrainedModel, GroupObjective]:
+    """Build and fill the reference as a network of its own, spread over the ranks; and what measures its answers.
+    Collective."""
     config = reference.config
     if not reference.is_start:
         prepared = replace(prepared, hf_config=reference.hf_config, needs=reference.needs)
@@ -104,4 +105,4 @@ def build_reference(
     fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, compute_dtype(config.parallel.precision))
-    return model
+    return model, GroupObjective.of(config.train.objective, built.groups.sequence)

@@ -7,7 +7,7 @@ window, and so never on the number of ranks. A pass that was killed goes on with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,7 @@ from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.model.objective.loss import micro_batch_loss
-from raytune_fsdp.model.objective.preference import answer_sums
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.step.parallel import evaluating
 
@@ -95,6 +94,7 @@ def look(task: Task) -> bool:
 def compute(
     task: Task,
     model: PreTrainedModel,
+    objective: GroupObjective,
     *,
     micro_batch: int,
     layout: Layout,
@@ -106,7 +106,7 @@ def compute(
     parts = [(task.known.names, task.known.values)]
     with evaluating(model):
         for done, place in enumerate(list(task.lacking)):
-            names, values = _of_window(task, place, model, micro_batch, layout, device)
+            names, values = _of_window(task, place, model, objective, micro_batch, layout, device)
             if not np.isfinite(values).all():
                 raise TrainingError(
                     f"the reference gives a document of {task.name} a log-probability that is not finite: its "
@@ -124,7 +124,13 @@ def compute(
 
 
 def _of_window(
-    task: Task, place: Place, model: PreTrainedModel, micro_batch: int, layout: Layout, device: torch.device
+    task: Task,
+    place: Place,
+    model: PreTrainedModel,
+    objective: GroupObjective,
+    micro_batch: int,
+    layout: Layout,
+    device: torch.device,
 ) -> tuple[Names, Values]:
     """Return the documents that a window is the first to have, and their values, on every rank. Collective."""
     rank = dist.get_rank()
@@ -140,7 +146,8 @@ def _of_window(
     found: list[tuple[int, Names, Values]] = []
     empty = filler(micro_batch, seq_len=task.windows.seq_len, pad_id=task.windows.pad_id)
     batches = [batch for batch, _ in mine] + [empty] * (rounds - len(mine))
-    sums = [_sums(model, batch) for batch in _on_device(batches, layout, rank, device)]
+    parts = to_device((own_part(batch, layout, rank) for batch in batches), device)
+    sums = [objective.measured(model, part)[0].answers for part in parts]
     for (batch, names), values in zip(mine, sums, strict=False):
         if layout.counts(rank) and layout.member(rank) == 0:
             found.append((batch.index, names, values.cpu().numpy()))
@@ -150,11 +157,3 @@ def _of_window(
     new = ~task.known.has(known.names)
     return known.names[new], known.values[new]
 
-
-def _on_device(batches: Sequence[MicroBatch], layout: Layout, rank: int, device: torch.device) -> Iterator[MicroBatch]:
-    return to_device((own_part(batch, layout, rank) for batch in batches), device)
-
-
-def _sums(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
-    """Return the log-probability of the answer of each document that has targets."""
-    return answer_sums(-micro_batch_loss(model, batch).each, batch)
