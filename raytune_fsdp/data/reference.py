@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from raytune_fsdp.base.batch import MicroBatch
+from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.windows import Windows
@@ -32,6 +32,7 @@ FORMAT = 1
 
 _NAME = np.dtype([("first", "<u8"), ("second", "<u8")])
 _DIGEST_BYTES = 16
+_SKIPPED = GROUP_COLUMNS.index("skipped")
 
 Names = np.ndarray[Any, np.dtype[np.void]]
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -48,7 +49,7 @@ def names_of(batch: MicroBatch) -> Names:
         here = slice(starts[place], starts[place + 1])
         # How many of its first targets do not count is part of the name: with sft.over=all, two documents may have the
         # same tokens and the same targets, and answers that begin at different places.
-        skipped = int(targets.columns[number][-1]) if targets.columns else 0
+        skipped = int(targets.columns[number][_SKIPPED]) if targets.columns else 0
         said = np.array([skipped], dtype="<i4")
         digest = xxhash.xxh3_128_digest(said.tobytes() + ids[here].tobytes() + labels[here].tobytes())
         found[number] = tuple(np.frombuffer(digest, dtype="<u8"))

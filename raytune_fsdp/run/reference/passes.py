@@ -156,4 +156,3 @@ def _of_window(
     known = Known.of((names, values) for _, names, values in every)
     new = ~task.known.has(known.names)
     return known.names[new], known.values[new]
-
