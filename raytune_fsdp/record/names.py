@@ -19,8 +19,8 @@ TOKEN_ACCURACY = "train/token_accuracy"
 PAIRS_RIGHT = "train/rewards/accuracies"
 """The share of pairs whose chosen answer has the higher reward. With an objective of pairs or of judged answers there
 are also train/rewards/chosen and /rejected (of KTO: those of desirable and of undesirable answers), their difference
-/margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's: the
-names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
+/margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's:
+the names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
 REWARDS = ("train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect

@@ -108,9 +108,7 @@ def assemble(
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    groups = group_objective(
-        config.train, desirable_weight=prepared.desirable_weight, group=built.groups.sequence, reference=None
-    )
+    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence, reference=None)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
@@ -118,7 +116,7 @@ def assemble(
     tracker = start_tracker(config, prepared, standing, opened, built.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
     batches = _batches(hooks, standing, stream, built.groups.together)
-    exam = evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)
+    exam = evaluation_of_run(config, prepared.evals, prepared.tasks, groups, dry=prepared.dry)
     saves = open_saves(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
@@ -195,8 +193,8 @@ def _meter(
         standing.plan, built.counts.architecture, device,
         windows=prepared.train.count, cursor=standing.state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
-        skipped_in_row=standing.state.skipped_in_row, objective=config.train.objective, experts=objective.experts, own=own,
-        forecast=Forecast(predicted, kept, gpu=device.type == "cuda", last=standing.plan.steps),
+        skipped_in_row=standing.state.skipped_in_row, objective=config.train.objective, experts=objective.experts,
+        own=own, forecast=Forecast(predicted, kept, gpu=device.type == "cuda", last=standing.plan.steps),
     )  # fmt: skip
 
 
