@@ -28,6 +28,7 @@ from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
+from raytune_fsdp.model.objective.grouped import group_objective
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
@@ -102,8 +103,9 @@ def assemble(
     )  # fmt: skip
     model, documents = built.model, DocumentLosses() if config.tracking.documents else None
     base = _fill(config, prepared, standing, built, say)
-    if reference is not None:
-        reference.complete(model)
+    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
+    if reference is not None and groups is not None:
+        reference.complete(model, groups)
     optimizer = optimizer_of(built, config)
     if standing.checkpoint is not None:
         load_into(model, optimizer, standing.checkpoint)
@@ -113,7 +115,7 @@ def assemble(
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    objective = Objective.of(config.train, built.routers, documents, loss)
+    objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
@@ -121,7 +123,7 @@ def assemble(
     stream = Stream(prepared.train, seed=config.run.seed)
     given = None if reference is None else reference.given()
     batches = _batches(hooks, standing, stream, built.groups.together, given)
-    exam = replace(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry), given=given)
+    exam = replace(evaluation_of_run(config, prepared.evals, prepared.tasks, groups, dry=prepared.dry), given=given)
     saves = open_saves(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
@@ -204,8 +206,8 @@ def _meter(
         standing.plan, built.counts.architecture, device,
         windows=prepared.train.count, cursor=standing.state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
-        skipped_in_row=standing.state.skipped_in_row, experts=objective.experts, own=own,
-        forecast=Forecast(predicted, kept, gpu=device.type == "cuda", last=standing.plan.steps),
+        skipped_in_row=standing.state.skipped_in_row, objective=config.train.objective, experts=objective.experts,
+        own=own, forecast=Forecast(predicted, kept, gpu=device.type == "cuda", last=standing.plan.steps),
     )  # fmt: skip
 
 

@@ -65,6 +65,8 @@ class RunInputs:
     """What the network needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
+    judged: tuple[int, int] | None = None
+    """How many desirable and undesirable answers an epoch has; None: nothing asks for it."""
     tasks: Sequence[Questions] = ()
     """The questions of evaluations."""
     added: Collection[int] = ()

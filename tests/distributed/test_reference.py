@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytune_fsdp.base.errors import OtherRunError, ResumeError
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.reference import REFERENCE
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
@@ -46,7 +46,11 @@ def pairs(directory: Path, objective: Mapping[str, Any] | None = None, **section
     format = {"type": "preference", "style": "plain"}
     train = {"global_batch": 4, "micro_batch": 2, "max_steps": 8, "objective": objective or {"type": "dpo"}}
     data = {"train": [{"path": str(path), "format": format}], "window": 8}
-    sections = {"train": {**train, **sections.pop("train", {})}, "data": {**data, **sections.pop("data", {})}, **sections}
+    sections = {
+        "train": {**train, **sections.pop("train", {})},
+        "data": {**data, **sections.pop("data", {})},
+        **sections,
+    }
     return make_config(directory, GPT2, **sections)
 
 

@@ -18,6 +18,7 @@ from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.reference import Known, ReferenceFiles, digest_of_values
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
 from raytune_fsdp.run.fetching import Say, brought
 from raytune_fsdp.run.reference.given import Given
@@ -129,7 +130,7 @@ def _data(
     """Yield the data that is compared: names, windows, and which of these the run reads."""
     yield "the training data", prepared.train, places_of_run(prepared.train, standing.plan, config.run.seed)
     for name, windows in ({} if prepared.dry else prepared.evals).items():
-        if windows.grouped:
+        if windows.kind is not None:
             yield name, windows, places_of_evaluation(windows)
 
 
