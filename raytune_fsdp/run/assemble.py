@@ -104,10 +104,6 @@ def assemble(
     )  # fmt: skip
     model, documents = built.model, DocumentLosses() if config.tracking.documents else None
     base = _fill(config, prepared, standing, built, say)
-    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
-    if reference is not None and groups is not None:
-        reference.complete(model, groups)
-    groups = asked_in_steps(groups, config, prepared, standing, device, say)
     optimizer = optimizer_of(built, config)
     if standing.checkpoint is not None:
         load_into(model, optimizer, standing.checkpoint)
@@ -116,6 +112,10 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
+    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
+    if reference is not None and groups is not None:
+        reference.complete(model, groups)
+    groups = asked_in_steps(groups, config, prepared, standing, device, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")

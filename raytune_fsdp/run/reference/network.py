@@ -60,7 +60,7 @@ def decided_by(
     else:
         architecture = {key: text[key] for key in text if key not in ("transformers_version", "_name_or_path", "dtype")}
     method = named("method", config.method, exclude=("adapter",))
-    return json.loads(
+    decided: dict[str, Any] = json.loads(
         json.dumps(
             {
                 "architecture": architecture,
