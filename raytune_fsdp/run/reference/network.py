@@ -71,7 +71,8 @@ def decided_by(
             },
             default=str,
         )
-    )  # type: ignore[no-any-return]
+    )
+    return decided
 
 
 def _content(origin: StartingWeights, *, alone: bool) -> dict[str, Any]:
