@@ -86,7 +86,7 @@ def _pair(
         sides.append(score / len(found) if by_length else score)
     good, bad = sides
     if kind == "ipo":
-        return (good - bad - group.margin / beta - 1 / (2 * beta)) ** 2
+        return (good - bad - group.margin / beta - 1 / (2 * beta)).square()
     if kind == "orpo":
         odds = torch.log(good.exp() / (1 - good.exp())) - torch.log(bad.exp() / (1 - bad.exp()))
         return -beta * torch.log(1 / (1 + torch.exp(-(odds - group.margin))))
@@ -94,9 +94,10 @@ def _pair(
     if objective.get("loss") == "hinge":
         return torch.clamp(1 - apart, min=0)
     right, wrong = (-torch.log(1 / (1 + torch.exp(-each))) for each in (apart, -apart))
+    found: torch.Tensor = (1 - smoothing) * right + smoothing * wrong
     if objective.get("loss") == "robust":
-        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
-    return (1 - smoothing) * right + smoothing * wrong
+        found = ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    return found
 
 
 def kl_of(model: Any, groups: Sequence[Group]) -> float:

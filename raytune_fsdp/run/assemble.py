@@ -28,7 +28,7 @@ from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
-from raytune_fsdp.model.objective.grouped import group_objective
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
@@ -108,7 +108,9 @@ def assemble(
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence, reference=None)
+    groups = None
+    if config.train.objective.rows is not None:
+        groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
