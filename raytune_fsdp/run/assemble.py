@@ -28,7 +28,7 @@ from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
-from raytune_fsdp.model.objective.grouped import group_objective
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
@@ -112,10 +112,12 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
-    if reference is not None and groups is not None:
-        reference.complete(model, groups)
-    groups = asked_in_steps(groups, config, prepared, standing, device, say)
+    groups = None
+    if config.train.objective.rows is not None:
+        groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
+        if reference is not None:
+            reference.complete(model, groups)
+        groups = asked_in_steps(groups, config, prepared, standing, device, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")

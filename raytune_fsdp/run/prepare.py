@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from raytune_fsdp.base.batch import Cursor, Progress, make_groups
+from raytune_fsdp.base.batch import Cursor, Progress
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.urls import is_url
@@ -187,7 +187,7 @@ def _weighs_by_count(config: FinetuneConfig) -> bool:
 
 def _measured_of(config: FinetuneConfig, name: str, windows: Windows) -> list[str]:
     """Return the metrics of an evaluation dataset."""
-    if make_groups(windows.columns):
+    if windows.kind is not None:
         return [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
     return [evaluation_loss(name), evaluation_accuracy(name)]
 

@@ -66,7 +66,7 @@ class During:
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         asked = model if self.other is None else self.other
         with _asked(asked), without_adapters_in(model, off=self.other is None):
-            answers = self.objective.answers(asked, batch)
+            answers = self.objective.measured(asked, batch)[0].answers
         if self.other is not None:
             release_gathered(self.other)
         return answers

@@ -21,7 +21,6 @@ from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.storage import PIECES
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.objective.grouped import group_objective
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import named
 from raytune_fsdp.run.build import Site, build
@@ -106,8 +105,6 @@ def build_reference(
     mode = fill_mode(config, origin, adapter)
     weights, beginning = first_weights(config, origin, model, mode, adapter)
     fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
-    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
-    assert groups is not None, "its objective compares"
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, compute_dtype(config.parallel.precision))
-    return model, groups
+    return model, GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
