@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.census import SkippedRows
+from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.shared_batches import from_first, own_parts
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -48,7 +49,6 @@ from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.reference.attempt import Reference, open_reference
 from raytune_fsdp.run.reference.during import asked_in_steps
-from raytune_fsdp.run.reference.given import Given
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
@@ -112,12 +112,7 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    groups = None
-    if config.train.objective.rows is not None:
-        groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
-        if reference is not None:
-            reference.complete(model, groups)
-        groups = asked_in_steps(groups, config, prepared, standing, device, say)
+    groups = _groups(config, prepared, standing, built, reference, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
@@ -169,6 +164,23 @@ def assemble(
         not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )
+
+
+def _groups(
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    built: Build,
+    reference: Reference | None,
+    say: Callable[[str], None],
+) -> GroupObjective | None:
+    """Return the loss of the run's groups of documents, whose reference is then known; None: they stand alone."""
+    if config.train.objective.rows is None:
+        return None
+    groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
+    if reference is not None:
+        reference.complete(built.model, groups)
+    return asked_in_steps(groups, config, prepared, standing, built.site.device, say)
 
 
 def _batches(

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ConversationConfig
 from raytune_fsdp.data.questions import Questions
+from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
 from raytune_fsdp.run.evaluation.tasks import measure_tasks
-from raytune_fsdp.run.reference.given import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
