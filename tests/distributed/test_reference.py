@@ -281,7 +281,7 @@ def test_evaluations_compare_too(tmp_path: Path) -> None:
     data = {"eval": [{"name": "measured", "path": str(measured), "format": format}]}
     config = pairs(tmp_path, data=data, eval={"at_start": True, "every": 4})
     trajectory(config, 2)
-    found = read_evaluations(run_of(config) / "metrics.jsonl")
+    found = read_evaluations(run_of(config) / "metrics.jsonl", 8)
     assert abs(found[0]["eval/measured/loss"] - LN2) < 1e-12
     assert found[0]["eval/measured/rewards/margins"] == pytest.approx(0, abs=1e-12)
     assert found[8]["eval/measured/loss"] != found[4]["eval/measured/loss"] != found[0]["eval/measured/loss"]
