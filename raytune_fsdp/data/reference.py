@@ -12,6 +12,7 @@ data with the whole model.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, StepBatches
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.plan.identity import REFERENCE_OF
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 FORMAT = 1
@@ -181,3 +185,26 @@ class Given:
         """Yield steps whose micro-batches are told. They are whole, and on the host."""
         for step in steps:
             yield replace(step, micro_batches=tuple(map(self.told, step.micro_batches)))
+
+
+def given_of(identity: Mapping[str, Any], datasets: Mapping[str, Windows]) -> Given | None:
+    """Return what the reference has said of these datasets' documents, by the identity that a checkpoint has.
+
+    None: not all of it is kept, or there is no reference.
+    """
+    found: list[tuple[Names, Values]] = []
+    of = identity.get(REFERENCE_OF)
+    for name, windows in datasets.items():
+        if of is None or windows.kind is None:
+            continue
+        files = ReferenceFiles.of(windows, {"of": of})
+        for k in range(windows.count(0)):
+            part = files.read(0, k)
+            if part is None:
+                logger.warning(
+                    "what the reference says of %s is not kept in %s, so only log-probabilities are measured: the run's "
+                    "own evaluations compute it", name, files.directory,
+                )  # fmt: skip
+                return None
+            found.append(part)
+    return Given(Known.of(found)) if found else None

@@ -249,6 +249,10 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"step {get('step')}: the others wait for rank {get('rank')} on {get('node')}: its own work takes "
                 f"{mine} s a step, theirs {others} s; what takes longer is its {get('spends_it_on')}"
             )
+        case names.REFERENCE:
+            made, windows, documents = get("computed"), get("windows"), get("documents")
+            how = f"{made} of {windows} windows computed in {get('seconds')} s" if made else "as it was computed before"
+            return f"the reference's log-probabilities of {documents} documents: {how} ({get('path')})"
         case names.SHARDED:
             units = get("units")
             listed = ", ".join(map(_unit, units)) if isinstance(units, list) else units

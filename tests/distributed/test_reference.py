@@ -283,5 +283,5 @@ def test_evaluations_compare_too(tmp_path: Path) -> None:
     trajectory(config, 2)
     found = read_evaluations(run_of(config) / "metrics.jsonl", 8)
     assert abs(found[0]["eval/measured/loss"] - LN2) < 1e-12
-    assert found[0]["eval/measured/rewards/margins"] == pytest.approx(0, abs=1e-12)
+    assert found[0]["eval/measured/margins"] == pytest.approx(0, abs=1e-12)
     assert found[8]["eval/measured/loss"] != found[4]["eval/measured/loss"] != found[0]["eval/measured/loss"]
