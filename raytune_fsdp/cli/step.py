@@ -76,7 +76,8 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
-    whence, loss_is = _kind_of(config.train.loss, None)
+    grouped = config.train.objective.rows is not None
+    whence, loss_is = _kind_of(config.train.loss, None, grouped=grouped)
     if found.loss and losses is None:
         checkpoint = checkpoint_before(place, found.step)
         if checkpoint is None:
@@ -85,7 +86,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
                 "out, keep more checkpoints (checkpoint.keep_every), or record them (tracking.documents)"
             )
         losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
-        whence, loss_is = _kind_of(config.train.loss, checkpoint)
+        whence, loss_is = _kind_of(config.train.loss, checkpoint, grouped=grouped)
     if found.json:
         for *_, about in _documents(past, losses):
             about.update({"loss_is": loss_is} if losses is not None else {})
@@ -96,11 +97,16 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     return 0
 
 
-def _kind_of(own: str | None, checkpoint: CommittedCheckpoint | None) -> tuple[str, str]:
-    """Say what losses these are, to people and to programs: recorded ones, or those under a checkpoint."""
+def _kind_of(own: str | None, checkpoint: CommittedCheckpoint | None, *, grouped: bool = False) -> tuple[str, str]:
+    """Say what losses these are, to people and to programs: recorded ones, or those under a checkpoint.
+
+    `grouped`: the run's losses are of pairs or judged answers, which no single document has.
+    """
+    if checkpoint is None and grouped:
+        return "cross-entropies by document, as recorded", "cross-entropy"
     if checkpoint is None:
         return f"{'losses' if own is None else f'values of train.loss={own}'} by document, as recorded", "as trained"
-    what = "losses" if own is None else "cross-entropies"
+    what = "losses" if own is None and not grouped else "cross-entropies"
     return f"{what} by document under the weights of step {checkpoint.step} ({checkpoint.path})", "cross-entropy"
 
 

@@ -16,7 +16,7 @@ from tests.runs import LLAMA, largest_difference
 SLOW = pytest.mark.slow
 PLAIN = {"lr": 3e-3, "max_grad_norm": 0.5, "weight_decay": 0.0, "warmup_ratio": 0.0, "schedule": {"type": "constant"}}
 BOUND = 1e-9
-EVAL: dict[str, Any] = {}
+EVAL: dict[str, Any] = {"eval": {"fraction": 0.2}}
 FEW = ("dpo and sft", "orpo")
 """At every change; the others differ in a formula alone, which tests/unit/test_preference_loss.py compares."""
 
