@@ -215,7 +215,8 @@ def _objective(c: Translation) -> None:
     numbers: dict[str, tuple[str, float | None]] = {"beta": (f"loss.{_PAIRS[name]}", 0.1)}
     if name == "DPOLoss":
         numbers["label_smoothing"] = ("loss.label_smoothing", 0.0)
-    carry_objective(c, "dpo", numbers, **({} if name == "DPOLoss" else {"loss": "hinge"}))
+    made: dict[str, Any] = {} if name == "DPOLoss" else {"loss": "hinge"}
+    carry_objective(c, "dpo", numbers, **made)
     c.say("loss._component_", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 

@@ -127,7 +127,8 @@ def _cpo(c: Translation) -> None:
     for key in ("label_smoothing", "simpo_gamma"):
         if not any(key == each for each, _ in numbers.values()):
             c.say(key, "left", f"means nothing to {loss}, there too")
-    carry_objective(c, "simpo" if loss == "simpo" else "cpo", numbers, **({"loss": "hinge"} if loss == "hinge" else {}))
+    made: dict[str, Any] = {"loss": "hinge"} if loss == "hinge" else {}
+    carry_objective(c, "simpo" if loss == "simpo" else "cpo", numbers, **made)
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 

@@ -427,7 +427,7 @@ def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) ->
     if project == "deepspeed":
         assert found.tree == {"parallel": {"strategy": "full_shard", "precision": "bf16"}}
         return
-    expected = {
+    expected: dict[str, dict[str, Any]] = {
         "axolotl": {
             "run": {"name": "model-out", "storage": ".", "seed": 42},
             "data.seq_len": 512,
@@ -469,7 +469,12 @@ def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) ->
             "checkpoint.every": {"per_epoch": 1},
         },
     }  # fmt: skip
-    of_pairs = {"data.seq_len": 2048, "data.packing": "none", "data.long_documents": "truncate", "optim.lr": 1e-6}
+    of_pairs: dict[str, Any] = {
+        "data.seq_len": 2048,
+        "data.packing": "none",
+        "data.long_documents": "truncate",
+        "optim.lr": 1e-6,
+    }
     for field, value in expected.get(project, of_pairs).items():
         assert ours(found, field) == value, field
 

@@ -57,7 +57,12 @@ def converted(tmp_path: Path, project: str, options: dict[str, Any], drop: tuple
     if project == "llama-factory":
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(DATASETS))
-        least = {"model_name_or_path": "org/model", "finetuning_type": "full", "stage": "dpo", "dataset": "turns"}
+        least: dict[str, Any] = {
+            "model_name_or_path": "org/model",
+            "finetuning_type": "full",
+            "stage": "dpo",
+            "dataset": "turns",
+        }
     elif project == "axolotl":
         least = {**AXOLOTL, "rl": "dpo"}
     else:
