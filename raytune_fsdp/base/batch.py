@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,11 @@ GROUP_COLUMNS = ("role", "weight", "margin", "skipped")
 """What a loss of groups is told of each document: its `Role`, the weight and the margin of its row, and how many of its
 first targets are not the answer's (those of the prompt, with `sft.over: all`). Where there is a reference, its
 log-probability of the answer follows."""
+
+
+def make_groups(columns: Sequence[str]) -> bool:
+    """Return whether documents of which a loss is told this make groups."""
+    return tuple(columns[: len(GROUP_COLUMNS)]) == GROUP_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +103,11 @@ class Targets:
     by_dataset: tuple[int, ...]
     """How many targets each dataset has, up to the last dataset that has any."""
     by_document: tuple[int, ...] = ()
-    """How many targets each document has, of those that have any; empty for a part of a micro-batch."""
+    """How many targets each document has, of those that have any; of a part: those of the whole micro-batch."""
     columns: tuple[tuple[float, ...], ...] = ()
-    """What a loss of the user's own is told of each of these documents; empty: nothing."""
+    """What a loss is told of each of these documents; empty: nothing."""
+    before: int = 0
+    """Of a part: how many targets of the micro-batch come before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +197,13 @@ class StepMetrics:
     mfu: float | None
     memory_bytes: int
     accuracy: float | None = None
-    """Share of the target tokens that were the model's first choice."""
-    datasets: tuple[tuple[str, float, float, int], ...] = ()
-    """Name, loss, accuracy and target tokens of each dataset in the step, if there are several."""
+    """Share of the target tokens that were the model's first choice; None with an objective of groups."""
+    datasets: tuple[tuple[str, float, float | None, int], ...] = ()
+    """Name, loss, accuracy and target tokens of each dataset in the step, if there are several; with an objective of
+    groups, the share of right pairs (None: they are no pairs), and the number of groups."""
+    preferences: tuple[tuple[str, float], ...] = ()
+    """With an objective of groups: rewards, accuracy of pairs and log-probabilities by name, those of each dataset with
+    its name before them, if there are several."""
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
     expert_load: tuple[float, ...] = ()

@@ -125,13 +125,17 @@ class Window:
         return cls(samples=samples, counts=counts)
 
 
-def finish_counts(samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow]) -> WindowCounts:
-    """Complete the counts with those that follow from the packed samples."""
+def finish_counts(
+    samples: PackedSamples, counts: list[DatasetCount], skipped: list[SkippedRow], *, grouped: bool = False
+) -> WindowCounts:
+    """Complete the counts with those that follow from the packed samples. `grouped`: whether rows make groups."""
     many = len(counts)
     pieces = np.bincount(samples.sources, minlength=many)
     tokens = np.bincount(samples.sources, weights=samples.lengths, minlength=many)
     for dataset, count in enumerate(counts):
-        count.documents = count.rows - sum(count.dropped.values())
+        made = count.rows - sum(count.dropped.values())
+        count.groups = made if grouped else 0
+        count.documents = int(pieces[dataset]) if grouped else made
         count.tokens = int(tokens[dataset])
         count.cut = int(pieces[dataset]) - count.documents
     _count_targets(samples, counts)

@@ -96,9 +96,9 @@ def turns_of(by_turn: Sequence[bool], order_version: int) -> dict[str, Any]:
     return {f"datasets.{i}.turns": ONE_BY_ONE for i, each in enumerate(by_turn) if each and wanted}
 
 
-def told_of(columns: Sequence[str]) -> dict[str, Any]:
-    """Return the entry for columns that a loss is told, whose values are in the windows."""
-    return {"columns": list(columns)} if columns else {}
+def told_of(columns: Sequence[str], over_all: bool) -> dict[str, Any]:
+    """Return the entries for what a loss needs in the windows: columns, and more targets (`sft.over=all`)."""
+    return ({"columns": list(columns)} if columns else {}) | ({"over_all": True} if over_all else {})
 
 
 def _templates_of(datasets: Sequence[DatasetConfig]) -> dict[str, Any]:

@@ -157,10 +157,12 @@ def _opener(
     order_version: int | None,
     newest_order: int | None = None,
 ) -> _Opener:
-    cache = cache_of(config)
+    cache, term = cache_of(config), getattr(config.train.objective, "sft", None)
+    over_all = term is not None and term.weight > 0 and term.over == "all"
     return lambda datasets, sources=None, columns=(): Windows(
         datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
         progress=progress, order_version=order_version, newest_order=newest_order, sources=sources, columns=columns,
+        over_all=over_all,
     )  # fmt: skip
 
 

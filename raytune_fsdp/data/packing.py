@@ -2,7 +2,7 @@
 
 Nothing leaks from one document to the next: positions restart, and the first token of a document is not a target,
 because it would be predicted from the last token of another document. When a document is cut, each piece is a document
-of its own.
+of its own. The documents of a group directly follow one another in one sample, and none is cut.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Arrangement:
 
     pieces: Sequence[Document]
     parents: Sequence[int]
-    """For each piece the number of the document it was cut from, or is. Pieces of one document are in order."""
+    """For each piece the number of the document it was cut from, or is, or whose group it is of, in order."""
     bins: list[list[int]]
     """The pieces of each sample."""
 
@@ -216,11 +216,24 @@ def arrange(
         bins = [[index] for index in range(len(documents))]
     else:
         fit = best_fit_in_order if in_order else best_fit
-        bins = fit([len(document.input_ids) for document in documents], seq_len)
+        bins = fit([document.length for document in documents], seq_len)
     if reorder is not None:
         order = reorder(len(bins))
         bins = [bins[order(i)] for i in range(len(bins))]
+    if any(document.others for document in documents):
+        assert packing != "concat", "groups are not cut"
+        return _in_groups(documents, bins)
     return Arrangement(documents, parents, bins)
+
+
+def _in_groups(documents: Sequence[Document], bins: Sequence[Sequence[int]]) -> Arrangement:
+    """Return the arrangement of all documents of these groups, as `bins` has the first of each."""
+    pieces = [each for document in documents for each in document.members]
+    many = [len(document.members) for document in documents]
+    firsts = np.cumsum([0, *many]).tolist()
+    parents = np.repeat(np.arange(len(documents)), many).tolist()
+    placed = [[at for index in members for at in range(firsts[index], firsts[index + 1])] for members in bins]
+    return Arrangement(pieces, parents, placed)
 
 
 def pack(
@@ -350,6 +363,8 @@ class Gathered:
     """File and line of each document's row."""
     rows: list[int] = field(default_factory=list)
     """The number in the window of each document's row."""
+    mismatched: list[str] = field(default_factory=list)
+    """File and line of the row whose answer each document's mismatched one has; empty for other groups."""
 
 
 def origins(found: Gathered, arranged: Arrangement) -> list[list[RowOrigin]]:
@@ -358,11 +373,15 @@ def origins(found: Gathered, arranged: Arrangement) -> list[list[RowOrigin]]:
     for number, parent in enumerate(arranged.parents):
         # Parts of a row, and pieces of a part, directly follow one another.
         goes_on = number > 0 and found.rows[arranged.parents[number - 1]] == found.rows[parent]
+        goes_on = goes_on and not found.documents[parent].others
         before = number - 1
         first_tokens.append(first_tokens[before] + len(arranged.pieces[before].input_ids) if goes_on else 0)
 
     def origin(piece: int) -> RowOrigin:
         parent = arranged.parents[piece]
-        return RowOrigin(found.sources[parent], found.wheres[parent], first_tokens[piece])
+        where = found.wheres[parent]
+        if found.mismatched and piece and arranged.parents[piece - 1] == parent:
+            where = f"{where}, with the answer of {found.mismatched[parent]}"
+        return RowOrigin(found.sources[parent], where, first_tokens[piece])
 
     return [[origin(piece) for piece in members] for members in arranged.bins]

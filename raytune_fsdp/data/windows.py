@@ -20,17 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raytune_fsdp.base.batch import Progress
+from raytune_fsdp.base.batch import GROUP_COLUMNS, Progress
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
+from raytune_fsdp.config.sections.formats import groups_of
 from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
+from raytune_fsdp.data.groups import cut_to, judged, length_of, partners
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, told_of, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
-from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
+from raytune_fsdp.data.packing import Arrangement, Gathered, PackedSamples, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.conversation import MISSING_COLUMN
 from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.pairs import trained_tokens
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.opening import columns_of, open_sources
 from raytune_fsdp.data.sources.source import Source, dataset_names
@@ -46,6 +49,9 @@ logger = logging.getLogger(__name__)
 # Bounded in bytes, because a window may hold 1 MB or 1 GB. A token takes 5 bytes here, so this is 27 M tokens: every
 # window of a small dataset. In a large one only the newest window is ever asked for again.
 _MEMORY_BYTES = 128 << 20
+
+NO_OTHER = "no_other_answer"
+"""Why a judged answer is left out: all rows of its dataset in its window have the same one, so none is mismatched."""
 
 # Rows read, formatted and tokenized together: enough to keep all the tokenizer's threads busy.
 _BATCH_ROWS = 128
@@ -72,26 +78,25 @@ class Windows:
         newest_order: int | None = None,
         sources: Sequence[Source] | None = None,
         columns: Sequence[str] = (),
+        over_all: bool = False,
     ) -> None:
         """`order_version`: the version of the run that continues; None or an unknown one for a new run. `newest_order`:
         the newest version when the run was begun, if it may have gained these datasets since. `sources`: those of the
-        datasets, if they are open already. `columns`: those that a loss is told.
+        datasets, if they are open already. `columns`: those that a loss of the user's own is told. `over_all`: whether
+        all tokens of chosen documents are targets (`sft.over`).
         """
         order = Order.of(order_version, newest_order)
-        self._datasets = datasets
-        self.data, self.seed, self.columns = data, seed, tuple(columns)
+        self._datasets, self.data, self.seed = datasets, data, seed
+        self.kind = groups_of(datasets[0].format)
+        """The kind of groups that rows make; None: documents stand alone."""
+        self._told = tuple(columns), over_all and self.kind == "preference"
+        self.columns = self._told[0] if self.kind is None else GROUP_COLUMNS
+        """Names of the numbers that a loss is told of each document."""
         self.names = dataset_names(datasets)
         """Names of the datasets; a source id is an index into them."""
         sources = sources or open_sources(datasets, data, cache, progress, order.rules)
-        self.sources = _with_columns(sources, datasets, self.columns, order.rules)
-        options: Any = {
-            "tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": self.columns,
-            "special_tokens": data.special_tokens_in_text,
-        }  # fmt: skip
-        formatters = [
-            Formatter(dataset.format, template=TemplateChoice.of(data, dataset), columnar=source.columnar, **options)
-            for dataset, source in zip(datasets, self.sources, strict=True)
-        ]
+        self.sources = _with_columns(sources, datasets, self._told[0], order.rules)
+        formatters = self._made_formatters(tokenizer, vocab_size, order)
         self._formatters: list[Formatter] | bytes = formatters
         self.order_version = self._lowest_order(formatters, order)
         self.unread = unread_columns(datasets, self.sources, self.order_version)
@@ -110,7 +115,8 @@ class Windows:
             datasets, data, self.sources, weights, tokenizer,
             seed=seed, pad_id=self.pad_id, vocab_size=vocab_size, repeats=self.repeats,
             order_version=self.order_version, functions=[formatter.function for formatter in formatters],
-        ) | turns_of([each.by_turn for each in formatters], self.order_version) | told_of(self.columns)  # fmt: skip
+        )  # fmt: skip
+        self.identity |= turns_of([each.by_turn for each in formatters], self.order_version) | told_of(*self._told)
         """Everything that decides the windows, by name."""
         about = {"datasets": self.names, "sources": [each.label for each in self.sources], "seq_len": self.seq_len}
         self.cache = WindowCache(cache, fingerprint_of(self.identity), int(data.cache.max_gb * 1e9), about)
@@ -118,6 +124,18 @@ class Windows:
             self.raise_order(FOURTH_ORDER)
         self._memory: OrderedDict[tuple[int, int], Window] = OrderedDict()
         self._warned_of_size = self._warned_of_cache = False
+
+    def _made_formatters(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, order: Order) -> list[Formatter]:
+        columns, over_all = self._told
+        options: Any = {
+            "tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": columns,
+            "special_tokens": self.data.special_tokens_in_text, "over_all": over_all,
+        }  # fmt: skip
+        every = zip(self._datasets, self.sources, strict=True)
+        return [
+            Formatter(dataset.format, template=TemplateChoice.of(self.data, dataset), columnar=of.columnar, **options)
+            for dataset, of in every
+        ]
 
     def raise_order(self, version: int) -> None:
         """Raise the version of the order to this one if it is lower: a run reads all its windows by one version."""
@@ -181,7 +199,7 @@ class Windows:
                     rows = self._gather(*key)
                     arranged = self._arrange(rows, *key)
                     made = fill_samples(arranged, sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id)
-                    window = Window(samples=made, counts=finish_counts(made, rows.counts, rows.skipped))
+                    window = Window(samples=made, counts=self._count(made, rows))
                     built = True
                     try:
                         self.cache.write(*key, window)
@@ -252,7 +270,9 @@ class Windows:
             source.touch()
         rows = list(self._mixture.rows(epoch, k * self.data.window, (k + 1) * self.data.window))
         found = Gathered(counts=[DatasetCount() for _ in self.sources])
-        for number, (dataset, document, where) in enumerate(self._documents(rows)):
+        documents = self._documents(rows)
+        others = self._mismatched(rows, documents, epoch, k) if self.kind == "binary" else {}
+        for number, (dataset, document, where) in enumerate(documents):
             count = found.counts[dataset]
             count.rows += 1
             if isinstance(document, RowError):
@@ -263,8 +283,10 @@ class Windows:
                 found.sources.append(dataset)
                 found.wheres.append(where)
                 found.rows.append(number)
+                if self.kind == "binary":
+                    found.mismatched.append(others[number])
         # A huge window is in memory while it is built, and running out of memory kills silently.
-        tokens = sum(len(document.input_ids) for document in found.documents)
+        tokens = sum(document.length for document in found.documents)
         if tokens > _MANY_TOKENS and not self._warned_of_size:
             self._warned_of_size = True
             fewer = max(1, self.data.window * _MANY_TOKENS // tokens)
@@ -279,6 +301,9 @@ class Windows:
             )
         return found
 
+    def _count(self, made: PackedSamples, rows: Gathered) -> WindowCounts:
+        return finish_counts(made, rows.counts, rows.skipped, grouped=self.kind is not None)
+
     def _arrange(self, found: Gathered, epoch: int, k: int) -> Arrangement:
         order = None
         if self.shuffled:
@@ -291,8 +316,42 @@ class Windows:
             reorder=order, in_order=not self.shuffled and self.order_version > OLDEST_ORDER,
         )  # fmt: skip
 
-    def _documents(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, Document | RowError, str]]:
-        """Return dataset, document and `where` of each of these rows, in order. Each batch is of one dataset."""
+    def _mismatched(
+        self,
+        rows: Sequence[tuple[int, int]],
+        documents: list[tuple[int, Document | RowError, str]],
+        epoch: int,
+        k: int,
+    ) -> dict[int, str]:
+        """Put the mismatched document of each judged one behind it, in `documents`; return whose answer each has."""
+        partner_of: dict[int, int] = {}
+        for dataset in range(len(self.sources)):
+            places, answers = [], []
+            for place, (of, document, _) in enumerate(documents):
+                if of == dataset and isinstance(document, Document) and self._keeps(document):
+                    places.append(place)
+                    answers.append(trained_tokens(document).tobytes())
+            found = partners(answers, key=derive_key("mismatched", self.seed, epoch, k, dataset))
+            partner_of |= {place: places[at] for place, at in zip(places, found, strict=True) if at is not None}
+        asked = sorted(partner_of)
+        others = [rows[partner_of[place]][1] for place in asked]
+        made = self._documents([rows[place] for place in asked], others)
+        for place, (dataset, other, _) in zip(asked, made, strict=True):
+            _, own, where = documents[place]
+            assert isinstance(own, Document), "it is kept"
+            documents[place] = dataset, other if isinstance(other, RowError) else judged(own, other), where
+        return {place: documents[partner_of[place]][2] for place in asked}
+
+    def _keeps(self, document: Document) -> bool:
+        return document.length <= self.seq_len or self.data.long_documents == "truncate"
+
+    def _documents(
+        self, rows: Sequence[tuple[int, int]], others: Sequence[int] | None = None
+    ) -> list[tuple[int, Document | RowError, str]]:
+        """Return dataset, document and `where` of each of these rows, in order. Each batch is of one dataset.
+
+        `others`: for each row the one of its dataset whose answer follows its prompt.
+        """
         # A process that received this object makes its formatters, and with them a tokenizer, only now: most processes
         # just read windows from the cache.
         made = self._formatters
@@ -312,7 +371,16 @@ class Windows:
             beat()
             indices = [rows[place][1] for place in places]
             wheres = [self.sources[dataset].where(index) for index in indices]
-            documents = formatters[dataset].documents(self.sources[dataset].rows(indices), wheres)
+            source = self.sources[dataset]
+            if others is None:
+                documents = formatters[dataset].documents(source.rows(indices), wheres)
+            else:
+                theirs = [others[place] for place in places]
+                wheres = [
+                    f"{each}, with the answer of {source.where(other)}"
+                    for each, other in zip(wheres, theirs, strict=True)
+                ]
+                documents = formatters[dataset].mismatched(source.rows(indices), source.rows(theirs), wheres)
             if any(map(_lacks_column, documents)) and self.data.bad_rows == "error":
                 _check_columns(formatters[dataset], self.sources[dataset])
             return list(zip(documents, wheres, strict=True))
@@ -344,9 +412,12 @@ class Windows:
 
     def _fit(self, document: Document, where: str, count: DatasetCount, skipped: list[SkippedRow]) -> list[Document]:
         """Return the document as it is packed: whole, shortened or in several parts; an empty list if it is dropped."""
-        length, policy = len(document.input_ids), self.data.long_documents
+        length, policy = document.length, self.data.long_documents
         bucket = int(4 * np.log2(length))  # see DatasetCount.lengths
         count.lengths[bucket] = count.lengths.get(bucket, 0) + 1
+        if self.kind == "binary" and not document.others and self._keeps(document):
+            count.dropped[NO_OTHER] = count.dropped.get(NO_OTHER, 0) + 1
+            return []
         if length <= self.seq_len or (self.data.packing == "concat" and policy in ("error", "split")):
             return [document]
         if policy == "split":
@@ -355,14 +426,15 @@ class Windows:
                 replace(document, input_ids=document.input_ids[part], labels=document.labels[part]) for part in ends
             ]
         if policy == "truncate":
-            document = document.cut(self.seq_len)
-            if document.target_tokens:
+            cut = cut_to(document, self.seq_len)
+            if cut is not None:
                 count.truncated += 1
-                return [document]
+                return [cut]
         if policy == "error":
+            ways = "truncate, split or drop" if self.kind is None else "truncate or drop"
             message = (
-                f"{where}: the row has {length} tokens, more than data.seq_len={self.seq_len}; raise data.seq_len to "
-                f"{length}, or set data.long_documents to truncate, split or drop"
+                f"{where}: the row has {length_of(document)}, more than data.seq_len={self.seq_len}; raise "
+                f"data.seq_len to {length}, or set data.long_documents to {ways}"
             )
             self._skip(RowError(message, "too_long"), where, count, skipped)
             return []

@@ -15,7 +15,7 @@ class DatasetCount:
 
     rows: int = 0
     documents: int = 0
-    """Rows that became a document."""
+    """Documents that rows became: one for each, but for rows that became a group of several."""
     tokens: int = 0
     target_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -27,7 +27,10 @@ class DatasetCount:
     without_targets: int = 0
     """Pieces of cut documents in which no token is trained on. They take room and teach nothing."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Documents (before truncation) by length: key n counts those with 2**(n/4) to 2**((n+1)/4) tokens."""
+    """Documents (before truncation) by length: key n counts those with 2**(n/4) to 2**((n+1)/4) tokens. Groups by the
+    sum of their documents, which must fit."""
+    groups: int = 0
+    """Rows that became a group: a pair, or a judged answer."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DatasetCount:
@@ -41,6 +44,7 @@ class DatasetCount:
         self.truncated += other.truncated
         self.cut += other.cut
         self.without_targets += other.without_targets
+        self.groups += other.groups
         for reason, count in other.dropped.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
         for bucket, count in other.lengths.items():
@@ -67,8 +71,9 @@ class WindowCounts:
     def to_json(self) -> str:
         values = asdict(self)
         for count in values["datasets"]:
-            if not count["without_targets"]:
-                del count["without_targets"]  # as in files from before this was counted
+            for key in ("without_targets", "groups"):
+                if not count[key]:
+                    del count[key]  # as in files from before this was counted
         return json.dumps(values)
 
     @classmethod

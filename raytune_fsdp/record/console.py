@@ -95,6 +95,7 @@ class ConsoleTracker(Tracker):
                 fields = [
                     f"step {self._place(step.step)}",
                     f"loss {step.loss:8.4f}",
+                    *_preferred(step),
                     f"grad {step.grad_norm:8.3f}",
                     f"lr {step.lr:8.2e}",
                     f"{short(step.tokens_per_second):>6} tok/s",
@@ -146,6 +147,7 @@ class ConsoleTracker(Tracker):
         wait = step.data_seconds / step.step_seconds if step.step_seconds > 0 else 0.0
         fields = [
             f"loss {step.loss:.4f}",
+            *_preferred(step),
             f"lr {step.lr:.2e}",
             f"{short(step.tokens_per_second)} tok/s",
             *([f"mfu {100 * step.mfu:.1f}%"] if step.mfu is not None else []),
@@ -183,6 +185,15 @@ class ConsoleTracker(Tracker):
         print(coloured, file=self._stream, flush=True)
 
 
+def _preferred(step: StepMetrics) -> Iterator[str]:
+    """Say how many pairs are right, and how far apart rewards are."""
+    found = {f"train/{key}": value for key, value in step.preferences}
+    if names.PAIRS_RIGHT in found:
+        yield f"right {100 * found[names.PAIRS_RIGHT]:5.1f}%"
+    if names.REWARDS[2] in found:
+        yield f"margin {found[names.REWARDS[2]]:7.3f}"
+
+
 def _about(run: RunStart) -> Iterator[str]:
     """Say what is trained, and how long, to somebody who sees a run for the first time."""
     model = run.params.get("model.path") or run.params.get("model.architecture.model_type")
@@ -198,7 +209,7 @@ def evaluation_in_words(values: Mapping[str, float]) -> str:
     """Return the values of an evaluation as one line, without those of single subjects."""
     return "  ".join(
         f"{key.removeprefix('eval/')} {value:.4f}"
-        + (f" (perplexity {names.perplexity(value):.4g})" if key.endswith("/loss") else "")
+        + (f" (perplexity {names.perplexity(value):.4g})" if names.is_cross_entropy(key, values) else "")
         for key, value in values.items()
         if not names.is_of_subject(key)
     )

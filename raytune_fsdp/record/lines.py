@@ -67,6 +67,7 @@ def step_lines(metrics: Sequence[StepMetrics], world_size: int, attempt: int) ->
             "attempt": attempt,
             "time": end.isoformat(timespec="milliseconds"),
             **{name: getattr(step, name) for name in _BESIDE},
+            **({"preferences": step.preferences} if step.preferences else {}),
             **({} if step.exact else digests),
         }
 
@@ -126,8 +127,19 @@ def metrics_of(line: Mapping[str, Any]) -> StepMetrics:
         data_seconds=number("data_seconds"),
         tokens_per_second=number("tokens_per_second"),
         skipped=line.get("skipped") is True,
+        preferences=preferences_of(line),
         mfu=number("mfu") if is_number(line.get("mfu")) else None,
         memory_bytes=line["memory_bytes"] if type(line.get("memory_bytes")) is int else 0,
+    )
+
+
+def preferences_of(line: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Return the rewards and what else the line of a step says of pairs or judged answers, by name."""
+    found = line.get("preferences")
+    return tuple(
+        (entry[0], float(entry[1]))
+        for entry in (found if isinstance(found, list | tuple) else ())
+        if isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str) and is_number(entry[1])
     )
 
 

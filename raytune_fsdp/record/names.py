@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from raytune_fsdp.record.lines import is_number
+from raytune_fsdp.record.lines import is_number, preferences_of
 
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
@@ -16,6 +16,12 @@ EPOCH = "train/epoch"
 ACCURACY = "train/accuracy"
 TOKEN_ACCURACY = "train/token_accuracy"
 """`train/accuracy` under a name that says what it counts. The older name stays, for dashboards that use it."""
+PAIRS_RIGHT = "train/rewards/accuracies"
+"""The share of pairs whose chosen answer has the higher reward. With an objective of pairs or of judged answers there
+are also train/rewards/chosen and /rejected (of KTO: those of desirable and of undesirable answers), their difference
+/margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's: the
+names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
+REWARDS = ("train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect
 balance."""
@@ -179,6 +185,24 @@ def evaluation_accuracy(dataset: str) -> str:
     return f"eval/{dataset}/accuracy"
 
 
+OF_GROUPS = {
+    "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margins",
+    "rewards/chosen": "rewards_chosen", "rewards/rejected": "rewards_rejected", "nll_loss": "nll_loss", "kl": "kl",
+    "logps/chosen": "logps_chosen", "logps/rejected": "logps_rejected",
+}  # fmt: skip
+"""What is measured of pairs and of judged answers, eval/<dataset>/<name>, by what it is called in training."""
+_HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen")
+
+
+def evaluation_of_groups(dataset: str, kind: str) -> str:
+    return f"eval/{dataset}/{OF_GROUPS[kind]}"
+
+
+def is_of_groups(metric: str, measured: Collection[str]) -> bool:
+    """Return whether a metric is of a dataset of pairs or of judged answers, by what else was measured."""
+    return f"{metric.rpartition('/')[0]}/logps_chosen" in measured or f"{metric.rpartition('/')[0]}/kl" in measured
+
+
 ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
 """Accuracies of multiple choice: by the probability of each choice, and by its logarithm per character."""
 EXACT_MATCH = "exact_match"
@@ -196,7 +220,11 @@ def is_of_subject(metric: str) -> bool:
 
 def higher_is_better(metric: str | None) -> bool:
     """Return whether the highest value of a metric is the best, by its name. None is the mean loss: lowest is best."""
-    return metric is not None and metric.rpartition("/")[2] in (*ACCURACY_OF_CHOICES, EXACT_MATCH)
+    return metric is not None and metric.rpartition("/")[2] in (
+        *ACCURACY_OF_CHOICES,
+        EXACT_MATCH,
+        *_HIGHER_OF_GROUPS,
+    )
 
 
 def highest_is_best(metric: str | None, best_is: object) -> bool:
@@ -211,12 +239,17 @@ def score(values: Mapping[str, float], metric: str | None) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def is_cross_entropy(metric: str, measured: Collection[str]) -> bool:
+    """Return whether a metric is a mean cross-entropy of tokens, whose exponential means something."""
+    return metric.endswith("/loss") and not is_of_groups(metric, measured)
+
+
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of an evaluation, with the perplexity after each loss. It is not on record: the loss is."""
+    """Return the values of an evaluation, with the perplexity after each loss of tokens, which alone is on record."""
     found: dict[str, float] = {}
     for key, value in values.items():
         found[key] = value
-        if key.endswith("/loss"):
+        if is_cross_entropy(key, values):
             found[f"{key.removesuffix('loss')}perplexity"] = perplexity(value)
     return found
 
@@ -289,6 +322,7 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
         ACCURACY: line.get("accuracy"),
         TOKEN_ACCURACY: line.get("accuracy"),
         **of_datasets,
+        **{f"train/{key}": value for key, value in preferences_of(line)},
         **_named(EXPERT_LOAD, (sum(load) / len(load), max(load)) if known else None),
         EXPERTS_IDLE: line.get("experts_idle"),
         TOKENS_PER_SECOND: line.get("tokens_per_second"),

@@ -28,6 +28,7 @@ from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
+from raytune_fsdp.model.objective.grouped import group_objective
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
@@ -107,7 +108,10 @@ def assemble(
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    objective = Objective.of(config.train, built.routers, documents, loss)
+    groups = group_objective(
+        config.train, desirable_weight=prepared.desirable_weight, group=built.groups.sequence, reference=None
+    )
+    objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
@@ -191,7 +195,7 @@ def _meter(
         standing.plan, built.counts.architecture, device,
         windows=prepared.train.count, cursor=standing.state.cursor, datasets=prepared.train.names,
         max_skipped=config.optim.max_skipped, checkpoints=prepared.place.checkpoints,
-        skipped_in_row=standing.state.skipped_in_row, experts=objective.experts, own=own,
+        skipped_in_row=standing.state.skipped_in_row, objective=config.train.objective, experts=objective.experts, own=own,
         forecast=Forecast(predicted, kept, gpu=device.type == "cuda", last=standing.plan.steps),
     )  # fmt: skip
 

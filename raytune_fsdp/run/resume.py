@@ -120,7 +120,7 @@ def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed
 
 def data_identity_of(train: Windows) -> dict[str, Any]:
     """Return the part of the identity that decides the order of the samples, but for the seed."""
-    known = ("seed", "columns")  # as train.loss_columns
+    known = ("seed", "columns", "over_all")  # as train.loss_columns and train.objective
     return _normal({_data_key(key): value for key, value in train.identity.items() if key not in known})
 
 

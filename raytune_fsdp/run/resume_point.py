@@ -64,6 +64,8 @@ class RunInputs:
     """What the network needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
+    desirable_weight: float | None = None
+    """What `train.objective.desirable_weight=auto` comes to; None: it is a number, or there is none."""
     tasks: Sequence[Questions] = ()
     """The questions of evaluations."""
     added: Collection[int] = ()

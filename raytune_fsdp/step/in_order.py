@@ -96,7 +96,12 @@ def sum_in_order(each: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.
     rows = like.new_zeros(int(count), len(like))
     for number, values in each.items():
         rows[number] = values
-    dist.all_reduce(rows)  # each row is one rank's and zero on all others
+    return add_in_order(rows)
+
+
+def add_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all rows, each of which is one rank's and zero on all others. Collective."""
+    dist.all_reduce(rows)
     return _added(rows)
 
 

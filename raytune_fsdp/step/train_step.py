@@ -7,6 +7,7 @@ rank, because the loss and the gradient norm that decide are already summed over
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,17 @@ from raytune_fsdp.base.batch import MicroBatch, StepBatches
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import OptimConfig, ParallelConfig
+from raytune_fsdp.model.objective.groups import OfMicroBatch
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.sums import copy_first_gradients
+from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.step.in_order import add_in_order
 from raytune_fsdp.step.optim.pieces import at, local_gradients
 from raytune_fsdp.step.optim.update import Optimizer
-from raytune_fsdp.step.parallel import set_gradient_sync
+from raytune_fsdp.step.parallel import evaluating, set_gradient_sync
 from raytune_fsdp.step.sums import Sums, SumsByRank
 
 FIRST_SCALE = 2.0**15
@@ -69,7 +73,8 @@ class StepTensors:
     """`StepCounts`, packed into int64."""
     values: torch.Tensor
     """In float64: loss, gradient norm, 1 if the update was skipped; then each dataset's sum of losses, and how many of
-    its targets were the model's first choice; then the tokens of each watched expert."""
+    its targets were the model's first choice (with an objective of groups, each of the `KINDS` of groups.py); then the
+    tokens of each watched expert."""
 
 
 def train_step(
@@ -95,6 +100,7 @@ def train_step(
     dist.all_reduce(counts)
     # A step without a single target has loss 0, not 0/0.
     targets = counts[0].clamp(min=1)
+    objective = objective.of_step(counts, partial(_sum_over_step, model, batches, plan.division))
     sums.start(batches.step, scale.value)
     for k, micro_batch in enumerate(batches.micro_batches):
         beat()
@@ -106,7 +112,8 @@ def train_step(
         values = torch.cat([loss.detach().double()[None], _by_dataset(losses, micro_batch, plan.datasets).flatten()])
         sums.add(micro_batch, values, torch.cat([values[:0], *(each.double() for each in losses.load)]))
         # Divided by the targets of the global batch before backward; gradients are then only summed, over micro-batches
-        # and ranks. An average over ranks would weight a token by how many others its rank happens to have.
+        # and ranks. An average over ranks would weight a token by how many others its rank happens to have. Losses of
+        # groups are made for this divisor, too (groups.py).
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads = _gradients(model, trained, plan.layout)
@@ -132,6 +139,20 @@ def eval_step(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 
+def _sum_over_step(
+    model: PreTrainedModel, batches: StepBatches, division: Division, measure: OfMicroBatch
+) -> torch.Tensor:
+    """Return the sum of a number of each micro-batch, in their order, over all ranks. Collective."""
+    rows = batches.counts.new_zeros(len(division.micro_batch_sizes(batches.step)), dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches.micro_batches:
+            beat()
+            found = measure(model, batch)
+            if not batch.is_filler:
+                rows[batch.index] = found
+    return add_in_order(rows[:, None])[0]
+
+
 def _seed_dropout(seed: int, step: int, batch: MicroBatch) -> None:
     """Seed dropout by the micro-batch and its place in the run, not by the rank that happens to compute it."""
     key = derive_key("block", seed, step, batch.index) & (2**63 - 1)
@@ -143,9 +164,9 @@ def _seed_dropout(seed: int, step: int, batch: MicroBatch) -> None:
 
 def _by_dataset(losses: Losses, batch: MicroBatch, datasets: int) -> torch.Tensor:
     """Sum the losses and the right choices of each dataset."""
+    figures, of = losses.groups or (torch.stack([losses.each.double(), losses.right.double()]), batch.targets.datasets)
     # A product, because index_add on a GPU adds in any order.
-    member = (batch.targets.datasets[:, None] == torch.arange(datasets, device=losses.each.device)).double()
-    return torch.stack([losses.each.double(), losses.right.double()]) @ member
+    return figures @ (of[:, None] == torch.arange(datasets, device=losses.each.device)).double()
 
 
 def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:

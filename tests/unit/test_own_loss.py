@@ -261,9 +261,9 @@ def test_an_impossible_target_leaves_the_sum_a_number() -> None:
             return Bent(-log_probabilities.clamp(min=-5), -(log_probabilities > -5).float())
 
     given = torch.tensor([-1.0, -torch.inf, -2.0], requires_grad=True)
-    total, values = bent_sum(Clamped(), given, targets_of(3))
+    total, bent = bent_sum(Clamped(), given, targets_of(3))
     total.backward()
-    assert total.item() == 8.0 and values.tolist() == [1.0, 5.0, 2.0]
+    assert total.item() == 8.0 and bent.values.tolist() == [1.0, 5.0, 2.0]
     assert given.grad is not None and given.grad.tolist() == [-1.0, 0.0, -1.0]
 
 

@@ -2,10 +2,12 @@
 
 In the order of the data:
 
-formats.py         rows become documents, by the dataset's format; reads instructions and tokens, calls all the others
+formats.py         rows become documents, by the dataset's format; calls all the others
+instructions.py    reads questions and answers that have columns of their own
+pairs.py           reads rows with two answers to a prompt, or a judged one
 row_keys.py        keys that tell which rows are equal
 conversation.py    reads a row's conversation, whatever names the file uses
-numbers.py         reads the numbers of a row that a loss is told
+numbers.py         reads the numbers of a row that a loss is told, and rows that are tokens already
 user_functions.py  a function of the user's turns rows into other rows
 own_code.py        code of the user's that a config names: found, told apart by its source; losses and networks, too
 elsewhere.py       calls such a function in a process of its own, and lists the modules that it needs

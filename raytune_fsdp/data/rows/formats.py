@@ -13,29 +13,29 @@ import numpy as np
 from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config.sections.formats import (
+    BinaryFormat,
     ChatFormat,
     CompletionFormat,
     Format,
-    InstructionFormat,
+    PreferenceFormat,
     PythonFormat,
     TemplateFormat,
     TokensFormat,
     becomes_chat,
-    parts_of,
 )
 from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.conversation import (
-    MISSING_COLUMN,
     Conversation,
     check_text,
-    check_unicode,
     read_column,
     read_conversation,
 )
 from raytune_fsdp.data.rows.encoding import Policy, SpanEncoder, SpecialTokens, Tokens
 from raytune_fsdp.data.rows.habits import Habits
+from raytune_fsdp.data.rows.instructions import read_instruction, read_template
 from raytune_fsdp.data.rows.learn import learn, needs_newer
-from raytune_fsdp.data.rows.numbers import read_number
+from raytune_fsdp.data.rows.numbers import read_number, read_tokens
+from raytune_fsdp.data.rows.pairs import Answers, Side, Texts, joined, mismatched, read_group
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
 from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
@@ -62,12 +62,26 @@ class Document:
     input_ids: Int32Array
     labels: Int32Array
     columns: tuple[float, ...] = ()
-    """What a loss of the user's own is told of its row."""
+    """What a loss is told of its row: the columns of a loss of the user's own, or GROUP_COLUMNS."""
+    others: tuple[Document, ...] = ()
+    """The documents that follow it at once, in the same packed sample: the rest of its group."""
+    shared: int = 0
+    """How many tokens at its start the whole group has in common and could do without."""
 
     @property
     def target_tokens(self) -> int:
         """The number of tokens that can be trained on; the first token cannot, because nothing predicts it."""
         return int((self.labels[1:] != IGNORE).sum())
+
+    @property
+    def members(self) -> tuple[Document, ...]:
+        """All documents of its group, in order; itself alone if it has none."""
+        return (self, *self.others)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of its group."""
+        return sum(len(each.input_ids) for each in self.members) if self.others else len(self.input_ids)
 
     def cut(self, length: int) -> Document:
         """Return a document of the first `length` tokens."""
@@ -120,24 +134,25 @@ class Formatter:
         copied: bool = False,
         by_turn: bool = False,
         columns: Sequence[str] = (),
+        over_all: bool = False,
     ) -> None:
         """`template`: its text, None for the tokenizer's own, or all that the config says of it. `code`, `modules`: see
         `RowFunction`. `order`: the version by whose rules rows are read.
 
         `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`. `columns`:
-        the columns that a loss is told.
+        the columns that a loss is told. `over_all`: whether all tokens of chosen documents are targets (`sft.over`).
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
         self._given: dict[str, Any] = {
             "format": format, "tokenizer": tokenizer, "vocab_size": vocab_size, "template": template,
             "columnar": columnar, "special_tokens": special_tokens, "order": order, "by_turn": by_turn,
-            "columns": columns,
+            "columns": columns, "over_all": over_all,
         }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
-        self._columns = columns
+        self._columns, self._over_all = columns, over_all
         self._order = order
         self._vocab_size = vocab_size
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -202,7 +217,9 @@ class Formatter:
     @property
     def finds_turns(self) -> bool:
         """Whether turns are found by where the template puts messages."""
-        return isinstance(self.format, ChatFormat) and not all(each.tags for each in self._templates)
+        grouped = isinstance(self.format, PreferenceFormat | BinaryFormat) and self.format.style == "chat"
+        found = grouped or isinstance(self.format, ChatFormat)
+        return found and not all(each.tags for each in self._templates)
 
     @property
     def has_learned(self) -> bool:
@@ -213,10 +230,9 @@ class Formatter:
 
     def renders_alike(self, row: dict[str, Any], where: str, messages: int) -> bool:
         """Return whether what is known of the template finds the first turns of a row as rendering each does."""
-        assert isinstance(self.format, ChatFormat)
         try:
             row = row if self.function is None else self.function(row, where)
-            whole = read_conversation(row, self.format, where, columnar=self._columnar, order=self._order)
+            whole = self._conversation(row, where)
         except RowError:
             return True
         first = replace(whole, messages=whole.messages[:messages], train=whole.train[:messages])
@@ -228,6 +244,13 @@ class Formatter:
             except RowError as error:
                 found.append(str(error))
         return bool(found[0] == found[1])
+
+    def _conversation(self, row: dict[str, Any], where: str) -> Conversation:
+        if isinstance(self.format, ChatFormat):
+            return read_conversation(row, self.format, where, columnar=self._columnar, order=self._order)
+        (first, *_) = self._group(row, where).sides
+        assert isinstance(first, Conversation), self.format
+        return replace(first, train=[True] * len(first.train))
 
     def _turns(self, conversation: Conversation) -> dict[str, Any]:
         """Return what is needed to find the turns of a conversation."""
@@ -245,7 +268,68 @@ class Formatter:
         `wheres`: how errors name the rows. `made`: the user's function has made these rows already.
         """
         rows = rows if made else [self._made(row, where) for row, where in zip(rows, wheres, strict=True)]
+        if isinstance(self.format, PreferenceFormat | BinaryFormat):
+            groups = [self._group_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+            return self._in_groups(groups, wheres)
         begun = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        documents = self._tokenized(begun, wheres)
+        if not self._columns:
+            return documents
+        every = zip(documents, rows, wheres, strict=True)
+        return [self._told(document, row, where) for document, row, where in every]
+
+    def mismatched(
+        self,
+        rows: Sequence[dict[str, Any] | RowError],
+        others: Sequence[dict[str, Any] | RowError],
+        wheres: Sequence[str],
+    ) -> list[Document | RowError]:
+        """Return each row's prompt with the answer of the other row, as KTO needs it; of formats of judged answers."""
+        groups: list[list[Answers | RowError]] = [
+            [self._group_or_error(self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
+            for some in (rows, others)
+        ]
+        begun: list[RowText | Document | _Begun | RowError] = []
+        for one, other in zip(*groups, strict=True):
+            error = one if isinstance(one, RowError) else other
+            if isinstance(one, Answers) and isinstance(other, Answers):
+                begun.append(self._side_or_error(one.with_answer_of(other), wheres[len(begun)]))
+            else:
+                assert isinstance(error, RowError), error
+                begun.append(error)
+        documents = self._tokenized(begun, wheres)
+        return [
+            mismatched(document, one) if isinstance(document, Document) and isinstance(one, Answers) else document
+            for document, one in zip(documents, groups[0], strict=True)
+        ]
+
+    def _in_groups(self, groups: Sequence[Answers | RowError], wheres: Sequence[str]) -> list[Document | RowError]:
+        """Return the first document of each group, with the others."""
+        begun: list[RowText | Document | _Begun | RowError] = []
+        places: list[str] = []
+        for group, where in zip(groups, wheres, strict=True):
+            if isinstance(group, RowError):
+                continue
+            own = [f"{where}: {column}" for column in group.columns]
+            begun += [self._side_or_error(side, place) for side, place in zip(group.sides, own, strict=True)]
+            places += own
+        made = iter(self._tokenized(begun, places))
+        whole = getattr(self.format, "loss", None) == "assistant"
+        found: list[Document | RowError] = []
+        for group, where in zip(groups, wheres, strict=True):
+            if isinstance(group, RowError):
+                found.append(group)
+                continue
+            members = [next(made) for _ in group.sides]
+            wrong = next((each for each in members if isinstance(each, RowError)), None)
+            sound = [each for each in members if isinstance(each, Document)]
+            found.append(wrong or joined(group, sound, where, whole=whole, over_all=self._over_all))
+        return found
+
+    def _tokenized(
+        self, begun: Sequence[RowText | Document | _Begun | RowError], wheres: Sequence[str]
+    ) -> list[Document | RowError]:
+        """Render and encode what has been read; return documents, or what is wrong."""
         render_ahead([each.rendering for each in begun if isinstance(each, _Begun)])
         read = [self._finish_or_error(each) if isinstance(each, _Begun) else each for each in begun]
         # All texts in one call: the tokenizer spreads a batch over its threads.
@@ -255,10 +339,10 @@ class Formatter:
             spans, literals = [each.spans for each in texts], [each.literals for each in texts]
             encoded = iter(self._encoder.encode([each.text for each in texts], spans, literals))
         documents: list[Document | RowError] = []
-        for item, row, where in zip(read, rows, wheres, strict=True):
+        for item, where in zip(read, wheres, strict=True):
             document = self._assemble(item, next(encoded), where) if isinstance(item, RowText) else item
             if isinstance(document, Document):
-                document = self._check(document, where) or self._told(document, row, where)
+                document = self._check(document, where) or document
             documents.append(document)
         return documents
 
@@ -293,9 +377,9 @@ class Formatter:
         except RowError as error:
             return error
 
-    def _told(self, document: Document, row: dict[str, Any] | RowError, where: str) -> Document | RowError:
+    def _told(self, document: Document | RowError, row: dict[str, Any] | RowError, where: str) -> Document | RowError:
         """Return the document with the columns of its row that a loss is told."""
-        if not self._columns or isinstance(row, RowError):
+        if isinstance(document, RowError) or isinstance(row, RowError):
             return document
         try:
             return replace(document, columns=tuple(read_number(row, name, where) for name in self._columns))
@@ -307,6 +391,27 @@ class Formatter:
             return row
         try:
             return self._begin(row, where)
+        except RowError as error:
+            return error
+
+    def _group(self, row: dict[str, Any], where: str) -> Answers:
+        assert isinstance(self.format, PreferenceFormat | BinaryFormat)
+        return read_group(row, self.format, where, columnar=self._columnar, order=self._order)
+
+    def _group_or_error(self, row: dict[str, Any] | RowError, where: str) -> Answers | RowError:
+        if isinstance(row, RowError):
+            return row
+        try:
+            return self._group(row, where)
+        except RowError as error:
+            return error
+
+    def _side_or_error(self, side: Side, where: str) -> RowText | _Begun | RowError:
+        try:
+            if not isinstance(side, Texts):
+                return self._render(side, "assistant")
+            prompt, answer = (self._in_text.guard(text, where) for text in (side.prompt, side.answer))
+            return self._text(prompt + answer, [(len(prompt), len(prompt) + len(answer))], plain=True)
         except RowError as error:
             return error
 
@@ -330,6 +435,7 @@ class Formatter:
             return self._text(self._in_text.guard(content, where), None, plain=True)
         if isinstance(format, TokensFormat):
             return Document(*read_tokens(row, format, where))
+        assert not isinstance(format, PreferenceFormat | BinaryFormat), "these make groups"
         if isinstance(format, TemplateFormat):
             instruction = read_template(row, format, where)
         else:
@@ -412,7 +518,7 @@ class Formatter:
 def _content(document: Document | RowError) -> Any:
     if isinstance(document, RowError):
         return None  # its text does not count: an object's address in it differs every time
-    return document.input_ids.tolist(), document.labels.tolist(), document.columns
+    return [(each.input_ids.tolist(), each.labels.tolist(), each.columns) for each in document.members]
 
 
 _NO_END = (
@@ -426,151 +532,7 @@ _NO_TARGET = {
     "instruction": "an answer needs at least one token: remove the row",
     "template": "an answer needs at least one token: remove the row",
     "completion": "a text needs at least two tokens: remove the row",
+    "preference": "an answer needs a message of the assistant with at least one token: remove the row",
+    "binary": "an answer needs a message of the assistant with at least one token: remove the row",
     "tokens": "labels must repeat the input id (or mask must be 1) at some place after the first",
 }
-
-
-# Rows with a question and its answer in columns of their own.
-
-# Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
-_ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-_ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """A question and its answer, each from columns of its own."""
-
-    prompt: str
-    input: str | None
-    completion: str
-    system: str | None
-    column: str
-
-    def alpaca(self) -> str:
-        """Return the text before the answer; a system message replaces Alpaca's introduction."""
-        introduction = self.system or (_ALPACA if self.input is None else _ALPACA_INPUT)
-        context = "" if self.input is None else f"### Input:\n{self.input}\n\n"
-        return f"{introduction}\n\n### Instruction:\n{self.prompt}\n\n{context}### Response:\n"
-
-    def plain(self) -> str:
-        """Return the text before the answer: system message, question and input, separated by empty lines."""
-        return "\n\n".join(text for text in (self.system, self.prompt, self.input) if text is not None)
-
-    def conversation(self, where: str) -> Conversation:
-        """Return question and answer as a conversation of one turn."""
-        question = self.prompt if self.input is None else f"{self.prompt}\n\n{self.input}"
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": self.completion}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return Conversation(messages, [True] * len(messages), None, where, self.column)
-
-
-def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str) -> Instruction:
-    """Return question and answer of a row. Raises RowError."""
-
-    def required(column: str, field: str) -> str:
-        return check_text(read_column(row, column, field, where), f"{where}: {column}")
-
-    def optional(column: str | None) -> str | None:
-        if column is None or row.get(column) in (None, "") or str(row[column]).isspace():
-            return None
-        return check_text(row[column], f"{where}: {column}")
-
-    return Instruction(
-        prompt=required(format.prompt, "prompt"),
-        input=optional(format.input),
-        completion=required(format.completion, "completion"),
-        system=optional(format.system),
-        column=format.prompt,
-    )
-
-
-def read_template(row: dict[str, Any], format: TemplateFormat, where: str) -> Instruction:
-    """Return question and answer, filled in from a row's columns. Raises RowError."""
-    completion = check_text(_filled(format.completion, row, "completion", where), f"{where}: the completion")
-    return Instruction(_filled(format.prompt, row, "prompt", where), None, completion, None, "prompt")
-
-
-def _filled(template: str, row: dict[str, Any], field: str, where: str) -> str:
-    text = ""
-    for before, column in parts_of(template):
-        text += before
-        if column is not None:
-            value = read_column(row, column, field, where)
-            if isinstance(value, bool) or not isinstance(value, str | int | float):
-                raise RowError(
-                    f"{where}: {column}={shorten(value)} is not text or a number but {type(value).__name__}; correct "
-                    "or remove the row",
-                    "wrong_type",
-                )
-            text += str(value)
-    check_unicode(text, f"{where}: the {field}")
-    return text
-
-
-# Rows that are already tokens.
-
-
-def read_tokens(row: dict[str, Any], format: TokensFormat, where: str) -> tuple[Int32Array, Int32Array]:
-    """Return input ids and labels of a row. Raises RowError."""
-    ids = _integers(read_column(row, format.input_ids, "input_ids", where), format.input_ids, where)
-    column = format.labels if format.mask is None else format.mask
-    if column is None:
-        return ids, ids
-    if column not in row:
-        field = "labels" if format.mask is None else "mask"
-        raise RowError(
-            f"{where}: has no column {column!r}; name the right one in the dataset's format.{field}, "
-            "or set it to null to train on every token",
-            MISSING_COLUMN,
-        )
-    values = read_column(row, column, "labels", where)
-    if format.mask is not None and isinstance(values, list):
-        values = [int(value) if isinstance(value, bool) else value for value in values]  # JSON's true and false
-    given = _integers(values, column, where)
-    if len(given) != len(ids):
-        raise RowError(
-            f"{where}: {column} has {len(given)} entries, {format.input_ids} has {len(ids)}; each token needs one",
-            "wrong_type",
-        )
-    if format.mask is not None:
-        wrong = (given != 0) & (given != 1)
-        rule = "must be 1 where the token is trained on, and 0 elsewhere"
-    else:
-        wrong = (given != IGNORE) & (given != ids)
-        rule = f"must be {IGNORE} or equal to the input id at the same place: do not shift labels, the model does"
-    if wrong.any():
-        index = int(np.flatnonzero(wrong)[0])
-        raise RowError(
-            f"{where}: {column}[{index}]={given[index]}, {format.input_ids}[{index}]={ids[index]}; it {rule}",
-            "wrong_type",
-        )
-    return ids, given if format.mask is None else np.where(given == 1, ids, np.int32(IGNORE))
-
-
-def _integers(values: Any, column: str, where: str) -> Int32Array:
-    if isinstance(values, list) and not values:
-        raise RowError(f"{where}: {column}=[] has no tokens; correct or remove the row", "empty")
-    if not isinstance(values, list):
-        raise RowError(
-            f"{where}: {column}={shorten(values)} is not a list of integers; correct or remove the row", "wrong_type"
-        )
-    # Not isinstance: True is an int to Python. Nor numpy's own check, which would cut 1.5 off to 1.
-    if set(map(type, values)) != {int}:
-        index = next(index for index, value in enumerate(values) if type(value) is not int)
-        raise RowError(
-            f"{where}: {column}[{index}]={shorten(values[index])} is not an integer; correct or remove the row",
-            "wrong_type",
-        )
-    try:
-        return np.array(values, dtype=np.int32)
-    except OverflowError:
-        index = next(index for index, value in enumerate(values) if not -(2**31) <= value < 2**31)
-        raise RowError(
-            f"{where}: {column}[{index}]={values[index]} is larger than any vocabulary; correct or remove the row",
-            "outside_vocabulary",
-        ) from None

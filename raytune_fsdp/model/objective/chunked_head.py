@@ -109,10 +109,10 @@ class LossHead(HeadWithRows):
             device_type=self.stands_for, vocabulary=self.vocabulary,
         )  # fmt: skip
         bent = None
-        if self._objective.own is not None:
+        if self._objective.bends is not None:
             with torch.no_grad():
                 plain = compute().each
-            bent = self._objective.own.bend(-plain, self._targets)
+            bent = self._objective.bends.bend(-plain, self._targets)
         losses = compute(bent=bent)
         # One number in place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward when they reach what a module has returned.
@@ -171,7 +171,7 @@ def linear_cross_entropy(
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
         ids, shape, objective, learning, at_once, vocabulary, bent,
     )  # fmt: skip
-    return Losses(total=total, each=each, right=right)
+    return Losses(total=total, each=each, right=right, groups=None if bent is None else bent.recorded)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -232,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = (of_hidden, of_weight, of_bias, of_rows)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(each, right)
-        return each.sum(), each, right
+        return each.sum() if bent is None or bent.total is None else bent.total.clone(), each, right
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

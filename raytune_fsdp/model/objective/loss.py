@@ -19,6 +19,7 @@ from raytune_fsdp.model.objective.own_loss import bent_sum
 
 def micro_batch_loss(model: PreTrainedModel, batch: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
     """Compute the losses of a micro-batch from its tokens. All ranks must call this (sharded forward)."""
+    objective = objective.of_batch(model, batch)
     routers = objective.routers
     if routers is None:
         losses = _token_losses(model, batch, objective)
@@ -40,6 +41,7 @@ def _not_counted(losses: Losses) -> Losses:
         total=losses.total - losses.total.detach(),
         each=torch.zeros_like(losses.each),
         right=torch.zeros_like(losses.right),
+        groups=None if losses.groups is None else losses.groups._replace(figures=0 * losses.groups.figures),
         load=tuple(torch.zeros_like(each) for each in losses.load),
     )
 
@@ -65,9 +67,11 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
     if objective.bends_losses:
         bent = losses_of_targets(logits.reshape(len(log_probabilities), -1), log_probabilities, places, ids, objective)
         total, each = bent.sum(), bent.detach()
-    if objective.own is not None:
-        total, each = bent_sum(objective.own, log_probabilities[places, ids], batch.targets)
-    return Losses(total=total, each=each, right=right)
+    groups = None
+    if objective.bends is not None:
+        total, found = bent_sum(objective.bends, log_probabilities[places, ids], batch.targets)
+        each, groups = found.values, found.recorded
+    return Losses(total=total, each=each, right=right, groups=groups)
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Recorded(NamedTuple):
+    """What a step records of a micro-batch, to be summed by dataset."""
+
+    figures: torch.Tensor
+    """[kinds, targets or groups]."""
+    datasets: torch.Tensor
+    """int64: the dataset of each target or group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,5 +27,7 @@ class Losses:
     """The loss of each target, in at least fp32, without gradients."""
     right: torch.Tensor
     """Whether the most likely token is the target."""
+    groups: Recorded | None = None
+    """What is recorded of groups; None: the losses are those of targets."""
     load: tuple[torch.Tensor, ...] = ()
     """How many tokens went to each expert, for each layer whose router is watched."""

@@ -1,4 +1,5 @@
-"""What a step minimises: the cross-entropy of its targets, or a loss of the user's own, and what a run adds to it.
+"""What a step minimises: the cross-entropy of its targets, a loss of the user's own, or one of groups of documents
+(groups.py), and what a run adds to it.
 
 Each token's loss is computed in two ways, which are next to each other here: from all logits of a micro-batch, where
 torch finds the gradient (`losses_of_targets`), and from a chunk's, with the gradient (`losses_and_gradients`).
@@ -7,19 +8,34 @@ tests/unit/test_head.py compares both with the book.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
+from transformers import PreTrainedModel
 
+from raytune_fsdp.base.batch import MicroBatch, Targets
 from raytune_fsdp.config.sections.train import TrainConfig
 from raytune_fsdp.model.pieces.sums import summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
     from raytune_fsdp.model.objective.documents import DocumentLosses
-    from raytune_fsdp.model.objective.own_loss import Bends
+    from raytune_fsdp.model.objective.groups import SumOverStep
+    from raytune_fsdp.model.objective.own_loss import Bends, Bent
     from raytune_fsdp.model.objective.routers import Routers
+
+
+class BendsGroups(Protocol):
+    """What puts the losses of groups in the place of cross-entropies."""
+
+    def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent: ...
+
+    def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
+        """Return itself in a step with these `StepCounts`. Collective."""
+
+    def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Self:
+        """Return itself for a micro-batch. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +54,9 @@ class Objective:
     own: Bends | None = None
     """Puts values of the user's own in the place of the cross-entropies."""
 
+    groups: BendsGroups | None = None
+    """Minimises the losses of groups in their place."""
+
     @classmethod
     def of(
         cls,
@@ -45,6 +64,7 @@ class Objective:
         routers: Routers | None = None,
         documents: DocumentLosses | None = None,
         own: Bends | None = None,
+        groups: BendsGroups | None = None,
     ) -> Objective:
         return cls(
             label_smoothing=train.label_smoothing,
@@ -53,7 +73,21 @@ class Objective:
             routers=routers,
             documents=documents,
             own=own,
+            groups=groups,
         )
+
+    def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Objective:
+        """Return what a step with these `StepCounts` minimises. Collective."""
+        return self if self.groups is None else replace(self, groups=self.groups.of_step(counts, over_step))
+
+    def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Objective:
+        """Return what is minimised of a micro-batch. Collective."""
+        return self if self.groups is None else replace(self, groups=self.groups.of_batch(model, batch))
+
+    @property
+    def bends(self) -> Bends | None:
+        """What needs the log-probabilities of a micro-batch before there are losses; None: nothing."""
+        return self.own or self.groups
 
     @property
     def experts(self) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from raytune_fsdp.base.batch import Targets
 from raytune_fsdp.base.errors import ConfigError, RaytuneError, in_one_line
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.data.sources.source import shorten
+from raytune_fsdp.model.objective.losses import Recorded
 
 KEY = "train.loss"
 
@@ -43,6 +44,10 @@ class Bent(NamedTuple):
     values: torch.Tensor
     slopes: torch.Tensor
     """The derivative of the sum of a document's values by the log-probability of each of its targets."""
+    total: torch.Tensor | None = None
+    """What the slopes are those of; None: the sum of the values."""
+    recorded: Recorded | None = None
+    """What is recorded of groups."""
 
 
 class Bends(Protocol):
@@ -52,13 +57,13 @@ class Bends(Protocol):
         """Return the values of a micro-batch's targets, from their log-probabilities, which are not changed."""
 
 
-def bent_sum(bends: Bends, log_probabilities: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+def bent_sum(bends: Bends, log_probabilities: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, Bent]:
     """Return the sum of the values of targets, through which gradients flow, and the values."""
     fixed = log_probabilities.detach()
-    values, slopes = bends.bend(fixed, targets)
+    bent = bends.bend(fixed, targets)
     # It adds 0, whose gradient the slopes are; of a target that is impossible the difference would be no number.
     nothing = torch.where(fixed.isfinite(), log_probabilities - fixed, 0)
-    return values.sum() + (slopes * nothing).sum(), values
+    return (bent.values.sum() if bent.total is None else bent.total) + (bent.slopes * nothing).sum(), bent
 
 
 class OwnLoss:
@@ -73,7 +78,8 @@ class OwnLoss:
         made, first = Bent(torch.empty_like(log_probabilities), torch.empty_like(log_probabilities)), 0
         for number, count in enumerate(targets.by_document):
             part, told = slice(first, first + count), targets.columns[number] if self._columns else ()
-            made.values[part], made.slopes[part] = self._one(log_probabilities[part], targets.ids[part].clone(), told)
+            found = self._one(log_probabilities[part], targets.ids[part].clone(), told)
+            made.values[part], made.slopes[part] = found.values, found.slopes
             first += count
         assert first == len(log_probabilities), "a part of a micro-batch, whose documents others have the rest of"
         return made
@@ -131,7 +137,7 @@ class OwnLoss:
                 f"{self._own.said}: none of its values depends on log_probabilities for torch, so nothing would be "
                 "learned; compute with the tensor itself, without .item(), .detach(), numpy or torch.no_grad()"
             )
-        return [row.tolist() for each in found for row in each]
+        return [row.tolist() for each in found for row in (each.values, each.slopes)]
 
     def _tried(self, number: int, told: Sequence[float], device: torch.device, dtype: torch.dtype) -> Bent:
         count = _TRIED[number]

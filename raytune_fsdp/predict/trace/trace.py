@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, ParameterCount, StepBatches, Targets
-from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig, TrainConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.model.attention.calls import PREFIX
@@ -31,6 +31,7 @@ from raytune_fsdp.model.compile_layers import EAGER
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install_chunked_loss
+from raytune_fsdp.model.objective.groups import GroupStandIn
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
@@ -342,8 +343,17 @@ def one_step(
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
-        objective=Objective.of(config.train, own=None if config.train.loss is None else StandIn()), sums=sums,
+        objective=_stood_for(config.train), sums=sums,
     )  # fmt: skip
+
+
+def _stood_for(train: TrainConfig) -> Objective:
+    """Return what takes the work of a run's objective, whose numbers of documents are not counted."""
+    return Objective.of(
+        train,
+        own=None if train.loss is None else StandIn(),
+        groups=None if train.objective.rows is None else GroupStandIn(looks_ahead=train.objective.type == "kto"),
+    )
 
 
 def assume_kernels(

@@ -79,12 +79,20 @@ class Run:
             found["smooth"] = thinned(line, self.into)["mid"]
         yield found
 
-    def evaluations(self, wanted: str, *, colours_from: int = 0) -> Iterator[Series]:
-        """Yield the points of one metric, such as `loss`, for every dataset."""
-        ends = [name for name in self.history.evaluations if name.endswith(f"/{wanted}")]
+    def evaluations(
+        self, wanted: str, *, colours_from: int = 0, of_groups: bool | None = None, scale: float = 1.0
+    ) -> Iterator[Series]:
+        """Yield the points of one metric, such as `loss`, for every dataset; `of_groups`: of such datasets, or of the
+        others."""
+        measured = self.history.evaluations
+        ends = [
+            name for name in measured
+            if name.endswith(f"/{wanted}") and of_groups in (None, names.is_of_groups(name, measured))
+        ]  # fmt: skip
         for place, name in enumerate(ends, start=colours_from):
             what = name.removesuffix(f"/{wanted}").replace("/", " ", 1)
-            yield self._points(what, self.history.evaluations[name], place)
+            points = [(step, value * scale, time) for step, value, time in measured[name]]
+            yield self._points(what, points, place)
 
     def metric(self, name: str) -> Iterator[Series]:
         if name in self.history.evaluations:
@@ -133,10 +141,29 @@ _GIB = 2**-30
 _LEARNING: Sequence[Chart] = (
     (
         "accuracy", "accuracy", "share of tokens",
-        lambda run: [*run.column("train", "accuracy"), *run.evaluations("accuracy", colours_from=1)],
+        lambda run: [
+            *run.column("train", "accuracy"), *run.evaluations("accuracy", colours_from=1, of_groups=False)
+        ],
     ),
     ("lr", "learning rate", "learning rate", lambda run: run.column("", "lr")),
     ("grad_norm", "gradient norm", "norm", lambda run: run.column("", "grad_norm")),
+)  # fmt: skip
+_PREFERENCES: Sequence[Chart] = (
+    (
+        "pairs", "right pairs", "% of the pairs",
+        lambda run: [
+            *run.column("train", "rewards/accuracies", scale=100),
+            *run.evaluations("accuracy", colours_from=1, of_groups=True, scale=100),
+        ],
+    ),
+    (
+        "rewards", "rewards", "reward",
+        lambda run: [
+            *run.column("chosen", "rewards/chosen"), *run.column("rejected", "rewards/rejected", 1),
+            *run.column("margin", "rewards/margins", 2), *run.evaluations("margins", colours_from=3),
+        ],
+    ),
+    ("kl", "distance from the reference", "nats", lambda run: run.column("", "kl")),
 )  # fmt: skip
 _SPEED: Sequence[Chart] = (
     ("speed", "tokens a second", "tokens/s", lambda run: run.column("", "tokens_per_second")),
@@ -144,6 +171,7 @@ _SPEED: Sequence[Chart] = (
 )
 _OF_ONE: Sequence[Chart] = (
     ("loss", "loss", "loss", lambda run: [*run.loss(), *run.evaluations("loss", colours_from=1)]),
+    *_PREFERENCES,
     *_LEARNING,
     ("datasets", "loss by dataset", "loss", _datasets),
     *_SPEED,
@@ -176,6 +204,8 @@ _OF_ONE: Sequence[Chart] = (
 _OF_SEVERAL: Sequence[Chart] = (
     ("loss", "training loss", "loss", Run.loss),
     ("accuracy", "training accuracy", "share of tokens", lambda run: run.column("", "accuracy")),
+    ("pairs", "right pairs in training", "% of the pairs", lambda run: run.column("", "rewards/accuracies", scale=100)),
+    ("rewards", "margin of rewards in training", "reward", lambda run: run.column("", "rewards/margins")),
     *_LEARNING[1:],
     *_SPEED,
     ("parts", "a step", "seconds", lambda run: run.column("", "step_seconds")),

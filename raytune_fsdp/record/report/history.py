@@ -35,7 +35,7 @@ from raytune_fsdp.plan.run_dir import (
     is_run,
 )
 from raytune_fsdp.record.jsonl import each_event, each_line_of
-from raytune_fsdp.record.lines import is_number, seconds_of
+from raytune_fsdp.record.lines import is_number, preferences_of, seconds_of
 from raytune_fsdp.record.names import NODE_FIGURES, STARTED_BY
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ BESIDE = (
     "accuracy", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "host_memory_bytes",
     "gpu_utilization", "world_size", "attempt",
 )  # fmt: skip
+PREFERENCES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl")
+"""Of pairs and judged answers."""
 RANKS = ("rank_seconds", "rank_data_seconds", "rank_compute_seconds")
 """Each becomes three columns, <name>.0 to <name>.2: the fastest rank, the median, the slowest."""
 NODES = NODE_FIGURES
@@ -179,7 +181,7 @@ class _Record:
 
     def __init__(self) -> None:
         threes = (f"{name}.{i}" for name in (*RANKS, *NODES) for i in range(3))
-        names = (*TRAJECTORY, *BESIDE, "skipped", "expert_load", *threes)
+        names = (*TRAJECTORY, *BESIDE, *PREFERENCES, "skipped", "expert_load", *threes)
         self.columns = {name: array("d") for name in names}
         self.time = array("d")
         self.datasets: dict[str, tuple[array[float], array[float]]] = {}
@@ -209,6 +211,9 @@ class _Record:
         for name in BESIDE:
             value = line.get(name)
             columns[name].append(value if value is not None and is_number(value) else nan)
+        preferences = dict(preferences_of(line)) if "preferences" in line else {}
+        for name in PREFERENCES:
+            columns[name].append(preferences.get(name, nan))
         columns["skipped"].append(line.get("skipped") is True)
         load = line.get("expert_load")
         known = load if isinstance(load, list) and all(map(is_number, load)) else []

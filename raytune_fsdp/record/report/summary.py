@@ -16,7 +16,7 @@ from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
 from raytune_fsdp.record.lines import step_of
-from raytune_fsdp.record.names import ANSWERED, higher_is_better, is_of_subject, perplexity
+from raytune_fsdp.record.names import ANSWERED, higher_is_better, is_cross_entropy, is_of_subject, perplexity
 from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
 from raytune_fsdp.record.report.overview import first_step, last_step
 
@@ -64,7 +64,7 @@ def _losses(run_dir: Path) -> Iterator[str]:
         steps = list(series)
         ends = [series[step] for step in dict.fromkeys((steps[0], steps[-1]))]  # of one evaluation once
         text = f"{printable(name)} {' -> '.join(f'{value:.4f}' for value in ends)}"
-        if name.endswith("/loss"):
+        if is_cross_entropy(name, set().union(*evals.values())):
             text += f" (perplexity {' -> '.join(f'{perplexity(value):.4g}' for value in ends)})"
         finite = [step for step in steps if math.isfinite(series[step])]
         sign = -1.0 if higher_is_better(name) else 1.0

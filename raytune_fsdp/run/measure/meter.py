@@ -15,6 +15,9 @@ import torch.distributed as dist
 from raytune_fsdp.base.batch import Cursor, StepBatches, StepMetrics
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.checkpoint.catalogue import ways_out_of_divergence
+from raytune_fsdp.config.sections.objectives import ObjectiveChoice, SftObjective
+from raytune_fsdp.model.objective.figures import PAIRS_RIGHT, group_values
+from raytune_fsdp.model.objective.groups import KINDS
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.step_counts import StepCounts, digest_of
 from raytune_fsdp.run.measure.against_prediction import Forecast
@@ -56,6 +59,7 @@ class Meter:
         max_skipped: int,
         checkpoints: str,
         skipped_in_row: int = 0,
+        objective: ObjectiveChoice | None = None,
         experts: tuple[int, int] = (0, 0),
         own: OwnTime | None = None,
         forecast: Forecast | None = None,
@@ -69,6 +73,7 @@ class Meter:
         """The sample after the last fetched step: a run that stops there continues from it."""
         self._max_skipped = max_skipped
         self._checkpoints = checkpoints
+        self._objective = objective or SftObjective()
         self._experts = experts
         """The number of layers whose experts are watched, and of the experts of each."""
         self.skipped_in_row = skipped_in_row
@@ -185,14 +190,13 @@ class Meter:
     def _metrics(
         self, pending: _Pending, packed: list[int], values: list[float], seconds: float, machines: Mapping[str, Any]
     ) -> StepMetrics:
-        counts = StepCounts.unpack(packed, pending.step, self._plan.division)
+        many = len(self._datasets)
+        counts = StepCounts.unpack(packed, pending.step, self._plan.division, many)
         self.cursor = counts.cursor
         loss, norm, skipped, *rest = values
-        many = len(counts.by_dataset)
-        sums, right = rest[:many], rest[many : 2 * many]
-        load = np.array(rest[2 * many :]).reshape(self._experts)
-        each = zip(self._datasets, sums, right, counts.by_dataset, strict=True)
-        datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
+        kinds = 2 if self._objective.rows is None else len(KINDS)
+        load = np.array(rest[kinds * many :]).reshape(self._experts)
+        sums = np.array(rest[: kinds * many]).reshape(kinds, many)
         flops = training_flops(
             self._architecture,
             tokens=counts.tokens, targets=counts.target_tokens, attended_pairs=counts.attended_pairs,
@@ -216,14 +220,39 @@ class Meter:
             data_seconds=pending.data_seconds,
             tokens_per_second=counts.tokens / seconds,
             mfu=mfu(flops, seconds=seconds, devices=world, peak_flops=self._peak) if self._peak else None,
-            accuracy=sum(right) / counts.target_tokens if counts.target_tokens else None,
-            datasets=datasets if len(self._datasets) > 1 else (),
+            **(self._of_tokens(sums, counts) if self._objective.rows is None else self._of_groups(sums)),
             windows_built=counts.windows_built,
             # For each layer with experts; a step without a token has none.
             expert_load=tuple((load.max(1) / np.maximum(load.mean(1), 1e-9)).tolist()) if load.size else (),
             experts_idle=int((load == 0).sum()) if load.size else None,
             **machines,
         )
+
+    def _of_tokens(self, sums: np.ndarray[Any, Any], counts: StepCounts) -> dict[str, Any]:
+        each = zip(self._datasets, *sums.tolist(), counts.by_dataset, strict=True)
+        datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
+        right = sum(sums[1].tolist())
+        return {
+            "accuracy": right / counts.target_tokens if counts.target_tokens else None,
+            "datasets": datasets if len(self._datasets) > 1 else (),
+        }
+
+    def _of_groups(self, sums: np.ndarray[Any, Any]) -> dict[str, Any]:
+        whole = group_values(sums.sum(1).tolist(), self._objective)
+        each = {
+            name: group_values(own, self._objective) for name, own in zip(self._datasets, sums.T.tolist(), strict=True)
+        }
+        several = len(self._datasets) > 1
+        found = [(key, value) for key, value in whole.items() if key != "loss"]
+        found += [
+            (f"{name}/{key}", own[key]) for name, own in each.items() for key, _ in found if key in own and several
+        ]
+        datasets = tuple(
+            (name, own["loss"], own.get(PAIRS_RIGHT), int(groups))
+            for (name, own), groups in zip(each.items(), sums[KINDS.index("groups")], strict=True)
+            if own
+        )
+        return {"datasets": datasets if several else (), "preferences": tuple(found)}
 
     def _memory(self) -> int:
         if self._device.type == "cuda":

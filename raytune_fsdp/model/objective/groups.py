@@ -1,0 +1,278 @@
+"""An objective of groups of documents: pairs of answers (preference.py), or judged ones (kto.py).
+
+Its loss is a function of each answer's log-probability, a sum over the answer's tokens. So the head goes over its
+chunks twice, as for a loss of the user's own: once for log-probabilities, without gradients, and once for the gradient,
+each token with the slope of its document. Documents are summed in fp64 in an order that depends on nothing but the
+document, so it does not matter what one is packed with; the loss of each group is computed in fp64, and torch finds its
+slopes.
+
+A step divides what it minimises by the targets of the global batch. Losses of groups are to be divided by its groups,
+and terms of cross-entropy by the tokens of its chosen documents: here both are multiplied by the ratio of these counts.
+So a router's loss has the divisor that it has in a supervised run, and gradients the size for which fp16 is scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
+from raytune_fsdp.model.objective.loss import micro_batch_loss
+from raytune_fsdp.model.objective.losses import Recorded
+from raytune_fsdp.model.objective.own_loss import Bent, StandIn
+from raytune_fsdp.model.pieces.sums import summed
+from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
+
+Reference = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
+"""Returns the reference's log-probabilities of a micro-batch's answers, in fp64 on its device, in the order of its
+documents with targets; of a part, those of the whole micro-batch. Collective."""
+
+OfMicroBatch = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
+SumOverStep = Callable[[OfMicroBatch], torch.Tensor]
+"""Returns the sum of a number of each micro-batch of a step, over all ranks, by a pass without gradients. Collective.
+"""
+
+KINDS = (
+    "groups", "losses", "terms", "tokens", "chosen", "rejected", "chosen_rewards", "rejected_rewards", "right",
+    "chosen_logps", "rejected_logps", "kl",
+)  # fmt: skip
+"""What is recorded as sums over groups: their number, their losses, their terms of cross-entropy and the tokens of
+these; how many answers are chosen (of KTO: desirable) and how many rejected, their rewards and log-probabilities; the
+pairs whose chosen answer has the higher reward; how much likelier mismatched answers are than by the reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """The documents of a micro-batch that have targets, in order: vectors in fp64."""
+
+    answers: torch.Tensor
+    """The log-probability of each answer."""
+    whole: torch.Tensor
+    """The log-probability of all its targets, those before the answer included."""
+    lengths: torch.Tensor
+    """The targets of each answer."""
+    targets: torch.Tensor
+    """All its targets."""
+    role: torch.Tensor
+    weight: torch.Tensor
+    margin: torch.Tensor
+    reference: torch.Tensor | None
+    """The reference's log-probability of each answer; None: it is not known, and only log-probabilities can be
+    recorded."""
+
+
+class Judged(NamedTuple):
+    """The groups of a micro-batch, in order."""
+
+    losses: torch.Tensor
+    """The loss of each, as a function of `Documents.answers`."""
+    terms: torch.Tensor
+    """The cross-entropy of each, as a function of `Documents.whole`."""
+    figures: torch.Tensor
+    """[KINDS, groups]: what is recorded."""
+
+
+class Formula(Protocol):
+    """The loss of groups of two documents."""
+
+    sft_weight: float
+    """The weight of the terms of cross-entropy."""
+    looks_ahead: bool
+    """Whether a group's loss depends on all groups of the global batch."""
+
+    def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
+        """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
+
+    def ahead(self, documents: Documents) -> torch.Tensor:
+        """Return what each group adds to that which the losses of all depend on."""
+
+    def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """Return what the losses of all groups depend on."""
+
+
+def figures_of(like: torch.Tensor, /, **found: torch.Tensor | float) -> torch.Tensor:
+    """Return [KINDS, groups] with these kinds; others are 0. `like`: a number of each group."""
+    figures = like.new_zeros(len(KINDS), len(like))
+    for kind, values in found.items():
+        figures[KINDS.index(kind)] = values.detach() if isinstance(values, torch.Tensor) else values
+    return figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What the host knows of a micro-batch's documents, on the device; and which of it this rank counts."""
+
+    documents: torch.Tensor
+    """[2 + columns, documents] in fp64: the first target of each, how many it has, and what the loss is told of it."""
+    total: int
+    """The targets of the whole micro-batch."""
+    longest: int
+    groups: slice
+    """The groups that begin in this rank's part."""
+
+    @classmethod
+    def of(cls, targets: Targets, device: torch.device) -> _Told:
+        counts = np.array(targets.by_document, dtype=np.int64)
+        told = np.array(targets.columns or np.empty((0, len(GROUP_COLUMNS))), dtype=np.float64)  # a filler has none
+        if len(told) != len(counts) or len(counts) % 2 or told.shape[1] < len(GROUP_COLUMNS):
+            raise RuntimeError(f"{len(counts)} documents that are told {told.shape} values make no groups of two")
+        first = np.cumsum(counts) - counts
+        table = torch.from_numpy(np.ascontiguousarray(np.vstack([first, counts, told.T])))
+        if device.type == "cuda":  # the host does not wait for it
+            table = table.pin_memory().to(device, non_blocking=True)
+        inside = (first[::2] >= targets.before) & (first[::2] < targets.before + len(targets.ids))
+        begin = int(np.argmax(inside)) if inside.any() else 0
+        return cls(
+            documents=table, total=int(counts.sum()), longest=int(counts.max(initial=0)),
+            groups=slice(begin, begin + int(inside.sum())),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """The targets of a micro-batch, in their documents: vectors of int64."""
+
+    document: torch.Tensor
+    position: torch.Tensor
+    """The place of each in its document, from 0."""
+    left: torch.Tensor
+    """How many targets of its document there are from here on."""
+    answers: torch.Tensor
+    """Whether it belongs to the answer."""
+
+    @classmethod
+    def of(cls, told: _Told) -> _Placed:
+        first, counts, skipped = (told.documents[row].long() for row in (0, 1, 2 + GROUP_COLUMNS.index("skipped")))
+        documents = torch.arange(len(counts), device=counts.device)
+        document = documents.repeat_interleave(counts, output_size=told.total)
+        position = torch.arange(told.total, device=counts.device) - first[document]
+        return cls(
+            document=document, position=position, left=counts[document] - position,
+            answers=position >= skipped[document],
+        )  # fmt: skip
+
+    def sums(self, log_probabilities: torch.Tensor, told: _Told) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums over answers and over all targets, by document.
+
+        Neighbours are added, then neighbours of these sums, and so on: an order that only the document decides.
+        """
+        values, step = torch.stack([torch.where(self.answers, log_probabilities, 0), log_probabilities]), 1
+        while step < told.longest:
+            moved = torch.cat([values[:, step:], values.new_zeros(2, step)], 1)
+            values = values + torch.where((self.position % (2 * step) == 0) & (self.left > step), moved, 0)
+            step *= 2
+        answers, whole = values[:, told.documents[0].long()]
+        return answers, whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupObjective:
+    """The loss of a run's groups."""
+
+    formula: Formula
+    group: ProcessGroup | None = None
+    """The ranks that share the tokens of each micro-batch; None: no ranks do."""
+    reference: Reference | None = None
+    """Computes what the columns of documents do not hold; None: they do, or there is no reference."""
+
+    per_group: torch.Tensor | float = 1.0
+    """In a step: its targets, divided by its groups."""
+    per_token: torch.Tensor | float = 1.0
+    """In a step: its targets, divided by the tokens of the terms of cross-entropy."""
+    kl: torch.Tensor | None = None
+    """In a step: what the losses of all its groups depend on."""
+    found: torch.Tensor | None = None
+    """For a micro-batch: what `reference` has returned."""
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    """In a step: what `reference` has returned for its micro-batches so far."""
+
+    def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
+        """Return the loss in a step with these `StepCounts`. Collective."""
+        targets, groups, tokens = (counts[place].clamp(min=1).double() for place in (TARGETS, GROUPS, TERM_TOKENS))
+        step = replace(self, per_group=targets / groups, per_token=targets / tokens, known={})
+        if not self.formula.looks_ahead:
+            return step
+        return replace(step, kl=self.formula.estimate(over_step(step.ahead), groups))
+
+    def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Self:
+        """Return the loss of a micro-batch; its reference is computed now, if that is to be. Collective."""
+        if self.reference is None:
+            return self
+        if batch.index not in self.known or batch.is_filler:
+            self.known[batch.index] = self.reference(model, batch)
+        return replace(self, found=self.known[batch.index])
+
+    def ahead(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
+        """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
+        documents, told = self.measured(model, batch)
+        return self.formula.ahead(documents)[told.groups].sum() * batch.counts
+
+    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Documents, _Told]:
+        """Return the documents of a micro-batch. Collective, without gradients."""
+        objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
+        each = micro_batch_loss(model, batch).each
+        return objective._documents(-each, batch.targets, told, _Placed.of(told)), told
+
+    def recorded(self, documents: Documents, told: _Told, batch: MicroBatch, kl: torch.Tensor | None) -> Recorded:
+        """Return what is recorded of the groups of a micro-batch that begin on this rank."""
+        figures = self.formula.judge(documents, kl).figures[:, told.groups]
+        return Recorded(figures * batch.counts, _datasets(batch.targets, told))
+
+    def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
+        told = _Told.of(targets, log_probabilities.device)
+        placed = _Placed.of(told)
+        documents = self._documents(log_probabilities, targets, told, placed)
+        with torch.enable_grad():
+            answers, whole = (each.clone().requires_grad_() for each in (documents.answers, documents.whole))
+            judged = self.formula.judge(replace(documents, answers=answers, whole=whole), self.kl)
+            each = judged.losses * self.per_group + self.formula.sft_weight * judged.terms * self.per_token
+            slopes = torch.autograd.grad(each.sum(), (answers, whole), allow_unused=True, materialize_grads=True)
+        by_target = slopes[1][placed.document] + torch.where(placed.answers, slopes[0][placed.document], 0)
+        mine = slice(targets.before, targets.before + len(targets.ids))
+        return Bent(
+            -log_probabilities, by_target[mine].to(log_probabilities.dtype),
+            total=each.detach()[told.groups].sum(),
+            recorded=Recorded(judged.figures[:, told.groups], _datasets(targets, told)),
+        )  # fmt: skip
+
+    def _documents(self, log_probabilities: torch.Tensor, targets: Targets, told: _Told, placed: _Placed) -> Documents:
+        every = log_probabilities.double()
+        if self.group is not None and told.total:
+            # Each number is one rank's and zero on all others, so that no order can change it.
+            every = every.new_zeros(told.total)
+            every[targets.before : targets.before + len(targets.ids)] = log_probabilities.double()
+            every = summed(self.group, every)
+        answers, whole = placed.sums(every, told)
+        role, weight, margin, skipped, *reference = told.documents[2:]
+        return Documents(
+            answers=answers, whole=whole, lengths=told.documents[1] - skipped, targets=told.documents[1],
+            role=role, weight=weight, margin=margin,
+            reference=reference[0] if reference else self.found,
+        )  # fmt: skip
+
+
+def _datasets(targets: Targets, told: _Told) -> torch.Tensor:
+    """Return the datasets of the groups that begin on this rank."""
+    first = told.documents[0, ::2][told.groups].long() - targets.before
+    return targets.datasets[first]
+
+
+class GroupStandIn(StandIn):
+    """Stands for a loss of groups, likewise."""
+
+    def __init__(self, *, looks_ahead: bool) -> None:
+        self._looks_ahead = looks_ahead
+
+    def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
+        if self._looks_ahead:
+            over_step(lambda model, batch: micro_batch_loss(model, batch).total)
+        return self
+
+    def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Self:
+        return self
