@@ -13,7 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from raytune_fsdp.base.batch import Cursor, Progress
+from raytune_fsdp.base.batch import GROUP_COLUMNS, Cursor, Progress, Role
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -101,6 +101,16 @@ def census(
                 f"raise data.seq_len={windows.seq_len}, correct the rows, or remove the dataset"
             )
     return total
+
+
+def answers_of(windows: Windows, progress: Progress | None, build: Builder = build_here) -> tuple[int, int]:
+    """Return how many desirable and undesirable answers the first epoch has. Its windows stay in the cache."""
+    census(windows, progress=progress, build=build)
+    roles = Counter[float]()
+    for k in range(windows.count(0)):
+        columns = windows.get(0, k)[0].samples.columns
+        roles.update([] if columns is None else columns[:, GROUP_COLUMNS.index("role")].tolist())
+    return roles[Role.DESIRABLE], roles[Role.UNDESIRABLE]
 
 
 def _restore(windows: Windows, written: str | None) -> Census | None:

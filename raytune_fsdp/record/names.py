@@ -19,8 +19,8 @@ TOKEN_ACCURACY = "train/token_accuracy"
 PAIRS_RIGHT = "train/rewards/accuracies"
 """The share of pairs whose chosen answer has the higher reward. With an objective of pairs or of judged answers there
 are also train/rewards/chosen and /rejected (of KTO: those of desirable and of undesirable answers), their difference
-/margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's: the
-names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
+/margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's:
+the names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
 REWARDS = ("train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect
@@ -85,6 +85,9 @@ except in the short last step of a run in epochs. Fields: step, graphs."""
 PROFILED = "profiled"
 """A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percentages of the step
 in which it was idle, and in which it only communicated."""
+REFERENCE = "reference"
+"""The log-probabilities that preferences are compared with are there. Fields: path of their files, documents, windows,
+and of this attempt: computed (windows) and seconds."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
 the weights, and everything, a digest with the optimizer's state and the place in the data."""

@@ -15,14 +15,14 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from raytune_fsdp.base.batch import Cursor, Progress
+from raytune_fsdp.base.batch import Cursor, Progress, make_groups
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
-from raytune_fsdp.data.census import Builder, build_here, census
+from raytune_fsdp.data.census import Builder, answers_of, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.questions import check_names, open_tasks
@@ -36,10 +36,11 @@ from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
+from raytune_fsdp.model.objective.figures import values_of
 from raytune_fsdp.model.own_network import name_class
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
-from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
+from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
 from raytune_fsdp.run.beginning import orders_of, orders_on_record
 from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_saves
@@ -49,6 +50,7 @@ from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
+from raytune_fsdp.run.reference.model import ReferenceModel, find_reference
 from raytune_fsdp.run.resume import (
     adapted_before,
     check_same_adapters,
@@ -119,6 +121,7 @@ def prepare(
     check_same_run(found, identity, files_of_data)
     check_same_adapters(found, config, network)
     counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
+    judged = answers_of(train, progress, build) if _weighs_by_count(config) else None
     prepared = RunInputs(
         place=place,
         hf_config=hf_config,
@@ -128,6 +131,7 @@ def prepare(
         evals=evals,
         tasks=tasks,
         census=counted,
+        judged=judged,
         origin=origin,
         adapter=find_adapter(config, network, directory) if found.checkpoint is None else None,
         identity=identity,
@@ -141,11 +145,14 @@ def prepare(
         mark=None if dry else mark_of(config, begins=begins),
         codes=codes,
         started_by=started_by(),
+        reference=find_reference(
+            config, ReferenceModel.start(config, hf_config, needs, origin, directory, added, adapted), tokenizer
+        ),
     )
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
     # evaluations are known.
-    metrics = [name(each) for each in evals for name in (evaluation_loss, evaluation_accuracy)]
+    metrics = [name for each, windows in evals.items() for name in _measured_of(config, each, windows)]
     metrics += [name for task in tasks for name in metrics_of(task)]
     check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
@@ -172,6 +179,17 @@ def _counted(
         return counted, built + counted.built
     # Only the first window; the others are built during training. A wrong column or template shows in it already.
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
+
+
+def _weighs_by_count(config: FinetuneConfig) -> bool:
+    return getattr(config.train.objective, "desirable_weight", None) == "auto"
+
+
+def _measured_of(config: FinetuneConfig, name: str, windows: Windows) -> list[str]:
+    """Return the metrics of an evaluation dataset."""
+    if make_groups(windows.columns):
+        return [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
+    return [evaluation_loss(name), evaluation_accuracy(name)]
 
 
 def _origin(

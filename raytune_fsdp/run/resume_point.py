@@ -33,6 +33,7 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.length import check_extension
+from raytune_fsdp.run.reference.model import ReferenceModel
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
 
@@ -64,8 +65,8 @@ class RunInputs:
     """What the network needs of its attention."""
     lease: Lease | None
     """Whether the run is still this command's; None where nothing says whose it is."""
-    desirable_weight: float | None = None
-    """What `train.objective.desirable_weight=auto` comes to; None: it is a number, or there is none."""
+    judged: tuple[int, int] | None = None
+    """How many desirable and undesirable answers an epoch has; None: nothing asks for it."""
     tasks: Sequence[Questions] = ()
     """The questions of evaluations."""
     added: Collection[int] = ()
@@ -78,6 +79,8 @@ class RunInputs:
     """This user's mark on the places that the config names (mark.py)."""
     codes: Sequence[OwnCode] = ()
     """The code of the user's that ranks import: a loss, a network."""
+    reference: ReferenceModel | None = None
+    """The model that the objective compares with; None: it compares with none."""
     started_by: Mapping[str, Any] = field(default_factory=dict)
     """The command that trains the run: who started it, where, on which code (described.py)."""
 

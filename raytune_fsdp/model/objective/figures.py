@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raytune_fsdp.config.sections.objectives import ObjectiveChoice
+from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
 from raytune_fsdp.model.objective.groups import KINDS
 
 PAIRS_RIGHT = "rewards/accuracies"
+
+
+def values_of(objective: ObjectiveChoice) -> list[str]:
+    """Return what `group_values` names for groups of every kind."""
+    return list(group_values([1.0] * len(KINDS), objective))
 
 
 def group_values(sums: Sequence[float], objective: ObjectiveChoice, *, compared: bool = True) -> dict[str, float]:
@@ -25,7 +30,7 @@ def group_values(sums: Sequence[float], objective: ObjectiveChoice, *, compared:
     if objective.compares and not compared:
         return values
     term = found["terms"] / found["tokens"] if found["tokens"] else 0.0
-    weight = 0.0 if objective.type in ("sft", "kto") else objective.sft.weight
+    weight = 0.0 if isinstance(objective, SftObjective | KtoObjective) else objective.sft.weight
     rewards = {f"rewards/{side}": found[f"{side}_rewards"] / found[side] for side in sides}
     if len(sides) == 2:
         rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]

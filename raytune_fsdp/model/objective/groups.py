@@ -14,8 +14,8 @@ So a router's loss has the divisor that it has in a supervised run, and gradient
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
+from raytune_fsdp.config.sections.objectives import ObjectiveChoice
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Recorded
 from raytune_fsdp.model.objective.own_loss import Bent, StandIn
@@ -88,6 +89,9 @@ class Formula(Protocol):
 
     def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
         """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
+
+    def counted(self, desirable: float, undesirable: float) -> Formula:
+        """Return it with the weights that these many answers of both kinds ask for, if they are to be found so."""
 
     def ahead(self, documents: Documents) -> torch.Tensor:
         """Return what each group adds to that which the losses of all depend on."""
@@ -175,6 +179,7 @@ class _Placed:
 class GroupObjective:
     """The loss of a run's groups."""
 
+    config: ObjectiveChoice
     formula: Formula
     group: ProcessGroup | None = None
     """The ranks that share the tokens of each micro-batch; None: no ranks do."""
@@ -210,19 +215,17 @@ class GroupObjective:
 
     def ahead(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
-        documents, told = self.measured(model, batch)
-        return self.formula.ahead(documents)[told.groups].sum() * batch.counts
+        return self.formula.ahead(self.measured(model, batch)).sum()
 
-    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Documents, _Told]:
-        """Return the documents of a micro-batch. Collective, without gradients."""
+    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> Documents:
+        """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
         objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
         each = micro_batch_loss(model, batch).each
-        return objective._documents(-each, batch.targets, told, _Placed.of(told)), told
-
-    def recorded(self, documents: Documents, told: _Told, batch: MicroBatch, kl: torch.Tensor | None) -> Recorded:
-        """Return what is recorded of the groups of a micro-batch that begin on this rank."""
-        figures = self.formula.judge(documents, kl).figures[:, told.groups]
-        return Recorded(figures * batch.counts, _datasets(batch.targets, told))
+        documents = objective._documents(-each, batch.targets, told, _Placed.of(told))
+        mine = slice(2 * told.groups.start, 2 * told.groups.stop) if batch.counts else slice(0)
+        vectors = {each.name: getattr(documents, each.name) for each in fields(documents)}
+        part: Any = {name: None if vector is None else vector[mine] for name, vector in vectors.items()}
+        return Documents(**part)
 
     def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
         told = _Told.of(targets, log_probabilities.device)

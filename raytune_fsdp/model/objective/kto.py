@@ -22,24 +22,34 @@ class KtoLoss:
     looks_ahead = True
     sft_weight = 0.0
 
-    def __init__(self, objective: KtoObjective, desirable_weight: float) -> None:
-        self._beta = objective.beta
-        self._desirable, self._undesirable = desirable_weight, objective.undesirable_weight
+    def __init__(self, objective: KtoObjective, judged: tuple[float, float] | None = None) -> None:
+        """`judged`: how many desirable and undesirable answers there are, for `desirable_weight=auto`."""
+        self._objective, self._beta = objective, objective.beta
+        self._desirable, self._undesirable = objective.desirable_weight, objective.undesirable_weight
+        if self._desirable == "auto" and judged is not None:
+            good, bad = judged
+            self._desirable = self._undesirable * (bad / good if good and bad else 1.0)
+
+    def counted(self, desirable: float, undesirable: float) -> KtoLoss:
+        return KtoLoss(self._objective, (desirable, undesirable))
 
     def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
         answers = documents.answers[::2]
         good = documents.role[::2] == Role.DESIRABLE
-        found = {"groups": 1, "chosen": good, "rejected": ~good}
-        logs = {"chosen_logps": torch.where(good, answers, 0), "rejected_logps": torch.where(good, 0, answers)}
+        known: dict[str, torch.Tensor | float] = {
+            "groups": 1, "chosen": good, "rejected": ~good,
+            "chosen_logps": torch.where(good, answers, 0), "rejected_logps": torch.where(good, 0, answers),
+        }  # fmt: skip
         if documents.reference is None or kl is None:
-            return Judged(0 * answers, 0 * answers, figures_of(answers, **found, **logs))
+            return Judged(0 * answers, 0 * answers, figures_of(answers, **known))
+        assert not isinstance(self._desirable, str), "nobody has counted the answers"
         gains = answers - documents.reference[::2]
         apart = torch.where(good, gains - kl, kl - gains)
         weight = documents.weight[::2] * torch.where(good, self._desirable, self._undesirable)
         losses = weight * torch.sigmoid(-self._beta * apart)  # 1 - sigmoid(x), with all its digits
         rewards = self._beta * gains.detach()
         figures = figures_of(
-            answers, **found, **logs, losses=losses, kl=self.ahead(documents),
+            answers, **known, losses=losses, kl=self.ahead(documents),
             chosen_rewards=torch.where(good, rewards, 0), rejected_rewards=torch.where(good, 0, rewards),
         )  # fmt: skip
         return Judged(losses, 0 * answers, figures)

@@ -61,6 +61,9 @@ class PairLoss:
         )  # fmt: skip
         return Judged(losses, terms, figures)
 
+    def counted(self, desirable: float, undesirable: float) -> PairLoss:
+        return self
+
     def ahead(self, documents: Documents) -> torch.Tensor:
         raise NotImplementedError("each pair has a loss of its own")
 

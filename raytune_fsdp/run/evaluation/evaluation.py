@@ -13,10 +13,13 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ConversationConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.objective.grouped import group_objective
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
 from raytune_fsdp.run.evaluation.tasks import measure_tasks
+from raytune_fsdp.run.reference.given import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +33,27 @@ class Evaluation:
     """The most tokens that an answer to a prompt may have."""
     exact: bool = False
     """Whether losses have the same bits at any number of ranks."""
+    given: Given | None = None
+    """What the reference gives to documents, if there is one."""
+    groups: GroupObjective | None = None
+    """The loss of datasets of pairs or of judged answers."""
 
     @classmethod
-    def of(cls, config: FinetuneConfig, datasets: Mapping[str, Windows], tasks: Sequence[Questions]) -> Evaluation:
-        """Return the evaluation of a run whose datasets and questions have been opened."""
+    def of(
+        cls,
+        config: FinetuneConfig,
+        datasets: Mapping[str, Windows],
+        tasks: Sequence[Questions],
+        groups: GroupObjective | None = None,
+    ) -> Evaluation:
+        """Return the evaluation of a run whose datasets and questions have been opened.
+
+        `groups`: the loss of the run's groups; None: that of one process.
+        """
         chosen = config.eval
         return cls(
             datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens,
-            exact=config.run.exact,
+            exact=config.run.exact, groups=groups or group_objective(config.train),
         )  # fmt: skip
 
     def values(
@@ -52,7 +68,10 @@ class Evaluation:
     ) -> dict[str, float]:
         """Return the measured values by the names of metrics. Answers are written with transformers' `attention`.
         Collective."""
-        found = losses(model, self.datasets, micro_batch=micro_batch, layout=layout, device=device, exact=self.exact)
+        found = losses(
+            model, self.datasets, micro_batch=micro_batch, layout=layout, device=device, exact=self.exact,
+            groups=self.groups, given=self.given,
+        )  # fmt: skip
         return found | measure_tasks(
             model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention
         )

@@ -5,21 +5,24 @@ All ranks must call these together: a sharded model needs every rank for a forwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import PADDING, Cursor, PackedSample
-from raytune_fsdp.data.batches import eval_batches, to_batch
+from raytune_fsdp.base.batch import PADDING, Cursor, MicroBatch, PackedSample, make_groups
+from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, to_batch
 from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.objective.figures import group_values
+from raytune_fsdp.model.objective.groups import KINDS, Documents, Formula, GroupObjective
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss
+from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
+from raytune_fsdp.run.reference.given import Given
 from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
@@ -33,32 +36,76 @@ def losses(
     layout: Layout,
     device: torch.device,
     exact: bool = False,
+    groups: GroupObjective | None = None,
+    given: Given | None = None,
 ) -> dict[str, float]:
     """Return loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective.
 
-    `exact`: with the same bits at any number of ranks.
+    `exact`: with the same bits at any number of ranks. `groups`: the loss of datasets of groups. `given`: what the
+    reference gives to their documents.
     """
     results: dict[str, float] = {}
     rank = dist.get_rank()
     data_rank = layout.data_rank(rank)
     with evaluating(model):
         for name, windows in datasets.items():
-            sums = torch.zeros(3, dtype=torch.float64, device=device)
-            each: dict[int, torch.Tensor] = {}
-            batches = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
-            for batch in to_device((own_part(batch, layout, rank) for batch in batches), device):
-                found = eval_step(model, batch)
-                if exact and not batch.is_filler:
-                    each[batch.index] = found
-                else:
-                    sums += found
-            if exact:
-                sums = sum_in_order(each, sums)
-            else:
-                dist.all_reduce(sums)
-            total, right, targets = sums.tolist()
+            whole = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
+            if given is not None:
+                whole = map(given.told, whole)
+            batches = to_device((own_part(batch, layout, rank) for batch in whole), device)
+            if groups is not None and make_groups(windows.columns):
+                compared = given is not None or groups.reference is not None or not groups.config.compares
+                values = _of_groups(model, batches, groups, device, compared=compared, exact=exact)
+                results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
+                continue
+            each = ((batch.index, eval_step(model, batch)) for batch in batches)
+            total, right, targets = _summed(each, 3, device, exact=exact).tolist()
             results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
     return results
+
+
+def _of_groups(
+    model: PreTrainedModel,
+    batches: Iterable[MicroBatch],
+    groups: GroupObjective,
+    device: torch.device,
+    *,
+    compared: bool,
+    exact: bool,
+) -> dict[str, float]:
+    """Return what is measured of groups, by its name in training. Without a reference only log-probabilities are.
+
+    Where the loss of each depends on all, these are all groups of the dataset.
+    """
+    kept = [(batch.index, groups.measured(model, batch)) for batch in batches]  # a few numbers of each document
+    formula, kl = groups.formula, None
+    if formula.looks_ahead and compared:
+        known = ((index, torch.cat([formula.ahead(each).sum()[None], _figures(formula, each)])) for index, each in kept)
+        ahead, *counts = _summed(known, 1 + len(KINDS), device, exact=exact)
+        of = dict(zip(KINDS, counts, strict=True))
+        formula = formula.counted(float(of["chosen"]), float(of["rejected"]))
+        kl = formula.estimate(ahead, of["groups"].clamp(min=1))
+    sums = _summed(((index, _figures(formula, each, kl)) for index, each in kept), len(KINDS), device, exact=exact)
+    return group_values(sums.tolist(), groups.config, compared=compared)
+
+
+def _figures(formula: Formula, documents: Documents, kl: torch.Tensor | None = None) -> torch.Tensor:
+    return formula.judge(documents, kl).figures.sum(1)
+
+
+def _summed(each: Iterable[tuple[int, torch.Tensor]], many: int, device: torch.device, *, exact: bool) -> torch.Tensor:
+    """Return the sum of the numbers of all micro-batches, by their indices, over all ranks. Collective."""
+    sums = torch.zeros(many, dtype=torch.float64, device=device)
+    by_index: dict[int, torch.Tensor] = {}
+    for index, found in each:
+        if exact and index != FILLER_INDEX:
+            by_index[index] = found
+        else:
+            sums += found
+    if exact:
+        return sum_in_order(by_index, sums)
+    dist.all_reduce(sums)
+    return sums
 
 
 def document_losses(

@@ -15,6 +15,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
@@ -27,10 +28,15 @@ EVALUATES = "evaluates"
 
 
 def evaluation_of_run(
-    config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions], *, dry: bool = False
+    config: FinetuneConfig,
+    evals: Mapping[str, Windows],
+    tasks: Sequence[Questions],
+    groups: GroupObjective | None = None,
+    *,
+    dry: bool = False,
 ) -> Evaluation:
     """Return what the ranks measure: nothing if a task measures instead, or the run is dry."""
-    return Evaluation.of(config, evals, tasks) if config.eval.where == "ranks" and not dry else Evaluation()
+    return Evaluation.of(config, evals, tasks, groups) if config.eval.where == "ranks" and not dry else Evaluation()
 
 
 def described(exam: Evaluation) -> dict[str, Any]:
