@@ -201,9 +201,13 @@ def trainer_of(directory: Path, case: Case, adapter: Path | None) -> Any:
     )
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+RUNS = [(name, adapted) for name in CASES for adapted in (False, True)]
+
+
 @pytest.mark.parametrize(
-    "name", [name if name == "dpo" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    ("name", "adapted"),
+    [pytest.param(*each, marks=() if each == ("dpo", True) else pytest.mark.slow) for each in RUNS],
+    ids=[f"{name} {'lora' if adapted else 'full'}" for name, adapted in RUNS],
 )
 def test_an_objective_is_trl_s(name: str, adapted: bool, tmp_path: Path) -> None:
     case = CASES[name]
@@ -232,4 +236,4 @@ def test_an_objective_is_trl_s(name: str, adapted: bool, tmp_path: Path) -> None
         assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         assert found["lr"] == pytest.approx(wanted["learning_rate"], rel=1e-6)
     again = STEPS - DIFFERENT // BATCH  # a step of the first one's rows
-    assert abs(steps[again]["loss"] / steps[0]["loss"] - 1) > 1e-3, "it has learned something"
+    assert abs(steps[again]["loss"] / steps[0]["loss"] - 1) > 5e-4, "it has learned something"
