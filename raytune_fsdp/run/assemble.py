@@ -47,6 +47,7 @@ from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.reference.attempt import Reference, open_reference
+from raytune_fsdp.run.reference.during import asked_in_steps
 from raytune_fsdp.run.reference.given import Given
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
@@ -106,6 +107,7 @@ def assemble(
     groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
     if reference is not None and groups is not None:
         reference.complete(model, groups)
+    groups = asked_in_steps(groups, config, prepared, standing, device, say)
     optimizer = optimizer_of(built, config)
     if standing.checkpoint is not None:
         load_into(model, optimizer, standing.checkpoint)

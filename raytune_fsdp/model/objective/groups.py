@@ -217,6 +217,13 @@ class GroupObjective:
         """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
         return self.formula.ahead(self.measured(model, batch)).sum()
 
+    def answers(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-probabilities of all answers of a micro-batch, also if this rank has a part of it, or counts
+        none. Collective, without gradients."""
+        told = _Told.of(batch.targets, batch.input_ids.device)
+        each = micro_batch_loss(model, replace(batch, counts=True)).each
+        return self._documents(-each, batch.targets, told, _Placed.of(told)).answers
+
     def measured(self, model: PreTrainedModel, batch: MicroBatch) -> Documents:
         """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
         objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)

@@ -150,8 +150,9 @@ def _of_reference(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]
         hours = forward * found.plan.steps / max(1.0, config.train.epochs or 1.0) / 3600
         yield Advice(
             id="reference",
-            text=f"before its first step, the run asks the reference once about every row that it will read: {hours:.1f} "
-            "hours at most. What it says is kept beside the prepared data, for every run with the same rows and reference",
+            text=f"before its first step, the run asks the reference once about every row that it will read: "
+            f"{hours:.1f} hours at most. What it says is kept beside the prepared data, for every run with the same "
+            "rows and reference",
             source=source,
         )
     elif objective.compares:
@@ -163,8 +164,9 @@ def _of_reference(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]
     if objective.type == "kto":
         yield Advice(
             id="kl",
-            text=f"train.objective.type=kto: every step goes over its batch once more for the divergence from the "
-            f"reference, which takes about {forward:.2f} s more, and half of its tokens are mismatched answers for that",
+            text="train.objective.type=kto: every step goes over its batch once more for the divergence from the "
+            f"reference, which takes about {forward:.2f} s more, and half of its tokens are mismatched answers for "
+            "that",
             source=source,
         )
 

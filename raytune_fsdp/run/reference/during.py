@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -18,8 +18,29 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.adapters.attach import without_adapters_in
 from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.model import ReferenceModel
+from raytune_fsdp.run.reference.network import build_reference
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.parallel import release_gathered
+
+
+def asked_in_steps(
+    groups: GroupObjective | None,
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    device: torch.device,
+    say: Say,
+) -> GroupObjective | None:
+    """Return a loss of groups that asks the reference in every step, if it is to. Collective."""
+    if groups is None or prepared.reference is None or config.reference.when != "during":
+        return groups
+    if is_within(config, prepared.reference):
+        return replace(groups, reference=During(objective=groups, other=None))
+    other, objective = build_reference(prepared.reference, prepared, standing, device, say)
+    other.requires_grad_(False)
+    return replace(groups, reference=During(objective=objective, other=other))
 
 
 def is_within(config: FinetuneConfig, reference: ReferenceModel) -> bool:
@@ -45,7 +66,7 @@ class During:
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         asked = model if self.other is None else self.other
         with _asked(asked), without_adapters_in(model, off=self.other is None):
-            answers = self.objective.measured(asked, batch)[0].answers
+            answers = self.objective.answers(asked, batch)
         if self.other is not None:
             release_gathered(self.other)
         return answers
