@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import log_softmax
+
+from raytune_fsdp.base.batch import GROUP_COLUMNS, Cursor, MicroBatch, PackedSample, Role
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.objective.groups import GroupObjective
 
 PAIRS: dict[str, dict[str, Any]] = {
     "dpo": {"type": "dpo", "beta": 0.3},
@@ -86,17 +94,19 @@ def _pair(
         sides.append(score / len(found) if by_length else score)
     good, bad = sides
     if kind == "ipo":
-        return (good - bad - group.margin / beta - 1 / (2 * beta)) ** 2
+        return torch.square(good - bad - group.margin / beta - 1 / (2 * beta))
     if kind == "orpo":
         odds = torch.log(good.exp() / (1 - good.exp())) - torch.log(bad.exp() / (1 - bad.exp()))
-        return -beta * torch.log(1 / (1 + torch.exp(-(odds - group.margin))))
+        loss: torch.Tensor = -beta * torch.log(1 / (1 + torch.exp(-(odds - group.margin))))
+        return loss
     apart = beta * (good - bad) - group.margin - objective.get("gamma", 0.0)
     if objective.get("loss") == "hinge":
         return torch.clamp(1 - apart, min=0)
     right, wrong = (-torch.log(1 / (1 + torch.exp(-each))) for each in (apart, -apart))
+    loss = (1 - smoothing) * right + smoothing * wrong
     if objective.get("loss") == "robust":
-        return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
-    return (1 - smoothing) * right + smoothing * wrong
+        loss = ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    return loss
 
 
 def kl_of(model: Any, groups: Sequence[Group]) -> float:
@@ -113,3 +123,134 @@ def _kto(model: Any, groups: Sequence[Group], objective: Mapping[str, Any]) -> t
         weight = objective.get("desirable_weight" if group.desirable else "undesirable_weight", 1.0)
         losses.append(group.weight * weight * (1 - 1 / (1 + torch.exp(-objective["beta"] * sign * (gain - kl)))))
     return torch.stack(losses).mean()
+
+
+def preference_config(
+    directory: Path,
+    objective: Mapping[str, Any],
+    *,
+    names: Sequence[str] = ("rows",),
+    architecture: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> FinetuneConfig:
+    """A run of six steps on pairs or judged answers, in five micro-batches a step, with weights and margins.
+
+    `names`: of its datasets.
+    """
+    from tests.runs import GPT2, make_config
+
+    kind = "binary" if objective["type"] == "kto" else "preference"
+    directory.mkdir(exist_ok=True)
+    format = {"type": kind, "style": "plain", "weight": "weight"}
+    format |= {"margin": "margin"} if kind == "preference" else {}
+    datasets = []
+    for seed, name in enumerate(names):
+        path = directory / f"{kind}-{name}.jsonl"
+        datasets.append({"path": str(path), "name": name, "format": format})
+        if not path.exists():
+            path.write_text("".join(json.dumps(row) + "\n" for row in _rows(kind, seed)))
+    data = {"train": datasets, "seq_len": 48, "window": 16, **sections.pop("data", {})}
+    train = {"global_batch": 10, "micro_batch": 2, "max_steps": 6, **sections.pop("train", {}), "objective": objective}
+    return make_config(directory, architecture or GPT2, data=data, train=train, **sections)
+
+
+def _rows(kind: str, seed: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(5 + seed)
+
+    def words(least: int, most: int) -> str:
+        return " ".join(f"w{number}" for number in rng.integers(3, 64, int(rng.integers(least, most))))
+
+    rows = []
+    for _ in range(70):
+        row: dict[str, Any] = {"prompt": words(2, 7), "weight": float(rng.integers(1, 5)) / 2}
+        if kind == "preference":
+            row |= {"chosen": f" {words(1, 9)}", "rejected": f" {words(1, 9)}", "margin": float(rng.integers(3)) / 4}
+        else:
+            row |= {"completion": f" {words(1, 9)}", "label": bool(rng.random() < 0.4)}
+        rows.append(row)
+    return rows
+
+
+def reference_of(answer: int) -> float:
+    """What a made-up reference gives to an answer of so many tokens."""
+    return -4.3 * answer - (7 * answer % 5) / 10
+
+
+def made_up(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Ask the made-up reference in a step. A part of a micro-batch knows the lengths of all its answers."""
+    skipped = [int(told[GROUP_COLUMNS.index("skipped")]) for told in batch.targets.columns]
+    values = [reference_of(many - some) for many, some in zip(batch.targets.by_document, skipped, strict=True)]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def train_with_reference(values: Mapping[str, Any]) -> None:
+    """One rank of a run whose reference is made up, if it compares with one."""
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.run.loop import train
+    from raytune_fsdp.step.precision import numerics
+    from tests.runs import prepare_on_rank0
+
+    config = FinetuneConfig.model_validate(values)
+    prepared, standing = prepare_on_rank0(config)
+    device = torch.device("cpu")
+    with numerics(config.parallel, device, deterministic=config.run.repeats_bits):
+        parts = assemble(config, prepared, standing, device)
+        groups = parts.objective.groups
+        assert isinstance(groups, GroupObjective)
+        if config.train.objective.compares:
+            groups = replace(groups, reference=made_up)
+        parts = replace(
+            parts, objective=replace(parts.objective, groups=groups), exam=replace(parts.exam, groups=groups)
+        )
+        train(parts, lambda: None)
+        parts.saves.leave()
+        parts.tracker.finish("finished")
+
+
+def plain_loop(values: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a loop in plain PyTorch: one document at a time, in one process."""
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from raytune_fsdp.data.stream import Stream
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.run.prepare import prepare
+
+    config = FinetuneConfig.model_validate(values)
+    prepared, standing = prepare(config, 1)
+    begun = assemble(config, prepared, standing, torch.device("cpu")).model
+    model = AutoModelForCausalLM.from_config(prepared.hf_config, dtype=torch.float64)
+    model.load_state_dict(begun.state_dict())
+    dist.destroy_process_group()
+    optim, steps, results = config.optim, config.train.max_steps or 0, []
+    adamw = torch.optim.AdamW(
+        model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0
+    )
+    samples = Stream(prepared.train, seed=config.run.seed).samples(Cursor())
+    for _ in range(steps):
+        groups = [each for _ in range(config.train.global_batch) for each in _groups_in(next(samples).sample)]
+        loss = loss_of(model, groups, config.train.objective.model_dump())
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm or math.inf)
+        adamw.step()
+        adamw.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+def _groups_in(sample: PackedSample) -> list[Group]:
+    """The groups of a packed sample, from its arrays."""
+    assert sample.columns is not None
+    starts = [*np.flatnonzero(sample.position_ids == 0).tolist(), len(sample.input_ids)]
+    members = []
+    for start, end in zip(starts[:-1], starts[1:], strict=True):
+        if sample.source_ids[start] < 0:  # padding
+            continue
+        ids, told = sample.input_ids[start:end].tolist(), sample.columns[:, start].tolist()
+        role, weight, margin, skipped = int(told[0]), told[1], told[2], int(told[3])
+        answer = int(np.flatnonzero(sample.labels[start:end] != -100)[0]) + skipped
+        members.append((Member(ids, answer, skipped, reference_of(len(ids) - answer)), role, weight, margin))
+    return [
+        Group(first[0], second[0], first[1] != Role.UNDESIRABLE, first[2], first[3])
+        for first, second in zip(members[::2], members[1::2], strict=True)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -40,11 +40,6 @@ GROUP_COLUMNS = ("role", "weight", "margin", "skipped")
 """What a loss of groups is told of each document: its `Role`, the weight and the margin of its row, and how many of its
 first targets are not the answer's (those of the prompt, with `sft.over: all`). Where there is a reference, its
 log-probability of the answer follows."""
-
-
-def make_groups(columns: Sequence[str]) -> bool:
-    """Return whether documents of which a loss is told this make groups."""
-    return tuple(columns[: len(GROUP_COLUMNS)]) == GROUP_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,6 +144,7 @@ def plan_in_words(
     over = layout.shard_size * layout.tensor
     rounds = f"{division.full_rounds} a step"
     by_clock = ["by the clock (checkpoint.every)"] if config.checkpoint.by_clock else []
+    groups = "pairs" if config.train.objective.rows == "preference" else "answers"
     about = "about " if counted is not None and counted.estimated else ""
     saved = [*([cadence_in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []), *by_clock]
     rows = {
@@ -152,6 +153,7 @@ def plan_in_words(
         "precision": parallel.precision,
         "batch": f"{division.global_batch} packed samples, up to {tokens:,} tokens a step",
         **({} if counted is None else {"data": counted.in_words(counts_all)}),
+        **({} if counted is None or counted.groups is None else {groups: f"{about}{counted.groups.words}"}),
         "rounds": f"{rounds}: {division.micro_batches} micro-batches of {division.micro_batch} over all ranks{fillers}",
         "steps": f"{about}{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "

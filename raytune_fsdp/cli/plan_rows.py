@@ -15,14 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError
-from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.counts import Census, GroupsOfSteps
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Progress
@@ -51,6 +51,8 @@ class CountedRows:
     rows: int
     """All rows of the epochs that differ from each other; of one epoch, if none do."""
     seconds: float
+    groups: GroupsOfSteps | None = None
+    """How many pairs, or judged answers, a step has; None: documents stand alone."""
 
     @property
     def estimated(self) -> bool:
@@ -78,7 +80,11 @@ class CountedRows:
             for name in ("on_gpus", "search"):
                 estimated += [f"{name}.{hours}" for hours in _HOURS if name in fields]
         rounded = round(self.seconds, 1)
-        return {"counted": {"rows": self.rows, "rows_read": self.read, "seconds": rounded, "estimated": estimated}}
+        groups = {} if self.groups is None else {"groups_of_steps": asdict(self.groups)}
+        return {
+            **groups,
+            "counted": {"rows": self.rows, "rows_read": self.read, "seconds": rounded, "estimated": estimated},
+        }
 
 
 def _times(census: Census, factor: int) -> Census:
@@ -119,7 +125,7 @@ def count_rows(config: FinetuneConfig, command: str, progress: Progress | None =
             f"the length of train.epochs depends on the data, and {limit:g} s are too short to count it ({doing}): "
             f"`{command}` counts all of it, and this command knows it then; or give --samples N, or set train.max_steps"
         )
-    return seen.estimate(config.data.seq_len, time.monotonic() - began)
+    return seen.estimate(config.data.seq_len, time.monotonic() - began, config.train.global_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +134,17 @@ class _Seen:
 
     rows: int = 0
     samples: int = 0
+    groups: int = 0
     of_rows: tuple[int, ...] = ()
     """The rows of each epoch that differs from the others."""
 
-    def estimate(self, seq_len: int, seconds: float) -> CountedRows:
+    def estimate(self, seq_len: int, seconds: float, global_batch: int = 1) -> CountedRows:
         each = Fraction(self.samples, self.rows)
         epochs = tuple(max(1, round(each * rows)) for rows in self.of_rows)
         counted = Census(seq_len=seq_len, epochs=epochs)
-        return CountedRows(census=counted, read=self.rows, rows=sum(self.of_rows), seconds=seconds)
+        mean = self.groups / max(1, self.samples) * global_batch
+        groups = GroupsOfSteps(mean=mean) if self.groups else None
+        return CountedRows(census=counted, read=self.rows, rows=sum(self.of_rows), seconds=seconds, groups=groups)
 
 
 @contextmanager
@@ -181,7 +190,7 @@ def work(pipe: int) -> None:
 
 
 def _count(config: FinetuneConfig, tell: Callable[[object], None]) -> CountedRows:
-    from raytune_fsdp.data.census import census, different_epochs
+    from raytune_fsdp.data.census import census, different_epochs, groups_of_steps
     from raytune_fsdp.run.prepare import open_as_run
 
     tell(_Seen())  # from now on the time counts
@@ -193,7 +202,8 @@ def _count(config: FinetuneConfig, tell: Callable[[object], None]) -> CountedRow
         return _spread(windows, places, _Seen(of_rows=of_rows), tell)
 
     counted = census(train, epochs, build=build)
-    return CountedRows(census=counted, read=sum(of_rows), rows=sum(of_rows), seconds=0.0)
+    groups = groups_of_steps(train, config.run.seed, config.train.global_batch)
+    return CountedRows(census=counted, read=sum(of_rows), rows=sum(of_rows), seconds=0.0, groups=groups)
 
 
 def _spread(
@@ -208,8 +218,10 @@ def _spread(
         place = places[order(number)]
         window, built = windows.get(*place)
         found[place] = window.counts, built
-        rows = seen.rows + sum(dataset.rows for dataset in window.counts.datasets)
-        seen = replace(seen, rows=rows, samples=seen.samples + window.counts.samples)
+        rows, groups = (sum(getattr(of, what) for of in window.counts.datasets) for what in ("rows", "groups"))
+        seen = replace(
+            seen, rows=seen.rows + rows, samples=seen.samples + window.counts.samples, groups=seen.groups + groups
+        )
         tell(seen)
         tell(("counting the rows", number + 1, len(places)))
     for place in places:

@@ -123,7 +123,7 @@ def _losses(
 def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield for each document the number of its sample, its number in the sample, and facts about it."""
     from raytune_fsdp.base.batch import IGNORE
-    from raytune_fsdp.record.report.data import documents_of
+    from raytune_fsdp.record.report.data import documents_of, role_of
 
     for number, each in enumerate(past.samples):
         sample = each.sample
@@ -137,6 +137,8 @@ def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int
                 "tokens": document.stop - document.start,
                 "trained": int((sample.labels[document] != IGNORE).sum()),
             }
+            if role := role_of(sample, document, past.columns):
+                about["role"] = ", ".join(role)
             if losses is not None:
                 total, targets = losses[number][index]
                 about["loss"] = total / targets if targets else None
@@ -165,8 +167,9 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
             yield headline(each.sample, f"sample {number + 1} ({at})", colours=colours)
         cut = f", from its token {about['first_token']:,} on" if about["first_token"] else ""
         loss = f", loss {about['loss']:.4f}" if about.get("loss") is not None else ""
+        role = f", {about['role']}" if "role" in about else ""
         counts = f"{about['tokens']:,} tokens, {about['trained']:,} trained{loss}"
-        yield printable(f"  -- {about['dataset']}, {about['row']}{cut}: {counts}")
+        yield printable(f"  -- {about['dataset']}, {about['row']}{role}{cut}: {counts}")
         if text:
             yield from text_of(each.sample, documents_of(each.sample)[index], past.tokenizer, colours=colours)
 

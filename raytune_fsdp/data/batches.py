@@ -20,7 +20,6 @@ from raytune_fsdp.base.batch import (
     MicroBatch,
     PackedSample,
     StepBatches,
-    make_groups,
 )
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.targets import borders_of, columns_of, targets_of
@@ -65,7 +64,7 @@ def fill_up(
     """Add fillers to a rank's own micro-batches of a step until it has as many as every other rank."""
     while len(own) < division.rounds(step):
         own.append(filler(division.micro_batch, seq_len=windows.seq_len, pad_id=windows.pad_id))
-    grouped = make_groups(windows.columns)
+    grouped = windows.kind is not None
     counts = StepCounts.pack(step, own, windows_built, division, len(windows.names), grouped=grouped)
     return StepBatches(
         step=step, micro_batches=tuple(own), counts=torch.tensor(counts, dtype=torch.int64), windows_built=windows_built

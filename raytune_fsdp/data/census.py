@@ -13,11 +13,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from raytune_fsdp.base.batch import GROUP_COLUMNS, Cursor, Progress, Role
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.plan.counts import Census, DatasetCount, SkippedRow, WindowCounts
+from raytune_fsdp.plan.counts import Census, DatasetCount, GroupsOfSteps, SkippedRow, WindowCounts
 
 Places = Sequence[tuple[int, int]]
 """Pairs of epoch and window."""
@@ -138,6 +140,25 @@ def _together(windows: Windows, epochs: Sequence[Census]) -> Census:
         skipped=tuple(row for epoch in epochs for row in epoch.skipped)[:_LISTED_ROWS],
         built=sum(epoch.built for epoch in epochs),
     )
+
+
+def groups_of_steps(windows: Windows, seed: int, global_batch: int) -> GroupsOfSteps | None:
+    """Return how many groups the steps of the first epoch have; None if documents stand alone. Reads every window."""
+    if windows.kind is None:
+        return None
+    stream, found = Stream(windows, seed=seed), [np.zeros(0, dtype=np.int64)]
+    for place in range(windows.count(0)):
+        k = stream.window_at(0, place)
+        own = windows.get(0, k)[0].samples.groups
+        inside = stream.order(len(own), "samples", 0, k)
+        found.append(own[[inside(index) for index in range(len(own))]])
+    of_samples = np.concatenate(found)
+    whole = len(of_samples) - len(of_samples) % global_batch
+    steps = of_samples[:whole].reshape(-1, global_batch).sum(axis=1)
+    mean = float(of_samples.mean()) * global_batch if len(of_samples) else 0.0
+    if not len(steps):
+        return GroupsOfSteps(mean=mean)
+    return GroupsOfSteps(mean=mean, least=int(steps.min()), most=int(steps.max()))
 
 
 # The rows that `data.bad_rows=skip` leaves out. Each is reported once: when the stream reaches its window.

@@ -64,8 +64,13 @@ class RowReader:
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         order: int = ORDER_VERSION,
+        *,
+        prompts: bool = False,
     ) -> RowReader:
-        """Make the reader of a dataset. `order`: the version by whose rules rows are read."""
+        """Make the reader of a dataset. `order`: the version by whose rules rows are read.
+
+        `prompts`: for which rows with answers have equal prompts, instead of which are equal.
+        """
         options: dict[str, Any] = {
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
@@ -80,7 +85,7 @@ class RowReader:
         try_templates([formatter], [source])
         if formatter.function is not None:  # keys in the cache are valid for these modules only
             options |= {"code": formatter.function.code, "modules": dict(formatter.function.modules)}
-        return cls(source, RowKeys(dataset.format, **options), formatter)
+        return cls(source, RowKeys(dataset.format, prompts=prompts, **options), formatter)
 
     def token_keys(self, rows: Sequence[int]) -> list[bytes | None]:
         """Return a hash of tokens and mask for each of these rows; None for one that becomes no document."""

@@ -61,7 +61,13 @@ def open_data(
     groups = _groups(compared, config, tokenizer, vocab_size, progress)
     own, measured = dict(zip(trained, groups, strict=False)), dict(zip(evals, groups[len(trained) :], strict=True))
     if isinstance(data.eval, HeldOutConfig):
-        pairs = _hold_out(data.eval, datasets, sources, own if order >= FOURTH_ORDER else None)
+        alike = own if order >= FOURTH_ORDER else None
+        if config.train.objective.rows is not None:
+            readers = [
+                RowReader.of(*each[:2], data, tokenizer, vocab_size, order, prompts=True) for each in compared
+            ]  # several answers to one prompt are measured, or trained on
+            alike = dict(zip(trained, groups_of(readers, cache_of(config), progress), strict=True))
+        pairs = _hold_out(data.eval, datasets, sources, alike)
         sources = [rest for rest, _ in pairs]
         # Each row is measured once, however often it would be trained on.
         some = [i for i, (_, out) in enumerate(pairs) if len(out)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import xxhash
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
+from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, PackedSample, Role
 from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow
 
@@ -119,6 +119,14 @@ class PackedSamples(Sequence[PackedSample]):
         """Return whether a loss would be told so many numbers of each document's row, all finite."""
         found = np.empty((len(self.lengths), 0)) if self.columns is None else self.columns
         return not len(self.lengths) or (found.shape == (len(self.lengths), columns) and bool(np.isfinite(found).all()))
+
+    @property
+    def groups(self) -> Int64Array:
+        """The number of groups of each sample: pairs, or judged answers."""
+        assert self.columns is not None, "its documents stand alone"
+        first = ~np.isin(self.columns[:, GROUP_COLUMNS.index("role")], (Role.REJECTED, Role.MISMATCHED))
+        before = np.concatenate([[0], np.cumsum(first, dtype=np.int64)])
+        return np.diff(before[self.first_document])
 
     @property
     def nbytes(self) -> int:

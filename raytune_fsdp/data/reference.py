@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch
+from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, StepBatches
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.windows import Windows
@@ -161,3 +161,23 @@ class ReferenceFiles:
 def digest_of_values(part: tuple[Names, Values]) -> str:
     """Return one digest of the documents of a window and their values."""
     return xxhash.xxh3_128_hexdigest(part[0].tobytes() + part[1].astype("<f8").tobytes())
+
+
+@dataclass(slots=True)
+class Given:
+    """What the reference gives to each document of a run, of its training and its evaluations."""
+
+    known: Known
+
+    def told(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch whose loss is told the values of its documents, after what it is told of their rows."""
+        if not batch.targets.columns:
+            return batch
+        values = self.known.find(names_of(batch)).tolist()
+        columns = tuple((*told, value) for told, value in zip(batch.targets.columns, values, strict=True))
+        return replace(batch, targets=replace(batch.targets, columns=columns))
+
+    def steps(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
+        """Yield steps whose micro-batches are told. They are whole, and on the host."""
+        for step in steps:
+            yield replace(step, micro_batches=tuple(map(self.told, step.micro_batches)))

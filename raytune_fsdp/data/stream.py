@@ -64,7 +64,7 @@ class Stream:
         """
         k = self.window_at(epoch, place)
         found = self.windows.origins(epoch, k)
-        inside = self._order(len(found), "samples", epoch, k)
+        inside = self.order(len(found), "samples", epoch, k)
         return [found[inside(index)] for index in range(len(found))]
 
     def first_window(self, cursor: Cursor) -> tuple[Window, bool]:
@@ -108,7 +108,7 @@ class Stream:
 
     def window_at(self, epoch: int, place: int) -> int:
         """Return the number of the window at this place of an epoch."""
-        return self._order(self.windows.count(epoch), "windows", epoch)(place)
+        return self.order(self.windows.count(epoch), "windows", epoch)(place)
 
     def _load(self, cursor: Cursor, number: int) -> tuple[Window, bool]:
         epoch, place = self.place(cursor, number)
@@ -119,7 +119,7 @@ class Stream:
         samples, first = window.samples, 0 if number else cursor.index
         if not 0 <= first <= len(samples):
             raise self._foreign(cursor, f"a window of {len(samples)} samples")
-        inside = self._order(len(samples), "samples", epoch, self.window_at(epoch, place))
+        inside = self.order(len(samples), "samples", epoch, self.window_at(epoch, place))
         for index in range(first, len(samples)):
             if index + 1 < len(samples):
                 after = Cursor(epoch=epoch, window=place, index=index + 1)
@@ -129,7 +129,7 @@ class Stream:
                 after = Cursor(epoch=epoch + 1, window=0, index=0)
             yield StreamSample(samples[inside(index)], after, built and index == first)
 
-    def _order(self, n: int, what: str, *key: int) -> Callable[[int], int]:
+    def order(self, n: int, what: str, *key: int) -> Callable[[int], int]:
         return Permutation(n, key=derive_key(what, self.seed, *key)) if self.windows.shuffled else range(n).__getitem__
 
     def _foreign(self, cursor: Cursor, what: str) -> ResumeError:

@@ -22,15 +22,22 @@ _SYSTEM = dict.fromkeys(("system", "system_prompt", "system_message"), "format.s
 _CONTEXT = dict.fromkeys(("input", "context"), "format.input")
 _CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
 _MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask")
+_ANSWERS = dict.fromkeys(("chosen", "rejected"), "format.type=preference")
 _BY_FUNCTION = dict.fromkeys((*_CALLS, "history"), _FUNCTION)
+_ASKED = {
+    **_SYSTEM, "history": _FUNCTION,
+    **{name: f"format.{name}" for name in ("prompt", "tools", "weight")},
+}  # fmt: skip
 _KNOWN: dict[str, dict[str, str]] = {
     "chat": {
-        **_SYSTEM, **_CALLS, "history": _FUNCTION,
+        **_SYSTEM, **_CALLS, **_ANSWERS, "history": _FUNCTION,
         "chat_template_kwargs": "chat_template_kwargs of the dataset (one map for all rows)",
     },
-    "instruction": {**_SYSTEM, **_CONTEXT, **_BY_FUNCTION},
+    "instruction": {**_SYSTEM, **_CONTEXT, **_ANSWERS, **_BY_FUNCTION},
+    "preference": {**_ASKED, "margin": "format.margin"},
+    "binary": _ASKED,
     "template": {**dict.fromkeys((*_SYSTEM, *_CONTEXT), "format.prompt"), "history": _FUNCTION},
-    "completion": {},
+    "completion": {**_ANSWERS},
     "tokens": {"labels": "format.labels", **_MASKS},
 }  # fmt: skip
 """For types of formats: well-known columns, and what would read them. A type that is not here reads none of them."""

@@ -257,7 +257,8 @@ class Windows:
         arranged = self._arrange(rows, *key)
         made = fill_samples(arranged, sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id)
         held, parts = self.get(epoch, k)[0].samples, ("input_ids", "trained", "columns")
-        if not all(np.array_equal(getattr(made, part), getattr(held, part)) for part in parts):
+        pairs: list[Any] = [(getattr(made, part), getattr(held, part)) for part in parts]
+        if not all(np.array_equal(one, other) for one, other in pairs):
             raise DataError(
                 f"window {k} of the cache is not what its rows make: it was changed, and a run that read it was not "
                 f"trained on its data; look into {self.cache.directory}, or remove it"

@@ -61,6 +61,20 @@ class SkippedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsOfSteps:
+    """How many groups (pairs, or judged answers) a step has, over the steps of an epoch."""
+
+    mean: float
+    least: int | None = None
+    """None: not all rows were counted."""
+    most: int | None = None
+
+    @property
+    def words(self) -> str:
+        return f"{self.mean:,.1f} a step" + ("" if self.least is None else f", {self.least:,} to {self.most:,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCounts:
     """The counts of one window."""
 
@@ -103,7 +117,11 @@ class Census:
     """Windows that had to be tokenized for this census, because they were not in the cache."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        values = asdict(self)
+        for count in values["datasets"]:
+            if not count["groups"]:
+                del count["groups"]  # as in files from before there were any
+        return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> Census:

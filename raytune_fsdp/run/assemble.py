@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.census import SkippedRows
+from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.shared_batches import from_first, own_parts
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -28,7 +29,7 @@ from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
-from raytune_fsdp.model.objective.grouped import group_objective
+from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
@@ -48,7 +49,6 @@ from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.reference.attempt import Reference, open_reference
 from raytune_fsdp.run.reference.during import asked_in_steps
-from raytune_fsdp.run.reference.given import Given
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
@@ -104,10 +104,6 @@ def assemble(
     )  # fmt: skip
     model, documents = built.model, DocumentLosses() if config.tracking.documents else None
     base = _fill(config, prepared, standing, built, say)
-    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
-    if reference is not None and groups is not None:
-        reference.complete(model, groups)
-    groups = asked_in_steps(groups, config, prepared, standing, device, say)
     optimizer = optimizer_of(built, config)
     if standing.checkpoint is not None:
         load_into(model, optimizer, standing.checkpoint)
@@ -116,6 +112,7 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
+    groups = _groups(config, prepared, standing, built, reference, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
@@ -167,6 +164,23 @@ def assemble(
         not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )
+
+
+def _groups(
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    built: Build,
+    reference: Reference | None,
+    say: Callable[[str], None],
+) -> GroupObjective | None:
+    """Return the loss of the run's groups of documents, whose reference is then known; None: they stand alone."""
+    if config.train.objective.rows is None:
+        return None
+    groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
+    if reference is not None:
+        reference.complete(built.model, groups)
+    return asked_in_steps(groups, config, prepared, standing, built.site.device, say)
 
 
 def _batches(

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from raytune_fsdp.base.batch import Cursor, Progress, make_groups
+from raytune_fsdp.base.batch import Cursor, Progress
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
 from raytune_fsdp.base.lease import lease_of
 from raytune_fsdp.base.urls import is_url
@@ -50,7 +50,7 @@ from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
-from raytune_fsdp.run.reference.model import ReferenceModel, find_reference
+from raytune_fsdp.run.reference.find import compared
 from raytune_fsdp.run.resume import (
     adapted_before,
     check_same_adapters,
@@ -121,7 +121,6 @@ def prepare(
     check_same_run(found, identity, files_of_data)
     check_same_adapters(found, config, network)
     counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
-    judged = answers_of(train, progress, build) if _weighs_by_count(config) else None
     prepared = RunInputs(
         place=place,
         hf_config=hf_config,
@@ -131,7 +130,7 @@ def prepare(
         evals=evals,
         tasks=tasks,
         census=counted,
-        judged=judged,
+        judged=answers_of(train, progress, build) if _weighs_by_count(config) else None,
         origin=origin,
         adapter=find_adapter(config, network, directory) if found.checkpoint is None else None,
         identity=identity,
@@ -145,10 +144,8 @@ def prepare(
         mark=None if dry else mark_of(config, begins=begins),
         codes=codes,
         started_by=started_by(),
-        reference=find_reference(
-            config, ReferenceModel.start(config, hf_config, needs, origin, directory, added, adapted), tokenizer
-        ),
     )
+    prepared = compared(config, prepared, directory)
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
     # evaluations are known.
@@ -187,7 +184,7 @@ def _weighs_by_count(config: FinetuneConfig) -> bool:
 
 def _measured_of(config: FinetuneConfig, name: str, windows: Windows) -> list[str]:
     """Return the metrics of an evaluation dataset."""
-    if make_groups(windows.columns):
+    if windows.kind is not None:
         return [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
     return [evaluation_loss(name), evaluation_accuracy(name)]
 

@@ -23,7 +23,7 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajec
 from raytune_fsdp.run.publish import publish
 from tests.models import add_tokenizer, save_checkpoint
 from tests.ranks import run_ranks
-from tests.runs import GPT2, make_config, train_rank, trajectory
+from tests.runs import GPT2, LLAMA, make_config, train_rank, trajectory
 
 LN2 = math.log(2)
 
@@ -265,12 +265,12 @@ def test_another_model_is_compared_with_and_a_changed_one_refused(tmp_path: Path
 @pytest.mark.parametrize("mesh", [{"sequence": 2}, {"tensor": 2}])
 def test_ranks_that_share_samples_or_layers_find_the_same_values(tmp_path: Path, mesh: dict[str, int]) -> None:
     """To rounding: they add in another order."""
-    alone = pairs(tmp_path / "alone")
-    steps = trajectory(alone, 1)
-    config = pairs(tmp_path / "shared", parallel={"precision": "fp64", "mesh": mesh})
-    assert close(steps, trajectory(config, 2)) < 1e-10
-    during = {"parallel": {"precision": "fp64", "mesh": mesh}, "reference": {"when": "during"}}
-    assert close(steps, trajectory(pairs(tmp_path / "during", **during), 2)) < 1e-10
+    model = {"architecture": LLAMA}
+    steps = trajectory(pairs(tmp_path / "alone", model=model), 1)
+    sections: dict[str, Any] = {"model": model, "parallel": {"precision": "fp64", "mesh": mesh}}
+    assert close(steps, trajectory(pairs(tmp_path / "shared", **sections), 2)) < 1e-8
+    during = pairs(tmp_path / "during", reference={"when": "during"}, **sections)
+    assert close(steps, trajectory(during, 2)) < 1e-8
 
 
 def test_evaluations_compare_too(tmp_path: Path) -> None:

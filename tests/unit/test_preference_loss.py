@@ -15,8 +15,8 @@ from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.figures import group_values
-from raytune_fsdp.model.objective.grouped import group_objective
-from raytune_fsdp.model.objective.groups import KINDS, GroupObjective
+from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.judged import KINDS
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
@@ -39,13 +39,20 @@ def groups_of(seed: int, count: int, *, whole: bool, judged: bool = False) -> li
             reference = float(-(4.9 + 0.5 * judged) * len(answer) + rng.normal() * 2)
             members.append(Member([*prompt, *answer], len(prompt), skipped, reference))
         good = bool(rng.integers(2)) if judged else True
-        made.append(Group(*members, good, float(rng.uniform(0.5, 2)), 0.0 if judged else float(rng.uniform(0, 0.5))))
+        made.append(
+            Group(
+                members[0], members[1], good, float(rng.uniform(0.5, 2)), 0.0 if judged else float(rng.uniform(0, 0.5))
+            )
+        )
     return made
 
 
 def packed(groups: Sequence[Group], *, compares: bool, judged: bool = False, dataset: int = 0) -> PackedSample:
     """One sample of groups."""
-    ids, labels, positions, columns = [], [], [], []
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    columns: list[list[float]] = []
     for group in groups:
         roles = (
             (Role.DESIRABLE if group.desirable else Role.UNDESIRABLE, Role.MISMATCHED)
@@ -57,24 +64,25 @@ def packed(groups: Sequence[Group], *, compares: bool, judged: bool = False, dat
             ids += member.ids
             labels += [-100] * begin + list(member.ids[begin:])
             positions += range(len(member.ids))
-            told = [role, group.weight, group.margin, member.skipped, *([member.reference] if compares else [])]
-            columns += [told] * len(member.ids)
+            row = [role, group.weight, group.margin, member.skipped, *([member.reference] if compares else [])]
+            columns += [row] * len(member.ids)
     rest = LENGTH - len(ids)
     assert rest >= 0
     told = np.zeros((len(GROUP_COLUMNS) + compares, LENGTH))
     told[:, : len(columns)] = np.array(columns, dtype=np.float64).T
-    arrays = (ids + [0] * rest, labels + [-100] * rest, [*positions, *range(rest)])
     return PackedSample(
-        *(),
-        **dict(zip(("input_ids", "labels", "position_ids"), (np.array(a, np.int32) for a in arrays), strict=True)),
-        source_ids=np.array([dataset] * len(columns) + [-1] * rest, np.int32), id=1, columns=told,
-    )  # fmt: skip
+        input_ids=np.array(ids + [0] * rest, np.int32),
+        labels=np.array(labels + [-100] * rest, np.int32),
+        position_ids=np.array([*positions, *range(rest)], np.int32),
+        source_ids=np.array([dataset] * len(columns) + [-1] * rest, np.int32),
+        id=1,
+        columns=told,
+    )
 
 
 def objective_of(values: dict[str, Any]) -> GroupObjective:
-    found = group_objective(TrainConfig.model_validate({"global_batch": 4, "max_steps": 1, "objective": values}))
-    assert found is not None
-    return found
+    config = TrainConfig.model_validate({"global_batch": 4, "max_steps": 1, "objective": values})
+    return GroupObjective.of(config.objective)
 
 
 def counts_of(batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -107,7 +115,7 @@ def test_values_and_gradients_are_those_of_the_book(name: str, head: str, monkey
     groups, batches = made(values)
     model = build("gpt2", attn_implementation="eager").double().eval()
     loss = loss_of(model, groups, values)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     if head == "chunked":
@@ -122,7 +130,7 @@ def test_values_and_gradients_are_those_of_the_book(name: str, head: str, monkey
     figures, total = torch.zeros(len(KINDS), dtype=torch.float64), 0.0
     for batch in batches:
         found = micro_batch_loss(model, batch, objective)
-        (found.total / counts[TARGETS]).backward()
+        (found.total / counts[TARGETS]).backward()  # type: ignore[no-untyped-call]
         assert found.groups is not None and not found.groups.figures.requires_grad
         figures += found.groups.figures.sum(1)
         total += found.total.item() / int(counts[TARGETS])

@@ -11,8 +11,7 @@ import pytest
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.batches import to_batch
-from raytune_fsdp.data.reference import Known, ReferenceFiles, names_of
-from raytune_fsdp.run.reference.given import Given
+from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, names_of
 
 KEY = "0123456789abcdef0123456789abcdef"
 

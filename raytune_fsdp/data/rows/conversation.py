@@ -138,6 +138,8 @@ def _system_beside(
 
 
 _FORMATS = (
+    (("chosen", "rejected"), "set the dataset's format to {type: preference}, for train.objective.type=dpo and others"),
+    (("prompt", "completion", "label"), "set the dataset's format to {type: binary}, for train.objective.type=kto"),
     (("instruction", "output"), "set the dataset's format to {type: instruction}, which reads Alpaca's rows"),
     (("messages",), "set the dataset's format to {type: chat}, which reads conversations"),
     (("conversations",), "set the dataset's format to {type: chat, messages: conversations}"),

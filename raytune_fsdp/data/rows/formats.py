@@ -248,7 +248,7 @@ class Formatter:
     def _conversation(self, row: dict[str, Any], where: str) -> Conversation:
         if isinstance(self.format, ChatFormat):
             return read_conversation(row, self.format, where, columnar=self._columnar, order=self._order)
-        (first, *_) = self._group(row, where).sides
+        (first, *_) = self._answers(row, where).sides
         assert isinstance(first, Conversation), self.format
         return replace(first, train=[True] * len(first.train))
 
@@ -269,7 +269,7 @@ class Formatter:
         """
         rows = rows if made else [self._made(row, where) for row, where in zip(rows, wheres, strict=True)]
         if isinstance(self.format, PreferenceFormat | BinaryFormat):
-            groups = [self._group_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+            groups = [self._answers_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
             return self._in_groups(groups, wheres)
         begun = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
         documents = self._tokenized(begun, wheres)
@@ -286,7 +286,7 @@ class Formatter:
     ) -> list[Document | RowError]:
         """Return each row's prompt with the answer of the other row, as KTO needs it; of formats of judged answers."""
         groups: list[list[Answers | RowError]] = [
-            [self._group_or_error(self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
+            [self._answers_or_error(self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
             for some in (rows, others)
         ]
         begun: list[RowText | Document | _Begun | RowError] = []
@@ -394,15 +394,15 @@ class Formatter:
         except RowError as error:
             return error
 
-    def _group(self, row: dict[str, Any], where: str) -> Answers:
+    def _answers(self, row: dict[str, Any], where: str) -> Answers:
         assert isinstance(self.format, PreferenceFormat | BinaryFormat)
         return read_group(row, self.format, where, columnar=self._columnar, order=self._order)
 
-    def _group_or_error(self, row: dict[str, Any] | RowError, where: str) -> Answers | RowError:
+    def _answers_or_error(self, row: dict[str, Any] | RowError, where: str) -> Answers | RowError:
         if isinstance(row, RowError):
             return row
         try:
-            return self._group(row, where)
+            return self._answers(row, where)
         except RowError as error:
             return error
 

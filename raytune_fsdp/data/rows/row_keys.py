@@ -5,7 +5,8 @@ of all that a document is made of. Rows with different *loose* keys are not equa
 row, without everything that templates and tokenizers may leave out or make the same: white space, case, reasoning. For
 the few rows whose loose keys are equal but whose exact keys differ, the tokens decide (`duplicates`).
 
-Texts, conversations and rows of tokens are each compared among themselves only.
+Texts, conversations and rows of tokens are each compared among themselves only. Rows with several answers are equal if
+all of them are; they also have keys of their prompts alone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import xxhash
 from tokenizers.models import WordLevel, WordPiece
 
 from raytune_fsdp.base.errors import RowError
-from raytune_fsdp.config.sections.formats import Format
+from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
+from raytune_fsdp.data.rows.pairs import Answers, Side, Texts
 from raytune_fsdp.data.rows.turns import Loss
 
 if TYPE_CHECKING:
@@ -47,11 +49,17 @@ class _Said(RowText):
 
 
 class RowKeys(Formatter):
-    """Reads the rows of one dataset as its formatter does, but only for their keys."""
+    """Reads the rows of one dataset as its formatter does, but only for their keys.
 
-    def __init__(self, format: Format, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
+    `prompts`: for the keys of the prompts of rows that have answers to one.
+    """
+
+    def __init__(
+        self, format: Format, *, tokenizer: PreTrainedTokenizerBase, prompts: bool = False, **options: Any
+    ) -> None:
         super().__init__(format, tokenizer=tokenizer, **options)
-        self._made_of = (format, tokenizer, options)
+        self._made_of = (format, tokenizer, {**options, "prompts": True} if prompts else options)
+        self._prompts = prompts
         self._eos_text = tokenizer.eos_token or ""
         self._normalizes = tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None
         """Whether the tokenizer may treat similar characters as the same."""
@@ -82,7 +90,22 @@ class RowKeys(Formatter):
 
     def keys(self, rows: Sequence[dict[str, Any] | RowError]) -> list[Keys]:
         """Return the keys of each row; zeros for a row that becomes no document."""
+        if isinstance(self.format, PreferenceFormat | BinaryFormat):
+            return [self._key_of_answers(self._answers_or_error(self._made(row, ""), "")) for row in rows]
         return [self._key(self._read_or_error(self._made(row, ""), "")) for row in rows]
+
+    def _key_of_answers(self, answers: Answers | RowError) -> Keys:
+        if isinstance(answers, RowError):
+            return _NO_KEY
+        if self._prompts:
+            exact = _key_of_prompt(answers.sides[0])
+            return xxhash.xxh3_64_intdigest(exact) or 1, exact
+        keys = [self._key(self._side_or_error(side, "")) for side in answers.sides]
+        if _NO_KEY in keys:
+            return _NO_KEY
+        loose = b"".join(key.to_bytes(8, "little") for key, _ in keys)
+        exact = bytes(answers.roles) + b"".join(key for _, key in keys)
+        return xxhash.xxh3_64_intdigest(loose) or 1, xxhash.xxh3_128_digest(exact)
 
     def _key(self, item: object) -> Keys:
         if isinstance(item, Document):
@@ -129,8 +152,18 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> Literal["", "words", "charac
     return "words" if isinstance(model, WordLevel | WordPiece) else "characters"
 
 
+def _key_of_prompt(side: Side) -> bytes:
+    """Return a hash of what is read of a prompt."""
+    if isinstance(side, Texts):
+        return xxhash.xxh3_128_digest(side.prompt.encode("utf-8", "surrogatepass"), 1)
+    asked = json.dumps([side.messages[: side.answer], side.tools], default=str)
+    return xxhash.xxh3_128_digest(asked.encode("utf-8", "surrogatepass"), 2)
+
+
 def token_key(document: Document) -> bytes:
-    """Return a hash of a document's tokens and mask, which equal rows have in common."""
-    return xxhash.xxh3_128_digest(
-        np.ascontiguousarray(document.input_ids).tobytes() + np.ascontiguousarray(document.labels).tobytes()
-    )
+    """Return a hash of the tokens and masks of a document and its group, which equal rows have in common."""
+    state = xxhash.xxh3_128()
+    for each in document.members:
+        state.update(np.ascontiguousarray(each.input_ids).tobytes() + np.ascontiguousarray(each.labels).tobytes())
+        state.update(bytes(map(int, each.columns[:1])))  # its role; the columns of a user's loss are not read here
+    return state.digest()

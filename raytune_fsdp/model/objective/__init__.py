@@ -4,6 +4,11 @@ objective.py        the cross-entropy of the targets, what a run adds to it, and
 loss.py             the loss of a micro-batch, summed over its targets
 losses.py           the results of a forward pass for its targets
 own_loss.py         values of the user's own in the place of cross-entropies
+judged.py           what the loss of a group is computed from
+preference.py       losses of pairs
+kto.py              the loss of answers that are desirable or not
+groups.py           losses of groups of documents in the place of cross-entropies
+figures.py          what is recorded of groups
 chunked_head.py     losses without the logits of a whole micro-batch
 documents.py        the losses of single documents
 routers.py          the losses that keep experts balanced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
-from raytune_fsdp.model.objective.groups import KINDS
+from raytune_fsdp.model.objective.judged import KINDS
 
 PAIRS_RIGHT = "rewards/accuracies"
 

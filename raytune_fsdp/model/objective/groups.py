@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,10 +23,13 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
-from raytune_fsdp.config.sections.objectives import ObjectiveChoice
+from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
+from raytune_fsdp.model.objective.judged import Documents, Formula
+from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Recorded
 from raytune_fsdp.model.objective.own_loss import Bent, StandIn
+from raytune_fsdp.model.objective.preference import PairLoss
 from raytune_fsdp.model.pieces.sums import summed
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
 
@@ -38,74 +41,6 @@ OfMicroBatch = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
 SumOverStep = Callable[[OfMicroBatch], torch.Tensor]
 """Returns the sum of a number of each micro-batch of a step, over all ranks, by a pass without gradients. Collective.
 """
-
-KINDS = (
-    "groups", "losses", "terms", "tokens", "chosen", "rejected", "chosen_rewards", "rejected_rewards", "right",
-    "chosen_logps", "rejected_logps", "kl",
-)  # fmt: skip
-"""What is recorded as sums over groups: their number, their losses, their terms of cross-entropy and the tokens of
-these; how many answers are chosen (of KTO: desirable) and how many rejected, their rewards and log-probabilities; the
-pairs whose chosen answer has the higher reward; how much likelier mismatched answers are than by the reference."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
-    """The documents of a micro-batch that have targets, in order: vectors in fp64."""
-
-    answers: torch.Tensor
-    """The log-probability of each answer."""
-    whole: torch.Tensor
-    """The log-probability of all its targets, those before the answer included."""
-    lengths: torch.Tensor
-    """The targets of each answer."""
-    targets: torch.Tensor
-    """All its targets."""
-    role: torch.Tensor
-    weight: torch.Tensor
-    margin: torch.Tensor
-    reference: torch.Tensor | None
-    """The reference's log-probability of each answer; None: it is not known, and only log-probabilities can be
-    recorded."""
-
-
-class Judged(NamedTuple):
-    """The groups of a micro-batch, in order."""
-
-    losses: torch.Tensor
-    """The loss of each, as a function of `Documents.answers`."""
-    terms: torch.Tensor
-    """The cross-entropy of each, as a function of `Documents.whole`."""
-    figures: torch.Tensor
-    """[KINDS, groups]: what is recorded."""
-
-
-class Formula(Protocol):
-    """The loss of groups of two documents."""
-
-    sft_weight: float
-    """The weight of the terms of cross-entropy."""
-    looks_ahead: bool
-    """Whether a group's loss depends on all groups of the global batch."""
-
-    def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
-        """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
-
-    def counted(self, desirable: float, undesirable: float) -> Formula:
-        """Return it with the weights that these many answers of both kinds ask for, if they are to be found so."""
-
-    def ahead(self, documents: Documents) -> torch.Tensor:
-        """Return what each group adds to that which the losses of all depend on."""
-
-    def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """Return what the losses of all groups depend on."""
-
-
-def figures_of(like: torch.Tensor, /, **found: torch.Tensor | float) -> torch.Tensor:
-    """Return [KINDS, groups] with these kinds; others are 0. `like`: a number of each group."""
-    figures = like.new_zeros(len(KINDS), len(like))
-    for kind, values in found.items():
-        figures[KINDS.index(kind)] = values.detach() if isinstance(values, torch.Tensor) else values
-    return figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +132,23 @@ class GroupObjective:
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     """In a step: what `reference` has returned for its micro-batches so far."""
 
+    @classmethod
+    def of(
+        cls,
+        objective: ObjectiveChoice,
+        group: ProcessGroup | None = None,
+        *,
+        judged: tuple[float, float] | None = None,
+        reference: Reference | None = None,
+    ) -> Self:
+        """Return the loss of an objective of groups.
+
+        `judged`: how many desirable and undesirable answers there are, for weights by a count.
+        """
+        assert not isinstance(objective, SftObjective)
+        formula = KtoLoss(objective, judged) if isinstance(objective, KtoObjective) else PairLoss(objective)
+        return cls(config=objective, formula=formula, group=group, reference=reference)
+
     def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
         """Return the loss in a step with these `StepCounts`. Collective."""
         targets, groups, tokens = (counts[place].clamp(min=1).double() for place in (TARGETS, GROUPS, TERM_TOKENS))
@@ -215,29 +167,29 @@ class GroupObjective:
 
     def ahead(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
-        return self.formula.ahead(self.measured(model, batch)).sum()
+        return self.formula.ahead(self.own(model, batch)).sum()
 
-    def answers(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
-        """Return the log-probabilities of all answers of a micro-batch, also if this rank has a part of it, or counts
-        none. Collective, without gradients."""
-        told = _Told.of(batch.targets, batch.input_ids.device)
-        each = micro_batch_loss(model, replace(batch, counts=True)).each
-        return self._documents(-each, batch.targets, told, _Placed.of(told)).answers
-
-    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> Documents:
+    def own(self, model: PreTrainedModel, batch: MicroBatch) -> Documents:
         """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
-        objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
-        each = micro_batch_loss(model, batch).each
-        documents = objective._documents(-each, batch.targets, told, _Placed.of(told))
-        mine = slice(2 * told.groups.start, 2 * told.groups.stop) if batch.counts else slice(0)
+        documents, mine = self.measured(model, batch)
         vectors = {each.name: getattr(documents, each.name) for each in fields(documents)}
         part: Any = {name: None if vector is None else vector[mine] for name, vector in vectors.items()}
         return Documents(**part)
+
+    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Documents, slice]:
+        """Return the documents of a micro-batch, of a part those of all of it; and which of them this rank counts.
+        Collective, without gradients."""
+        objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
+        each = micro_batch_loss(model, replace(batch, counts=True)).each  # also where it does not count
+        mine = slice(2 * told.groups.start, 2 * told.groups.stop) if batch.counts else slice(0)
+        return objective._documents(-each, batch.targets, told, _Placed.of(told)), mine
 
     def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
         told = _Told.of(targets, log_probabilities.device)
         placed = _Placed.of(told)
         documents = self._documents(log_probabilities, targets, told, placed)
+        if self.config.compares and documents.reference is None and len(documents.role):
+            raise RuntimeError("nobody has computed the log-probabilities of the reference")
         with torch.enable_grad():
             answers, whole = (each.clone().requires_grad_() for each in (documents.answers, documents.whole))
             judged = self.formula.judge(replace(documents, answers=answers, whole=whole), self.kl)

@@ -13,7 +13,7 @@ import torch
 
 from raytune_fsdp.base.batch import Role
 from raytune_fsdp.config.sections.objectives import KtoObjective
-from raytune_fsdp.model.objective.groups import Documents, Judged, figures_of
+from raytune_fsdp.model.objective.judged import Documents, Judged, figures_of
 
 
 class KtoLoss:

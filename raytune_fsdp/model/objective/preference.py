@@ -22,7 +22,7 @@ from raytune_fsdp.config.sections.objectives import (
     OrpoObjective,
     SimpoObjective,
 )
-from raytune_fsdp.model.objective.groups import Documents, Judged, figures_of
+from raytune_fsdp.model.objective.judged import Documents, Judged, figures_of
 
 PairObjective = DpoObjective | IpoObjective | SimpoObjective | CpoObjective | OrpoObjective
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytune_fsdp.base.batch import IGNORE, PADDING, PackedSample
+from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, PackedSample, Role
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.counts import Census, GroupsOfSteps
 from raytune_fsdp.record.report.curves import new_figure, save_png
 
 if TYPE_CHECKING:
@@ -24,16 +24,26 @@ _SAMPLE_ROW = "{:24} {:>10} {:>10} {:>12} {:>12} {:>8} {:>8} {:>9} {:>6}"
 
 
 def preview(
-    sample: PackedSample, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, title: str, colours: bool
+    sample: PackedSample,
+    tokenizer: PreTrainedTokenizerBase,
+    names: Sequence[str],
+    *,
+    title: str,
+    colours: bool,
+    columns: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield a packed sample as lines: each document with its dataset; trained tokens are green, or between « and »."""
+    """Yield a packed sample as lines: each document with its dataset; trained tokens are green, or between « and ».
+
+    `columns`: the names of what a loss is told of each document.
+    """
     documents = documents_of(sample)
     yield headline(sample, title, colours=colours)
     for number, document in enumerate(documents, start=1):
         name = names[int(sample.source_ids[document.start])]
         trained = int((sample.labels[document] != IGNORE).sum())
         tokens = document.stop - document.start
-        yield f"  -- document {number}, {printable(name)}: {tokens:,} tokens, {trained:,} trained"
+        role = "".join(f", {each}" for each in role_of(sample, document, columns))
+        yield f"  -- document {number}{role}, {printable(name)}: {tokens:,} tokens, {trained:,} trained"
         yield from text_of(sample, document, tokenizer, colours=colours)
 
 
@@ -42,6 +52,17 @@ def documents_of(sample: PackedSample) -> list[slice]:
     real = sample.source_ids != PADDING
     starts = np.flatnonzero((sample.position_ids == 0) & real).tolist()
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], int(real.sum())], strict=False)]
+
+
+def role_of(sample: PackedSample, document: slice, columns: Sequence[str]) -> list[str]:
+    """Return what a document is in its group, in words; empty where documents stand alone."""
+    if sample.columns is None or tuple(columns[: len(GROUP_COLUMNS)]) != GROUP_COLUMNS:
+        return []
+    told = dict(zip(columns, sample.columns[:, document.start].tolist(), strict=False))
+    words = [Role(int(told["role"])).name.lower()]
+    words += [f"weight {told['weight']:g}"] if told["weight"] != 1 else []
+    words += [f"margin {told['margin']:g}"] if told["margin"] else []
+    return words + ([f"its first {told['skipped']:,.0f} targets are not the answer's"] if told["skipped"] else [])
 
 
 def headline(sample: PackedSample, title: str, *, colours: bool) -> str:
@@ -72,8 +93,11 @@ def text_of(
     yield from (f"  {line}" for line in marked.split("\n"))
 
 
-def stats(census: Census, *, title: str) -> Iterator[str]:
-    """Yield the counts of a census as a table, a line for every dataset, and the lengths of its documents."""
+def stats(census: Census, *, title: str, groups: GroupsOfSteps | None = None, kind: str | None = None) -> Iterator[str]:
+    """Yield the counts of a census as a table, a line for every dataset, and the lengths of its documents.
+
+    `kind`: of groups, if there are any; `groups`: how many of them a step has.
+    """
     epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs)} epochs"
     yield f"{title}: {epochs} in {census.windows:,} window(s)"
     yield _SAMPLE_ROW.format(
@@ -93,6 +117,10 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
         f"packed samples {samples:,} of {census.seq_len:,} tokens, {census.efficiency:.2%} full; "
         f"{census.total.target_tokens / max(1, census.tokens):.1%} of the tokens are trained on"
     )
+    what = "pairs" if kind == "preference" else "judged answers"
+    if kind is not None:
+        a_step = "" if groups is None else f", {groups.words}"
+        yield f"{census.total.groups:,} {what}, each of two documents that stay together{a_step}"
     for name, count in rows[: len(census.names)]:
         for reason, many in sorted(count.dropped.items()):
             yield f"dropped from {name}: {many:,} {reason}"
@@ -107,7 +135,7 @@ def stats(census: Census, *, title: str) -> Iterator[str]:
         octaves[bucket // 4] = octaves.get(bucket // 4, 0) + many
     if not octaves:
         return
-    yield "documents by length in tokens"
+    yield f"{'documents' if kind is None else what} by length in tokens"
     most = max(octaves.values())
     for octave in range(min(octaves), max(octaves) + 1):
         many = octaves.get(octave, 0)

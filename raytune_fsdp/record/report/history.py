@@ -321,8 +321,8 @@ def census_of(path: Path) -> Census:
 def _is_dataset(values: Any) -> bool:
     return (
         isinstance(values, dict)
-        and values.keys() == {*_COUNTS, "dropped", "lengths"}
-        and all(is_count(values[name]) for name in _COUNTS)
+        and values.keys() - {"groups"} == {*_COUNTS, "dropped", "lengths"}
+        and all(is_count(values.get(name, 0)) for name in (*_COUNTS, "groups"))
         and all(isinstance(values[name], dict) for name in ("dropped", "lengths"))
         and all(map(is_count, (*values["dropped"].values(), *values["lengths"].values())))
         and all(each.isascii() and each.isdecimal() and len(each) < 4 for each in values["lengths"])

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ConversationConfig
 from raytune_fsdp.data.questions import Questions
+from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.model.objective.grouped import group_objective
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
 from raytune_fsdp.run.evaluation.tasks import measure_tasks
-from raytune_fsdp.run.reference.given import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +49,12 @@ class Evaluation:
 
         `groups`: the loss of the run's groups; None: that of one process.
         """
-        chosen = config.eval
+        chosen, objective = config.eval, config.train.objective
+        if groups is None and objective.rows is not None:
+            groups = GroupObjective.of(objective)
         return cls(
             datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens,
-            exact=config.run.exact, groups=groups or group_objective(config.train),
+            exact=config.run.exact, groups=groups,
         )  # fmt: skip
 
     def values(
@@ -70,7 +71,7 @@ class Evaluation:
         Collective."""
         found = losses(
             model, self.datasets, micro_batch=micro_batch, layout=layout, device=device, exact=self.exact,
-            groups=self.groups, given=self.given,
+            groups=self.groups, told=None if self.given is None else self.given.told,
         )  # fmt: skip
         return found | measure_tasks(
             model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention

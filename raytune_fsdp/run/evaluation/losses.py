@@ -5,24 +5,24 @@ All ranks must call these together: a sharded model needs every rank for a forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import PADDING, Cursor, MicroBatch, PackedSample, make_groups
+from raytune_fsdp.base.batch import PADDING, Cursor, MicroBatch, PackedSample
 from raytune_fsdp.data.batches import FILLER_INDEX, eval_batches, to_batch
 from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import group_values
-from raytune_fsdp.model.objective.groups import KINDS, Documents, Formula, GroupObjective
+from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.judged import KINDS, Documents, Formula
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
-from raytune_fsdp.run.reference.given import Given
 from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
@@ -37,12 +37,12 @@ def losses(
     device: torch.device,
     exact: bool = False,
     groups: GroupObjective | None = None,
-    given: Given | None = None,
+    told: Callable[[MicroBatch], MicroBatch] | None = None,
 ) -> dict[str, float]:
     """Return loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective.
 
-    `exact`: with the same bits at any number of ranks. `groups`: the loss of datasets of groups. `given`: what the
-    reference gives to their documents.
+    `exact`: with the same bits at any number of ranks. `groups`: the loss of datasets of groups. `told`: gives
+    micro-batches what the reference says of their documents, if that is known.
     """
     results: dict[str, float] = {}
     rank = dist.get_rank()
@@ -50,11 +50,11 @@ def losses(
     with evaluating(model):
         for name, windows in datasets.items():
             whole = eval_batches(windows, micro_batch=micro_batch, data_ranks=layout.data_ranks, data_rank=data_rank)
-            if given is not None:
-                whole = map(given.told, whole)
+            if told is not None:
+                whole = map(told, whole)
             batches = to_device((own_part(batch, layout, rank) for batch in whole), device)
-            if groups is not None and make_groups(windows.columns):
-                compared = given is not None or groups.reference is not None or not groups.config.compares
+            if groups is not None and windows.kind is not None:
+                compared = not groups.config.compares or (groups.reference or told) is not None
                 values = _of_groups(model, batches, groups, device, compared=compared, exact=exact)
                 results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
                 continue
@@ -77,7 +77,7 @@ def _of_groups(
 
     Where the loss of each depends on all, these are all groups of the dataset.
     """
-    kept = [(batch.index, groups.measured(model, batch)) for batch in batches]  # a few numbers of each document
+    kept = [(batch.index, groups.own(model, batch)) for batch in batches]  # a few numbers of each document
     formula, kl = groups.formula, None
     if formula.looks_ahead and compared:
         known = ((index, torch.cat([formula.ahead(each).sum()[None], _figures(formula, each)])) for index, each in kept)

@@ -17,7 +17,7 @@ from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.checkpoint.catalogue import ways_out_of_divergence
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice, SftObjective
 from raytune_fsdp.model.objective.figures import PAIRS_RIGHT, group_values
-from raytune_fsdp.model.objective.groups import KINDS
+from raytune_fsdp.model.objective.judged import KINDS
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.step_counts import StepCounts, digest_of
 from raytune_fsdp.run.measure.against_prediction import Forecast

@@ -16,15 +16,14 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.reference import Known, ReferenceFiles, digest_of_values
+from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, digest_of_values
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
 from raytune_fsdp.run.fetching import Say, brought
-from raytune_fsdp.run.reference.given import Given
-from raytune_fsdp.run.reference.model import ReferenceModel
 from raytune_fsdp.run.reference.network import build_reference, decided_by
 from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
+from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import fill_mode
 

@@ -19,8 +19,8 @@ from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.adapters.attach import without_adapters_in
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.run.fetching import Say
-from raytune_fsdp.run.reference.model import ReferenceModel
 from raytune_fsdp.run.reference.network import build_reference
+from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.parallel import release_gathered
 
@@ -66,7 +66,7 @@ class During:
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         asked = model if self.other is None else self.other
         with _asked(asked), without_adapters_in(model, off=self.other is None):
-            answers = self.objective.answers(asked, batch)
+            answers = self.objective.measured(asked, batch)[0].answers
         if self.other is not None:
             release_gathered(self.other)
         return answers

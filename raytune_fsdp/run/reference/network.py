@@ -21,12 +21,11 @@ from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.storage import PIECES
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.fill import fill
-from raytune_fsdp.model.objective.grouped import group_objective
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import named
 from raytune_fsdp.run.build import Site, build
 from raytune_fsdp.run.fetching import Say, brought
-from raytune_fsdp.run.reference.model import ReferenceModel
+from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.same_files import digests
 from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights, fill_mode, first_weights
@@ -60,7 +59,7 @@ def decided_by(
     else:
         architecture = {key: text[key] for key in text if key not in ("transformers_version", "_name_or_path", "dtype")}
     method = named("method", config.method, exclude=("adapter",))
-    return json.loads(
+    decided: dict[str, Any] = json.loads(
         json.dumps(
             {
                 "architecture": architecture,
@@ -71,7 +70,8 @@ def decided_by(
             },
             default=str,
         )
-    )  # type: ignore[no-any-return]
+    )
+    return decided
 
 
 def _content(origin: StartingWeights, *, alone: bool) -> dict[str, Any]:
@@ -105,8 +105,6 @@ def build_reference(
     mode = fill_mode(config, origin, adapter)
     weights, beginning = first_weights(config, origin, model, mode, adapter)
     fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
-    groups = group_objective(config.train, judged=prepared.judged, group=built.groups.sequence)
-    assert groups is not None, "its objective compares"
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, compute_dtype(config.parallel.precision))
-    return model, groups
+    return model, GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)

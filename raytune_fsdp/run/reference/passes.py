@@ -147,7 +147,7 @@ def _of_window(
     empty = filler(micro_batch, seq_len=task.windows.seq_len, pad_id=task.windows.pad_id)
     batches = [batch for batch, _ in mine] + [empty] * (rounds - len(mine))
     parts = to_device((own_part(batch, layout, rank) for batch in batches), device)
-    sums = [objective.answers(model, part) for part in parts]
+    sums = [objective.measured(model, part)[0].answers for part in parts]
     for (batch, names), values in zip(mine, sums, strict=False):
         if layout.counts(rank) and layout.member(rank) == 0:
             found.append((batch.index, names, values.cpu().numpy()))

@@ -61,6 +61,8 @@ class PastStep:
     samples: Sequence[PastSample]
     names: Sequence[str]
     """The names of the datasets."""
+    columns: Sequence[str]
+    """The names of the numbers that the loss is told of each document."""
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -128,6 +130,7 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
             for sample, at in zip(samples, places, strict=True)
         ],
         names=windows.names,
+        columns=windows.columns,
         tokenizer=tokenizer,
     )
 

@@ -4,78 +4,42 @@ the adapter that the run begins with."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.data.sources.source import shorten
-from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.directory.files import locate
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, fit_vocabulary, load_architecture
-from raytune_fsdp.run.starting_weights import (
-    AdapterFiles,
-    StartingWeights,
-    find_adapter,
-    find_origin,
-)
+from raytune_fsdp.run.reference_model import ReferenceModel
+from raytune_fsdp.run.resume_point import RunInputs
+from raytune_fsdp.run.starting_weights import find_origin
 from raytune_fsdp.run.trials.needs import network_needs
 
 BASE = "base"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceModel:
-    """A model to compare with, found before any rank is started. Picklable."""
+def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None) -> RunInputs:
+    """Return the inputs of a run with the model that its objective compares with, if it compares.
 
-    config: FinetuneConfig
-    """Of a run that starts from it."""
-    hf_config: PretrainedConfig
-    needs: KernelNeeds
-    origin: StartingWeights | None
-    directory: Path | None
-    """Of its config and tokenizer."""
-    added: Collection[int] = ()
-    adapted: Collection[str] | None = None
-    is_start: bool = False
-    """Whether it is what the run itself starts from."""
-
-    @classmethod
-    def start(
-        cls,
-        config: FinetuneConfig,
-        hf_config: PretrainedConfig,
-        needs: KernelNeeds,
-        origin: StartingWeights | None,
-        directory: Path | None,
-        added: Collection[int],
-        adapted: Collection[str] | None,
-    ) -> ReferenceModel:
-        """Return what a run starts from."""
-        return cls(
-            config=config, hf_config=hf_config, needs=needs, origin=origin, directory=directory,
-            added=tuple(added), adapted=adapted, is_start=True,
-        )  # fmt: skip
-
-    def adapter_files(self) -> AdapterFiles | None:
-        """Return the adapter that belongs to it, after checking that it fits."""
-        if getattr(self.config.method, "adapter", None) is None:
-            return None
-        network = build_network(copy.deepcopy(self.hf_config), self.config, self.added, self.adapted)
-        return find_adapter(self.config, network, self.directory)
-
-
-def find_reference(
-    config: FinetuneConfig, start: ReferenceModel, tokenizer: PreTrainedTokenizerBase
-) -> ReferenceModel | None:
-    """Return the model that the run's objective compares with; None: it compares with none. `start`: the run's own."""
-    wanted = config.reference.model
+    `directory`: of the config and the tokenizer of the run's own model.
+    """
     if not config.train.objective.compares:
-        return None
+        return prepared
+    start = ReferenceModel(
+        config=config, hf_config=prepared.hf_config, needs=prepared.needs, origin=prepared.origin,
+        directory=directory, added=prepared.added, adapted=prepared.adapted, is_start=True,
+    )  # fmt: skip
+    return replace(prepared, reference=find_reference(config, start, prepared.tokenizer))
+
+
+def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: PreTrainedTokenizerBase) -> ReferenceModel:
+    """Return the model that the run's objective compares with. `start`: what the run starts from."""
+    wanted = config.reference.model
     if wanted is None or (wanted == BASE and getattr(config.method, "adapter", None) is None):
         return start
     if wanted == BASE:

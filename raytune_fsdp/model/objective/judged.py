@@ -1,0 +1,76 @@
+"""What the loss of a group is computed from, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+KINDS = (
+    "groups", "losses", "terms", "tokens", "chosen", "rejected", "chosen_rewards", "rejected_rewards", "right",
+    "chosen_logps", "rejected_logps", "kl",
+)  # fmt: skip
+"""What is recorded as sums over groups: their number, their losses, their terms of cross-entropy and the tokens of
+these; how many answers are chosen (of KTO: desirable) and how many rejected, their rewards and log-probabilities; the
+pairs whose chosen answer has the higher reward; how much likelier mismatched answers are than by the reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """The documents of a micro-batch that have targets, in order: vectors in fp64."""
+
+    answers: torch.Tensor
+    """The log-probability of each answer."""
+    whole: torch.Tensor
+    """The log-probability of all its targets, those before the answer included."""
+    lengths: torch.Tensor
+    """The targets of each answer."""
+    targets: torch.Tensor
+    """All its targets."""
+    role: torch.Tensor
+    weight: torch.Tensor
+    margin: torch.Tensor
+    reference: torch.Tensor | None
+    """The reference's log-probability of each answer; None: it is not known, and only log-probabilities can be
+    recorded."""
+
+
+class Judged(NamedTuple):
+    """The groups of a micro-batch, in order."""
+
+    losses: torch.Tensor
+    """The loss of each, as a function of `Documents.answers`."""
+    terms: torch.Tensor
+    """The cross-entropy of each, as a function of `Documents.whole`."""
+    figures: torch.Tensor
+    """[KINDS, groups]: what is recorded."""
+
+
+class Formula(Protocol):
+    """The loss of groups of two documents."""
+
+    sft_weight: float
+    """The weight of the terms of cross-entropy."""
+    looks_ahead: bool
+    """Whether a group's loss depends on all groups of the global batch."""
+
+    def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
+        """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
+
+    def counted(self, desirable: float, undesirable: float) -> Formula:
+        """Return it with the weights that these many answers of both kinds ask for, if they are to be found so."""
+
+    def ahead(self, documents: Documents) -> torch.Tensor:
+        """Return what each group adds to that which the losses of all depend on."""
+
+    def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """Return what the losses of all groups depend on."""
+
+
+def figures_of(like: torch.Tensor, /, **found: torch.Tensor | float) -> torch.Tensor:
+    """Return [KINDS, groups] with these kinds; others are 0. `like`: a number of each group."""
+    figures = like.new_zeros(len(KINDS), len(like))
+    for kind, values in found.items():
+        figures[KINDS.index(kind)] = values.detach() if isinstance(values, torch.Tensor) else values
+    return figures

@@ -1,0 +1,103 @@
+"""Losses of pairs are those of a plain loop, at any world size, packed or not; to the bit, if a run is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.record.jsonl import read_metrics, read_trajectory
+from tests.preferences import KTO, PAIRS, plain_loop, preference_config, train_with_reference
+from tests.ranks import resident_ranks
+from tests.runs import LLAMA, largest_difference
+
+SLOW = pytest.mark.slow
+PLAIN = {"lr": 3e-3, "max_grad_norm": 0.5, "weight_decay": 0.0, "warmup_ratio": 0.0, "schedule": {"type": "constant"}}
+BOUND = 1e-9
+EVAL: dict[str, Any] = {}
+FEW = ("dpo and sft", "orpo")
+"""At every change; the others differ in a formula alone, which tests/unit/test_preference_loss.py compares."""
+
+
+def run(config: FinetuneConfig, world: int) -> list[dict[str, Any]]:
+    resident_ranks(train_with_reference, world, config.model_dump())
+    return read_trajectory(Path(config.run.storage) / config.run.name / "metrics.jsonl")
+
+
+def lines_of(config: FinetuneConfig, kind: str = "step") -> list[dict[str, Any]]:
+    found = read_metrics(Path(config.run.storage) / config.run.name / "metrics.jsonl")
+    return [line for line in found if line["kind"] == kind]
+
+
+def named(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**values, "run": {**values.get("run", {}), "name": name}}
+
+
+@pytest.mark.parametrize(
+    ("name", "packing", "worlds"),
+    [
+        *((name, "best_fit", (1, 3)) for name in FEW),
+        ("dpo and sft", "none", (2,)),
+        *(pytest.param(name, "best_fit", (1, 2, 3, 5), marks=SLOW) for name in PAIRS),
+        *(pytest.param(name, "none", (1, 2, 3, 5), marks=SLOW) for name in PAIRS),
+    ],
+)
+def test_a_plain_loop_and_all_worlds_agree(tmp_path: Path, name: str, packing: str, worlds: tuple[int, ...]) -> None:
+    shared: dict[str, Any] = {"data": {"packing": packing}, "optim": PLAIN}
+    plain = resident_ranks(
+        plain_loop, 1, preference_config(tmp_path, PAIRS[name], **named(shared, "plain")).model_dump()
+    )
+    for world in worlds:
+        rows = run(preference_config(tmp_path, PAIRS[name], **named(shared, f"w{world}")), world)
+        for row, (loss, norm) in zip(rows, plain[0], strict=True):
+            assert row["loss"] == pytest.approx(loss, rel=BOUND), (world, row["step"])
+            assert row["grad_norm"] == pytest.approx(norm, rel=BOUND), (world, row["step"])
+    assert abs(plain[0][-1][0] - plain[0][0][0]) > 1e-3, "the comparison means nothing if nothing is learned"
+
+
+def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
+    """In fp32, where sums would show their order; with two datasets, and evaluations of rows that were held out."""
+    sections: dict[str, Any] = {
+        "parallel": {"precision": "fp32"}, "eval": {"every": 3}, "data": EVAL,
+    }  # fmt: skip
+    runs = {}
+    for world in (1, 2, 3):
+        exact = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
+        config = preference_config(tmp_path, PAIRS["dpo and sft"], names=("first", "second"), **sections, **exact)
+        steps = run(config, world)
+        beside = [(line["preferences"], line["datasets"]) for line in lines_of(config)]
+        runs[world] = (steps, beside, [line["values"] for line in lines_of(config, "eval")])
+    assert runs[1] == runs[2] == runs[3]
+    _, beside, evaluations = runs[1]
+    told, datasets = beside[0]
+    assert {key for key, _ in told} >= {"rewards/accuracies", "rewards/margins", "nll_loss", "second/logps/chosen"}
+    assert [name for name, *_ in datasets] == ["first", "second"] and len(evaluations) == 2
+    assert evaluations[0].keys() >= {"eval/held_out/loss", "eval/held_out/accuracy", "eval/held_out/margins"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "world", "mesh"),
+    [
+        (PAIRS["dpo and sft"], 2, {"sequence": 2}),
+        (KTO["kto weighted"], 4, {"sequence": 2, "tensor": 2}),
+        pytest.param(PAIRS["orpo"], 2, {"tensor": 2}, marks=SLOW),
+        pytest.param(KTO["kto"], 4, {"sequence": 2}, marks=SLOW),
+    ],
+)
+def test_ranks_that_share_samples_and_layers_learn_what_one_learns(
+    tmp_path: Path, objective: dict[str, Any], world: int, mesh: dict[str, int]
+) -> None:
+    """Pairs are cut between ranks, whose sums of documents are put together."""
+    runs = {}
+    for name, ranks, parallel in (("alone", 1, {}), ("shared", world, {"mesh": mesh})):
+        config = preference_config(
+            tmp_path, objective, architecture=LLAMA, train={"max_steps": 3}, run={"name": name},
+            parallel={"precision": "fp64", **parallel},
+        )  # fmt: skip
+        runs[name] = run(config, ranks), [dict(line["preferences"]) for line in lines_of(config)]
+    for key, bound in (("loss", 1e-8), ("grad_norm", 1e-6)):
+        assert largest_difference(runs["alone"][0], runs["shared"][0], key) <= bound
+    for alone, shared in zip(runs["alone"][1], runs["shared"][1], strict=True):
+        assert shared == pytest.approx(alone, rel=1e-7)
