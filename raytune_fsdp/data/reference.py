@@ -202,8 +202,8 @@ def given_of(identity: Mapping[str, Any], datasets: Mapping[str, Windows]) -> Gi
             part = files.read(0, k)
             if part is None:
                 logger.warning(
-                    "what the reference says of %s is not kept in %s, so only log-probabilities are measured: the run's "
-                    "own evaluations compute it", name, files.directory,
+                    "what the reference says of %s is not kept in %s, so only log-probabilities are measured: the "
+                    "run's own evaluations compute it", name, files.directory,
                 )  # fmt: skip
                 return None
             found.append(part)
