@@ -33,7 +33,7 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.length import check_extension
-from raytune_fsdp.run.reference_model import ReferenceModel
+from raytune_fsdp.run.starting_weights import ReferenceModel
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
 

@@ -20,7 +20,7 @@ from raytune_fsdp.model.adapters.attach import without_adapters_in
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.network import build_reference
-from raytune_fsdp.run.reference_model import ReferenceModel
+from raytune_fsdp.run.starting_weights import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.parallel import release_gathered
 
