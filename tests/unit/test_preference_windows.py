@@ -19,6 +19,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.census import census, groups_of_steps
+from raytune_fsdp.data.duplicates import in_either
 from raytune_fsdp.data.groups import cut_to, partners
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.open import open_data
@@ -267,6 +268,18 @@ def test_more_targets_make_other_windows_and_nothing_else_does(tmp_path: Path) -
     # It says something about pairs only.
     others = write(tmp_path / "judged", judged(3), type="binary")
     assert "over_all" not in make_windows([others], cache=tmp_path, over_all=True).identity
+
+
+@given(st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), min_size=1, max_size=20), st.integers(0, 20))
+def test_rows_of_a_prompt_and_equal_rows_are_together(rows: list[tuple[int, int]], cut: int) -> None:
+    one, other = (np.split(np.array(each, dtype=np.int64), [min(cut, len(rows))]) for each in zip(*rows, strict=True))
+    found = np.concatenate(in_either(one, other))
+    near = [
+        [a == b or any(x == y >= 0 for x, y in zip(rows[a], rows[b], strict=True)) for b in range(len(rows))]
+        for a in range(len(rows))
+    ]
+    reached = np.linalg.matrix_power(np.array(near, dtype=float), len(rows)) > 0
+    assert np.array_equal(found[:, None] == found[None, :], reached)
 
 
 @pytest.mark.parametrize("wanted", [{"fraction": 0.25}, {"rows": 9}])
