@@ -180,7 +180,7 @@ ROW = {"prompt": "What?", "chosen": "The GPU.", "rejected": "No."}
         ),
         (
             {"prompt": [{**WHAT, "content": "Who?"}], "chosen": [WHAT, said("x")], "rejected": [WHAT, said("y")]},
-            PAIR, "wrong_prompt", "chosen begins with What? and not with the messages of prompt (Who?)",
+            PAIR, "wrong_prompt", "chosen begins with 'What?' and not with the messages of prompt ('Who?')",
         ),
         (
             {"prompt": "Who?", "chosen": [WHAT, said("x")], "rejected": [WHAT, said("y")]},
