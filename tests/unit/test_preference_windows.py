@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, Cursor, PackedSample, Role
-from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.cli.plan import plan_in_words
 from raytune_fsdp.cli.plan_rows import _Seen
 from raytune_fsdp.config import DatasetConfig
@@ -321,3 +321,23 @@ def test_all_pairs_of_a_prompt_are_held_out_or_none(tmp_path: Path, wanted: dict
     )
     assert not trained.keys() & measured.keys() and len(trained) + len(measured) == 12
     assert 7 <= measured.total() <= 10 and trained.total() + measured.total() in (37, 38), "an equal row less"
+
+
+def test_pairs_under_another_format_are_pointed_out(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "yes"}]
+    pair = {"chosen": turns, "rejected": [turns[0], {**turns[1], "content": "no"}], "margin": 2.0}
+
+    def opened(name: str, row: dict[str, Any], kind: str) -> Windows:
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+        dataset = DatasetConfig.model_validate({"path": str(tmp_path / name), "format": {"type": kind}})
+        return make_windows([dataset], cache=tmp_path, seq_len=60)
+
+    both = opened("both.jsonl", {"messages": turns, **pair}, "chat")
+    assert [(each.column, each.read_by) for each in both.unread] == [
+        ("chosen", "format.type=preference"), ("rejected", "format.type=preference"),
+    ]  # fmt: skip
+    assert [(each.column, each.read_by) for each in opened("pair.jsonl", pair, "preference").unread] == [
+        ("margin", "format.margin")
+    ]
+    with pytest.raises(DataError, match="has no column 'messages'.*set the dataset's format to {type: preference}"):
+        opened("pair.jsonl", pair, "chat").get(0, 0)
