@@ -226,14 +226,9 @@ def _datasets(targets: Targets, told: _Told) -> torch.Tensor:
 
 
 class GroupStandIn(StandIn):
-    """Stands for a loss of groups, likewise."""
-
-    def __init__(self, *, looks_ahead: bool) -> None:
-        self._looks_ahead = looks_ahead
+    """Stands for a loss of groups, likewise; a pass without gradients before the step's is not counted."""
 
     def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
-        if self._looks_ahead:
-            over_step(lambda model, batch: micro_batch_loss(model, batch).total)
         return self
 
     def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Self:
