@@ -42,6 +42,7 @@ def make_windows(
     vocab_size: int = VOCABULARY,
     order_version: int | None = None,
     columns: Sequence[str] = (),
+    over_all: bool = False,
     **options: Any,
 ) -> Windows:
     """Windows of 8 rows and samples of 16 tokens, unless `options` (of the data section) say otherwise."""
@@ -56,6 +57,7 @@ def make_windows(
         cache=cache,
         order_version=order_version,
         columns=columns,
+        over_all=over_all,
     )
 
 

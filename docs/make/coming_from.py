@@ -86,6 +86,8 @@ all fields. LoRA is carried, and so is a base of 4 or 8 bits under it ([methods]
 - The order of the rows, and which of them are held out for evaluation, are drawn differently.
 - A quantized base does not have the bytes of bitsandbytes. NF4 differs slightly; with 8 bits only weights are rounded,
   while LLM.int8() also rounds what goes into a layer.
+- The parts of a loss that compare answers are divided by the pairs of a step, on all GPUs and in all micro-batches.
+  KTO's KL is the mean over them, too.
 - A function that the other trainer has in Python (a dataset's script, a plugin, a reward) is not looked at.
 
 <contents>
@@ -117,7 +119,14 @@ def _example(drop: list[str]) -> str:
 
 def _section(project: Project) -> str:
     options = list({id(option): option for option in project.options.values()}.values())
-    lines = [f"\n## From {project.title}\n", f"{project.about}\n", "| Its option | Here |", "| --- | --- |"]
+    about = project.about
+    if project.like:
+        of = PROJECTS[project.like]
+        told = {id(option) for option in of.options.values()}
+        options = [option for option in options if id(option) not in told]
+        rest = f"[{of.title}](#from-{_anchor(of.title)})"
+        about += f" What the table of {rest} says of the model, adapters, datasets and training holds here, too."
+    lines = [f"\n## From {project.title}\n", f"{about}\n", "| Its option | Here |", "| --- | --- |"]
     for option in sorted(options, key=_interest):
         # Without the second spelling of FSDP's options, and what is said of datasets for evaluation once more.
         names = ", ".join(f"`{name}`" for name in option.names if not name.startswith(_AGAIN))

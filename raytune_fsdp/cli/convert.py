@@ -9,7 +9,10 @@ from pathlib import Path
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.common import Parser, run_command, say, write_new
 
-_PROJECTS = ("axolotl", "trl", "llama-factory", "torchtune", "accelerate", "deepspeed")
+_PROJECTS = (
+    *("axolotl", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo"),
+    *("llama-factory", "torchtune", "accelerate", "deepspeed"),
+)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") -> int:

@@ -22,6 +22,7 @@ from raytune_fsdp.record.console import event_in_words
 from raytune_fsdp.record.names import ANSWERED, with_perplexity
 
 if TYPE_CHECKING:
+    from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import FinetuneConfig
 
 
@@ -115,14 +116,13 @@ _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "l
 """Fields of `data` that change neither which rows are held out nor which files are read."""
 
 
-def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | None]:
-    """Return the versions of the order in which the run reads its rows.
+def _state_of_run(config: FinetuneConfig, own: Path | None) -> RunState:
+    """Return the state of the run, which says in which order it reads its rows.
 
     A new run's, if the rows are not the run's own or it has no checkpoint.
     """
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config.load import load_config
-    from raytune_fsdp.run.beginning import orders_of
     from raytune_fsdp.run.resume import find_resume
     from raytune_fsdp.tools.audit.past import past_place
 
@@ -131,8 +131,8 @@ def _orders_of_run(config: FinetuneConfig, own: Path | None) -> dict[str, int | 
             before = load_config(own)
             kept = {name: getattr(before.data, name) for name in _NO_OTHER_ROWS}
             if (before.data, before.eval.tasks) == (config.data.model_copy(update=kept), config.eval.tasks):
-                return orders_of(find_resume(past_place(own.parent), resume="auto").state)
-    return orders_of(RunState())
+                return find_resume(past_place(own.parent), resume="auto").state
+    return RunState()
 
 
 def _measure(
@@ -149,10 +149,12 @@ def _measure(
     from raytune_fsdp.data.mixture import Order
     from raytune_fsdp.data.open import open_evals
     from raytune_fsdp.data.questions import check_names, open_tasks
+    from raytune_fsdp.data.reference import given_of
     from raytune_fsdp.launch.examine import StoredModel, check_workers, examine, examine_on_ranks
     from raytune_fsdp.launch.local import check_gpus
     from raytune_fsdp.launch.worker import choose_device
     from raytune_fsdp.model.attention.choose import positions_of
+    from raytune_fsdp.run.beginning import orders_of
     from raytune_fsdp.run.evaluation.answers import check_prompts
     from raytune_fsdp.run.evaluation.evaluation import Evaluation
     from raytune_fsdp.run.network_checks import check_positions
@@ -164,7 +166,8 @@ def _measure(
     check_positions(config, hf_config)
     vocabulary, positions = hf_config.get_text_config().vocab_size, positions_of(hf_config)
     check_prompts(config, tokenizer, positions)
-    orders = _orders_of_run(config, own)
+    state = _state_of_run(config, own)
+    orders = orders_of(state)
     rules = Order.of(**orders).rules
     with show_progress() as progress:
         evals = open_evals(config, tokenizer, vocabulary, progress, **orders)
@@ -173,7 +176,7 @@ def _measure(
         for windows in evals.values():
             census(windows, progress=progress)  # as in a run: a row that cannot be used is said now
     # Added up in the order of the micro-batches, so that the number of ranks makes no difference.
-    exam = replace(Evaluation.of(config, evals, tasks), exact=True)
+    exam = replace(Evaluation.of(config, evals, tasks), exact=True, given=given_of(state.identity, evals))
     if found.workers > 1:
         return examine_on_ranks(config, stored, exam, found.workers)
     device = choose_device(config.cluster.device, 1)

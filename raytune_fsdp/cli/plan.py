@@ -158,12 +158,22 @@ def plan_in_words(
         "steps": f"{about}{plan.steps:,}, up to {plan.steps * tokens:,} tokens",
         "lr": f"{config.optim.lr:g}, {config.optim.schedule.type} over {plan.schedule_steps:,} steps, "
         f"{plan.warmup_steps} of warmup",
+        **_reference(config),
         "saved": f"{', '.join(saved)}, and at the end",
         "evaluated": f"{cadence_in_words(plan.eval_every)}, and at the end"
         if data.eval or config.eval.tasks or config.eval.prompts
         else "never",
     }
     return "\n".join(f"{name:10} {value}" for name, value in rows.items())
+
+
+def _reference(config: FinetuneConfig) -> dict[str, str]:
+    """Return the row about what the run compares with, if it does."""
+    if not config.train.objective.compares:
+        return {}
+    which = "what the run starts from" if config.reference.model is None else config.reference.model
+    kept = "asked once about every row, before training, and kept beside the data"
+    return {"reference": f"{which}, {kept if config.reference.when == 'before' else 'asked in every step'}"}
 
 
 if __name__ == "__main__":

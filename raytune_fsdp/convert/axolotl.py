@@ -8,7 +8,9 @@ from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.axolotl_adapters import METHOD_OPTIONS, prepare_method
 from raytune_fsdp.convert.axolotl_data import DATA_OPTIONS, prepare_data
 from raytune_fsdp.convert.axolotl_left import LEFT_OPTIONS, MACHINE_OPTIONS
+from raytune_fsdp.convert.axolotl_preferences import RL_OPTIONS, prepare_rl, rows_of_rl
 from raytune_fsdp.convert.optimizers import optimizer
+from raytune_fsdp.convert.preferences import sample_of_two
 from raytune_fsdp.convert.rules import (
     Project,
     Translation,
@@ -46,6 +48,7 @@ _OFFLOADING = ("offload", "offload_disk", "unsloth")
 def prepare(c: Translation) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
+    prepare_rl(c)
     prepare_method(c)
     length(c, "num_epochs", default=1.0)
     # The batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it.
@@ -88,6 +91,8 @@ def prepare(c: Translation) -> None:
     )
     activation_checkpointing(c, "gradient_checkpointing", read=lambda value: plain(value) in _OFFLOADING or flag(value))
     _precision(c)
+    if rows := rows_of_rl(c):
+        sample_of_two(c, "sequence_len", c.get("sequence_len", whole, 512), rows)
     c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
     c.default("data.seq_len", 512, "sequence_len by default")
     packed = "best_fit" if c.get("sample_packing", flag, False) else "none"
@@ -245,17 +250,6 @@ _OPTIONS = (
 
 
 _REFUSED_OPTIONS = (
-    refuse("rl reward_model process_reward_model", "supervised training only"),
-    leave(
-        "rl_beta dpo_beta orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
-        "means nothing without rl, which is refused",
-    ),
-    leave(
-        "precompute_ref_log_probs dpo_use_weighting dpo_label_smoothing max_prompt_len trl vllm ebft num_labels "
-        "dpo_loss_type dpo_loss_weights dpo_padding_free dpo_use_liger_kernel dpo_norm_loss "
-        "dpo_generate_during_eval dpo_use_logits_to_keep rpo_alpha center_rewards_coefficient",
-        "means nothing without rl, which is refused",
-    ),
     refuse("qat quantization use_onebitllms", "computing in fewer than 8 bits is not here"),
     refuse("fp8", FP8),
     leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
@@ -312,6 +306,7 @@ AXOLOTL = Project(
     options=table(
         *_OPTIONS,
         *DATA_OPTIONS,
+        *RL_OPTIONS,
         *OPTIM_OPTIONS,
         *SHARED_OPTIONS,
         *_REFUSED_OPTIONS,

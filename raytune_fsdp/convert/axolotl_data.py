@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.axolotl_preferences import FIELDS, format_of_rl, rows_of_rl, template_of_rl
+from raytune_fsdp.convert.preferences import JUDGED, PAIRS, TOO_LONG
 from raytune_fsdp.convert.rules import (
     Translation,
     a_map,
@@ -68,8 +70,14 @@ def prepare_data(c: Translation) -> None:
         c.carry("val_set_size", "data.eval", {"fraction": size} if size < 1 else {"rows": int(size)})
     c.say("val_set_size", "same", "nothing is held out")
     _long_documents(c, {each["format"]["type"] for each in train}, pretraining=bool(found["pretraining_dataset"]))
-    _templates(c, [each for each in train if each["format"]["type"] == "chat"])
-    _tokens(c, all(each["format"]["type"] == "chat" for each in train))
+    chats = [each for each in train if each["format"]["type"] == "chat" or _messages_of_pairs(each["format"])]
+    _templates(c, chats)
+    _tokens(c, len(chats) == len(train))
+
+
+def _messages_of_pairs(rows: dict[str, Any]) -> bool:
+    """Return whether answers that are compared are a conversation's."""
+    return rows["type"] in (PAIRS, JUDGED) and rows.get("style") != "plain"
 
 
 _OVERLAP = 256
@@ -98,7 +106,7 @@ def _long_documents(c: Translation, types: set[str], *, pretraining: bool) -> No
         c.refuse_unsaid(key, f"not in the file, and {how} by default: {why}")
         return
     if others:
-        c.carry(key, field, ours)
+        c.carry(key, field, ours, TOO_LONG if ours == "truncate" and others & {PAIRS, JUDGED} else "")
         c.default(field, ours, "what axolotl does with more than sequence_len tokens")
         return
     why = "what axolotl does with texts of more than sequence_len tokens"
@@ -143,6 +151,8 @@ def _dataset(c: Translation, prefix: str, ours: str, kind: str) -> dict[str, Any
     for key in ("path", "data_files", "name", "revision", "split"):
         c.say(f"{prefix}{key}", "carried", where)
     found["format"] = _format(c, prefix, kind)
+    if template := template_of_rl(c, prefix):
+        found["chat_template"] = template
     return found
 
 
@@ -161,6 +171,8 @@ def _file(c: Translation, prefix: str, hub: str, files: list[str]) -> dict[str, 
 
 def _format(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     """Return the format of a dataset by its type, and say what becomes of its other keys."""
+    if rows := rows_of_rl(c):
+        return format_of_rl(c, prefix, rows)
     own = [key for key in _OWN_TYPES if f"{prefix}type.{key}" in c.given]
     if own:
         return _own_type(c, f"{prefix}type.")
@@ -331,14 +343,16 @@ DATA_OPTIONS = (
         "`data.train.N.path` or `hub`, `subset`, `split`, `revision`, `rows`",
     ),
     settled(
-        _each("type", *_LISTS), "`format`: chat_template, sharegpt, alpaca, completion, pretrain; others are refused"
+        _each("type", *_LISTS),
+        "`format`: chat_template, sharegpt, alpaca, completion, pretrain; with rl chatml.intel and kin; others refused",
     ),
     settled(
         _each(" ".join(f"type.{key}" for key in _OWN_TYPES)),
         "`format: {type: template, …}`, if its text is the same for all rows",
     ),
     settled(f"{_each('field')} pretraining_dataset.*.text_column", "`format.text`"),
-    settled(_each("field_messages field_tools roles"), "`format.messages`, `tools`, `roles`"),
+    settled(_each("field_messages field_tools roles"), "`format.messages`, `tools`, `roles`; with rl `format.prompt`"),
+    settled(_each(" ".join(FIELDS)), "with rl: `format.prompt`, `chosen`, `rejected`, `completion`, `label`"),
     settled(
         _each(
             "message_property_mappings.role message_property_mappings.content message_field_role message_field_content"

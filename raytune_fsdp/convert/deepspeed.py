@@ -388,8 +388,8 @@ _FILE_OPTIONS = (
 DEEPSPEED = Project(
     name="deepspeed",
     title="DeepSpeed",
-    about="The JSON file that Transformers, accelerate and axolotl take beside their config. It names no model and no "
-    "data, so the result is a part of a config: put it into one. `auto` is left to what the rest says.",
+    about="The JSON file that Transformers, accelerate and axolotl take together with their config. It names no model "
+    "and no data, so the result is a part of a config: put it into one. `auto` is left to what the rest says.",
     options=table(*_FILE_OPTIONS),
     prepare=prepare,
     finish=finish,

@@ -27,8 +27,10 @@ from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
 from raytune_fsdp.convert.rules import Project, Said, TheirOption, Translation
 from raytune_fsdp.convert.torchtune import TORCHTUNE
 from raytune_fsdp.convert.trl import TRL
+from raytune_fsdp.convert.trl_preferences import TRL_CPO, TRL_DPO, TRL_KTO, TRL_ORPO
 
-PROJECTS = {project.name: project for project in (AXOLOTL, TRL, LLAMA_FACTORY, TORCHTUNE, ACCELERATE, DEEPSPEED)}
+_TRL = (TRL, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_CPO)
+PROJECTS = {project.name: project for project in (AXOLOTL, *_TRL, LLAMA_FACTORY, TORCHTUNE, ACCELERATE, DEEPSPEED)}
 _INSIDES = {
     name: {option[: dot.start()] for option in project.options for dot in re.finditer(r"\.", option)}
     for name, project in PROJECTS.items()
@@ -195,13 +197,18 @@ def guess(file: str, tree: dict[str, Any]) -> tuple[str, str]:
     known = {
         name: sum(key in project.options or key in _INSIDES[name] for key in tree) for name, project in PROJECTS.items()
     }
-    best, second = sorted(known, key=lambda name: -known[name])[:2]
-    if 2 * known[best] < len(tree) or known[best] == known[second]:
+    best = max(known, key=lambda name: known[name])
+    family = PROJECTS[best].like or best
+    second = max((name for name in known if (PROJECTS[name].like or name) != family), key=lambda name: known[name])
+    alike = [name for name in known if known[name] == known[best] and (PROJECTS[name].like or name) == family]
+    if 2 * known[best] < len(tree) or known[best] == known[second] or (len(alike) > 1 and family not in alike):
         raise ConfigError(
             f"{file}: its trainer is unclear ({', '.join(f'{name} knows {many}' for name, many in known.items())} "
             f"of its {len(tree)} keys): name the trainer with --from {'|'.join(PROJECTS)}"
         )
-    return best, f"it knows {known[best]} of the {len(tree)} keys, {second} {known[second]}"
+    others = ", ".join(f"--from {name}" for name in alike if name != best)
+    unless = f"; if it is for another of its commands: {others}" if others else ""
+    return best, f"it knows {known[best]} of the {len(tree)} keys, {second} {known[second]}{unless}"
 
 
 def _leaves(tree: dict[str, Any], project: Project) -> Iterator[tuple[str, TheirOption | None, Any]]:

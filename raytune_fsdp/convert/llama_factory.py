@@ -8,6 +8,8 @@ from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import Lora, Quantized, carry_lora, details_of_nf4
 from raytune_fsdp.convert.llama_factory_data import TEMPLATES, prepare_data, without_thoughts
+from raytune_fsdp.convert.llama_factory_preferences import STAGE_OPTIONS, STAGES, prepare_stage, rows_of_stage
+from raytune_fsdp.convert.preferences import sample_of_two
 from raytune_fsdp.convert.rules import (
     Project,
     TheirOption,
@@ -49,6 +51,9 @@ def prepare(c: Translation) -> None:
     if found != "bf16":
         c.default("parallel.precision", found, "bf16 and fp16 are off by default")
     pretraining = c.get("stage", text, "sft") == "pt"
+    if rows := rows_of_stage(c):
+        prepare_stage(c)
+        sample_of_two(c, "cutoff_len", c.get("cutoff_len", whole, _LENGTH), rows)
     _packing(c, pretraining)
     c.carry("cutoff_len", "data.seq_len", c.get("cutoff_len", whole, _LENGTH))
     prepare_data(c, pretraining=pretraining)
@@ -164,7 +169,8 @@ def _thinking(c: Translation, key: str) -> None:
 
 def _has_no_chat(c: Translation) -> bool:
     formats = [each["format"].get("then", each["format"]) for each in _train(c)]
-    return bool(formats) and not any(each["type"] == "chat" or each.get("style") == "chat" for each in formats)
+    chats = ("chat", *STAGES.values())
+    return bool(formats) and not any(each["type"] in chats or each.get("style") == "chat" for each in formats)
 
 
 def _train(c: Translation) -> list[dict[str, Any]]:
@@ -176,7 +182,7 @@ def _stage(c: Translation, key: str) -> None:
     if c.get(key, text, "") in ("sft", "pt"):
         c.say(key, "carried", f"format.type={'completion' if c.get(key, text, '') == 'pt' else 'chat or instruction'}")
     else:
-        c.say(key, "refused", "supervised training only")
+        c.say(key, "refused", "sft, pt, dpo and kto are here")
 
 
 def _attention(c: Translation, key: str) -> None:
@@ -244,7 +250,7 @@ def _details(owner: str, names: str) -> TheirOption:
 
 
 _METHOD_OPTIONS = (
-    ask("stage", "`format` (sft, pt); others are refused", _stage),
+    ask("stage", "`format` (sft, pt), and of dpo and kto `train.objective`; others are refused", _stage),
     settled("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
     settled("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
     settled("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
@@ -260,14 +266,7 @@ _METHOD_OPTIONS = (
         "finetuning_type",
         _adapts,
     ),
-    part(
-        "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight "
-        "simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model "
-        "ref_model_adapters ref_model_quantization_bit reward_model reward_model_adapters "
-        "reward_model_quantization_bit reward_model_type ld_alpha",
-        "stage",
-        lambda c: spelled(c.given.get("stage", "sft")) not in ("sft", "pt"),
-    ),
+    *STAGE_OPTIONS,
     refuse("use_galore use_apollo use_badam use_adam_mini use_muon", "the optimizer here is AdamW"),
     _details(
         "use_galore",

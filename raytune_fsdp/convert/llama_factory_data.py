@@ -7,6 +7,8 @@ from typing import Any
 
 from raytune_fsdp.base.untrusted import UnsoundError, read_json, reason
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.llama_factory_preferences import format_of_stage, rows_of_stage
+from raytune_fsdp.convert.preferences import PAIRS
 from raytune_fsdp.convert.rules import Translation, flag, in_words, number, text, whole, words
 from raytune_fsdp.convert.runs import is_directory, rows_of
 
@@ -15,7 +17,8 @@ TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
 _INFO = "dataset_info.json"
 _MAX_BYTES = 4_000_000
 # Columns and settings that our rows do not have.
-_UNKNOWN = ("history", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
+_UNKNOWN = ("history", "images", "videos", "audios")
+_COMPARED = ("chosen", "rejected", "kto_tag")
 _ROLES = {
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
@@ -103,8 +106,10 @@ def _read(entry: dict[str, Any], folder: Path, c: Translation, pretraining: bool
     if unknown:
         raise _NotHereError(f"of a dataset in {_INFO}, {', '.join(unknown)} is not known here: take it out")
     some = _part(entry, found)
-    if entry.get("folder") or entry.get("ranking"):
-        raise _NotHereError("a dataset with `folder` or `ranking` is not read here")
+    if entry.get("folder"):
+        raise _NotHereError("a dataset with `folder` is not read here")
+    if bool(entry.get("ranking")) != (rows_of_stage(c) == PAIRS):
+        raise _NotHereError("a dataset with `ranking` is for stage dpo, and stage dpo for such datasets")
     found["format"] = _format(entry, c, pretraining)
     first, many = c.get("max_samples", whole, 0), entry.get("num_samples")
     if some and (first > 0 or isinstance(many, int)):
@@ -152,7 +157,8 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
     # With `columns`, columns that it leaves out are not read; without it, columns have their usual names.
     usual = {} if columns else {"prompt": "instruction", "query": "input", "response": "output"}
     columns = {**usual, **columns}
-    unknown = [name for name in _UNKNOWN if columns.get(name)]
+    rows = rows_of_stage(c)
+    unknown = [name for name in (*_UNKNOWN, *(() if rows else _COMPARED)) if columns.get(name)]
     if unknown:
         raise _NotHereError(f"a dataset with {', '.join(unknown)} is not read here")
     formatting = entry.get("formatting", "alpaca")
@@ -167,6 +173,14 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
         if "prompt" not in columns:
             raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
         return _joined(columns, {"type": "completion", "text": columns["prompt"]})
+    if rows:
+        if formatting == "alpaca" and columns.get("tools"):
+            raise _NotHereError("tools are read in conversations only")
+        try:
+            pairs = format_of_stage(columns, tags, rows, conversations=formatting != "alpaca")
+        except ValueError as error:
+            raise _NotHereError(str(error)) from None
+        return _joined(columns, pairs) if formatting == "alpaca" else pairs
     loss = "all" if c.get("train_on_prompt", flag, False) else ""
     if formatting == "alpaca":
         if columns.get("tools"):

@@ -294,5 +294,7 @@ class Project:
     """Settles what several options say together."""
     finish: Callable[[Translation], None]
     """Adds the defaults that are not ours."""
+    like: str = ""
+    """The project of which this is a variant: files without a key that only this one has are taken for that one's."""
     fragment: bool = False
     """Its files say nothing about model, data and training: the result is a part of a config."""

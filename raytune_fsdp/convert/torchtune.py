@@ -7,6 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import NOT_BIT_EQUAL
+from raytune_fsdp.convert.preferences import PAIRS, carry_objective, sample_of_two
 from raytune_fsdp.convert.rules import (
     Project,
     Translation,
@@ -43,6 +44,8 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamWFp8": {"type": "adamw", "moments": "8bit"},
     "SGD": {"type": "sgd"},
 }
+_PAIRS = {"DPOLoss": "beta", "RSOLoss": "gamma"}
+"""Losses of pairs, and what they call the scale of the difference."""
 _LOSSES = ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss", "CrossEntropyLoss")
 
 
@@ -66,6 +69,7 @@ def prepare(c: Translation) -> None:
     if "train.epochs" in c.fields:
         c.default("checkpoint.every", {"per_epoch": 1}, "a checkpoint after every epoch")
     _schedule(c)
+    _objective(c)
     _data(c)
 
 
@@ -203,6 +207,19 @@ def _optimizer(c: Translation, key: str) -> None:
         c.carry(key, "optim.optimizer", ours, "groups of 256 within a row" if "moments" in ours else "")
 
 
+def _objective(c: Translation) -> None:
+    """Carry a loss of pairs, whose reference is the model that the run starts from, as here."""
+    name = _made_by(c, "loss")
+    if name not in _PAIRS:
+        return
+    numbers: dict[str, tuple[str, float | None]] = {"beta": (f"loss.{_PAIRS[name]}", 0.1)}
+    if name == "DPOLoss":
+        numbers["label_smoothing"] = ("loss.label_smoothing", 0.0)
+    made: dict[str, Any] = {} if name == "DPOLoss" else {"loss": "hinge"}
+    carry_objective(c, "dpo", numbers, **made)
+    c.say("loss._component_", "carried", in_words("train.objective", c.fields["train.objective"]))
+
+
 def _betas(c: Translation, key: str) -> None:
     found = c.get(key, lambda value: [number(each) for each in value] if isinstance(value, list) else [], [])
     if len(found) != 2:
@@ -216,7 +233,7 @@ def _loss(c: Translation, key: str) -> None:
     if c.get(key, text, "").rpartition(".")[2] in _LOSSES:
         c.say(key, "same", "the cross entropy")
     else:
-        c.say(key, "refused", "the loss is the cross entropy")
+        c.say(key, "refused", f"the losses that are carried are the cross entropy, {', '.join(_PAIRS)}")
 
 
 def _device(c: Translation, key: str) -> None:
@@ -276,7 +293,10 @@ _OPTIONS = (
     leave("optimizer.fused optimizer.foreach optimizer_in_bwd", "when and how an update is computed"),
     settled("lr_scheduler._component_ lr_scheduler.num_cycles", "same for half a cosine; others are refused"),
     settled("lr_scheduler.num_warmup_steps", f"`optim.warmup_steps`: {AHEAD}"),
-    ask("loss._component_", "same, if it is the cross entropy; others are refused", _loss),
+    ask(
+        "loss._component_", "same for the cross entropy; DPOLoss, RSOLoss `train.objective`; others are refused", _loss
+    ),
+    settled("loss.beta loss.gamma loss.label_smoothing", "`train.objective.beta`, `label_smoothing`"),
     leave("loss.num_output_chunks", "see `model.loss`"),
     ask("clip_grad_norm", "`optim.max_grad_norm`", _clipping),
     switch("enable_activation_checkpointing", "parallel.activation_checkpointing", "full", "none is computed again"),
@@ -330,6 +350,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "instruct_dataset": {},
     "chat_dataset": {},
     "slimorca_dataset": {"hub": "Open-Orca/SlimOrca-Dedup", "messages": "conversations"},
+    "preference_dataset": {},
     "text_completion_dataset": {},
     "wikitext_dataset": {"hub": "EleutherAI/wikitext_document_level", "text": "page"},
 }
@@ -356,6 +377,8 @@ def _data(c: Translation) -> None:
     if key in c.given and spelled(c.given[key]) is None:
         c.say(key, "left", "no limit there; here a longer row is named: raise data.seq_len then")
     elif (length := c.get(key, whole, None)) is not None:
+        if _made_by(c, "loss") in _PAIRS:
+            sample_of_two(c, key, length, PAIRS)
         c.carry(key, "data.seq_len", length)
         c.default("data.long_documents", "truncate", "what torchtune does with more than max_seq_len tokens")
     _packing(c, train)
@@ -419,6 +442,9 @@ def _format(c: Translation, prefix: str, name: str, known: dict[str, Any]) -> di
         prompt, completion = columns.get("input", "input"), columns.get("output", "output")
         made = {"type": "instruction", "prompt": prompt, "input": None, "completion": completion, "style": "chat"}
         made["loss"] = "all" if everything else "completion"
+    elif name == "preference_dataset":
+        made = {"type": PAIRS, "prompt": None}
+        made |= {each: columns[each] for each in ("chosen", "rejected") if columns.get(each, each) != each}
     elif name in ("text_completion_dataset", "wikitext_dataset"):
         made = {"type": "completion", "text": c.get(f"{prefix}column", text, known.get("text", "text"))}
     else:
@@ -484,8 +510,8 @@ _DATA_OPTIONS = (
 TORCHTUNE = Project(
     name="torchtune",
     title="torchtune",
-    about="Files for `tune run … --config` of its recipes for supervised training, full and LoRA, as in torchtune 0.6. "
-    "The recipe itself is not named in the file.",
+    about="Files for `tune run … --config` of its recipes for supervised training and DPO, full and LoRA, of torchtune "
+    "0.6. The recipe itself is not named in the file.",
     options=table(*_OPTIONS, *_DATA_OPTIONS),
     prepare=prepare,
     finish=finish,

@@ -36,7 +36,16 @@ _LENGTH = 1024
 
 
 def prepare(c: Translation) -> None:
-    mixed = prepare_training(c, lr=_LR, output="trainer_output", default_precision="bf16")
+    prepare_compute(c, lr=_LR)
+    rows = _format(c)
+    _packing(c, texts=rows["type"] == "completion")
+    _lengths(c)
+    named_data(c, rows)
+
+
+def prepare_compute(c: Translation, *, lr: float) -> None:
+    """Settle what all commands of TRL share: length, batch, precision, adapters."""
+    mixed = prepare_training(c, lr=lr, output="trainer_output", default_precision="bf16")
     # Mixed precision and the type in which weights are loaded: without sharding the optimizer updates those.
     own = c.first("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = c.get(own, text, "float32").removeprefix("torch.")
@@ -58,10 +67,6 @@ def prepare(c: Translation) -> None:
     if quantized is not None and quantized.kind == "nf4":
         details_of_nf4(c, type_="bnb_4bit_quant_type", nested="use_bnb_nested_quant", nested_by_default=False)
     c.say("use_peft", "same", "every weight is trained (method.type=full)")
-    rows = _format(c)
-    _packing(c, texts=rows["type"] == "completion")
-    _lengths(c)
-    _data(c, rows)
 
 
 _LORA = Lora(
@@ -105,7 +110,8 @@ def _lengths(c: Translation) -> None:
     c.default("data.seq_len", _LENGTH, "max_length by default")
 
 
-def _data(c: Translation, rows: dict[str, Any]) -> None:
+def named_data(c: Translation, rows: dict[str, Any]) -> None:
+    """Carry the datasets that the file names, with the format of their rows."""
     found = (re.fullmatch(r"datasets\.([0-9]{1,9})\..+", key) for key in c.given)
     numbers = sorted({int(each[1]) for each in found if each})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
@@ -261,7 +267,7 @@ def _template(c: Translation, key: str) -> None:
         c.say(key, "refused", "the template of another tokenizer: save it to a file, and name that")
 
 
-_COMPUTE_OPTIONS = (
+COMPUTE_OPTIONS = (
     carry("model_name_or_path", "model.path", text),
     carry("model_revision model_init_kwargs.revision", "model.revision", text),
     settled("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
@@ -290,30 +296,40 @@ _COMPUTE_OPTIONS = (
 )
 
 
-_DATA_OPTIONS = (
-    settled("max_length max_seq_length", "`data.seq_len`", takes_null=True),
-    settled(
-        "packing packing_strategy",
-        "`data.packing`: bfd, bfd_split `best_fit`; wrapped `concat` for texts; off `none`",
-    ),
+NAMED_DATA = (
     settled("dataset_name", "`data.train.0.hub` or `path`"),
     settled("dataset_config", "`data.train.0.subset`"),
     settled(
         "dataset_train_split dataset_test_split",
         "`data.train.0.split`, `data.eval.0.split`; of a file `rows`, else refused",
     ),
-    settled("dataset_text_field", "`format: {type: completion, text: …}`"),
-    settled("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
     settled("datasets.*.path datasets.*.data_files", "`data.train.N.hub` or `path`"),
     settled("datasets.*.name datasets.*.split", "`data.train.N.subset`, `split`; of a file `rows`, else refused"),
     settled("datasets.*.fraction", "`data.train.N.share`"),
     leave("datasets.*.columns", "only the columns that a format names are read"),
     refuse("datasets.*.data_dir", "name its files in `data_files`", off=()),
     settled("test_split_size", "`data.eval.fraction` or `rows`"),
-    settled("eos_token", "left for chats, else refused"),
     ask("chat_template_path", "`data.chat_template`, if it is a file", _template),
+)
+
+
+_DATA_OPTIONS = (
+    settled("max_length max_seq_length", "`data.seq_len`", takes_null=True),
+    settled(
+        "packing packing_strategy",
+        "`data.packing`: bfd, bfd_split `best_fit`; wrapped `concat` for texts; off `none`",
+    ),
+    settled("dataset_text_field", "`format: {type: completion, text: …}`"),
+    settled("assistant_only_loss completion_only_loss", "`format.type` and `format.loss`"),
+    settled("eos_token", "left for chats, else refused"),
     refuse("truncation_mode", "the start of a document is kept", off=("keep_start",), alike="the start is kept"),
-    refuse("loss_type", "the loss is the cross entropy", off=("nll", "chunked_nll"), alike="the cross entropy"),
+    refuse(
+        "loss_type",
+        "the loss is the cross entropy; a file for another command of TRL needs --from trl-dpo, trl-kto or trl-cpo",
+        off=("nll", "chunked_nll"),
+        alike="the cross entropy",
+        here="same for the cross entropy, else refused",
+    ),
     refuse("dataset_kwargs", "rows are always prepared", off=()),
     same("shuffle_dataset", "the order is random, drawn from `run.seed`"),
     same("padding_free pad_to_multiple_of", "padding does not change what is learned"),
@@ -328,8 +344,9 @@ TRL = Project(
     name="trl",
     title="TRL",
     about="Files for `trl sft --config`. Tested with the options of TRL 1.16 and transformers 5.23; older spellings "
-    "(`max_seq_length`, `torch_dtype`, `evaluation_strategy`, `warmup_ratio`) are known, too.",
-    options=table(*_COMPUTE_OPTIONS, *_DATA_OPTIONS, *TRAINING_OPTIONS),
+    "(`max_seq_length`, `torch_dtype`, `evaluation_strategy`, `warmup_ratio`) are known, too. A file that could be for "
+    "any command of TRL is taken for one of `trl sft`.",
+    options=table(*COMPUTE_OPTIONS, *NAMED_DATA, *_DATA_OPTIONS, *TRAINING_OPTIONS),
     prepare=prepare,
     finish=finish,
 )

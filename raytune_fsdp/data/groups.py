@@ -36,7 +36,7 @@ def cut_to(document: Document, length: int) -> Document | None:
     if not document.others:
         found = document.cut(length)
         return found if found.target_tokens else None
-    excess = document.length - length
+    excess = max(0, document.length - length)
     gone = min(document.shared, -(-excess // len(document.members)))
     members = [_from(each, gone) for each in document.members]
     excess -= gone * len(members)
@@ -65,20 +65,20 @@ def _from(document: Document, start: int) -> Document:
 #
 # The rows of a dataset that a window keeps are put into an order by a key, as a circle. Each row gets the answer of the
 # row that comes next or, where that is equal to its own, of the first one after it that is not. So no row gets its own
-# answer, and where no two are equal every answer is used once.
+# answer, and where no two are equal every answer is used once. Where all of them are equal, or there is only one, they
+# get that of a row that follows in the files.
 
 
-def partners(answers: Sequence[bytes], *, key: int) -> list[int | None]:
-    """Return for each row the number of the row whose answer it gets; None where all rows have the same answer."""
+def partners(answers: Sequence[bytes], *, key: int) -> list[int] | None:
+    """Return for each row the number of the row whose answer it gets; None if all rows have the same answer."""
     order = Permutation(len(answers), key=key)
     circle = [order(place) for place in range(len(answers))]
-    found: list[int | None] = [None] * len(answers)
     # Backwards from a place where the answer changes: a row with the same answer as the next one gets what that gets.
     begins = next((at for at, row in enumerate(circle) if answers[row] != answers[circle[at - 1]]), None)
     if begins is None:
-        return found
+        return None
     circle = [*circle[begins:], *circle[:begins]]
-    after = circle[0]
+    found, after = [0] * len(answers), circle[0]
     for row in reversed(circle):
         found[row] = after if answers[row] != answers[after] else found[after]
         after = row

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _MEMORY_BYTES = 128 << 20
 
 NO_OTHER = "no_other_answer"
-"""Why a judged answer is left out: all rows of its dataset in its window have the same one, so none is mismatched."""
+"""Why a judged answer is left out: no row near it has another one, so it has no mismatched one."""
 
 # Rows read, formatted and tokenized together: enough to keep all the tokenizer's threads busy.
 _BATCH_ROWS = 128
@@ -325,7 +325,7 @@ class Windows:
         k: int,
     ) -> dict[int, str]:
         """Put the mismatched document of each judged one behind it, in `documents`; return whose answer each has."""
-        partner_of: dict[int, int] = {}
+        other_of: dict[int, int] = {}
         for dataset in range(len(self.sources)):
             places, answers = [], []
             for place, (of, document, _) in enumerate(documents):
@@ -333,15 +333,28 @@ class Windows:
                     places.append(place)
                     answers.append(trained_tokens(document).tobytes())
             found = partners(answers, key=derive_key("mismatched", self.seed, epoch, k, dataset))
-            partner_of |= {place: places[at] for place, at in zip(places, found, strict=True) if at is not None}
-        asked = sorted(partner_of)
-        others = [rows[partner_of[place]][1] for place in asked]
-        made = self._documents([rows[place] for place in asked], others)
+            if found is not None:
+                other_of |= {place: rows[places[at]][1] for place, at in zip(places, found, strict=True)}
+            elif places and (one := self._elsewhere(dataset, rows[places[0]][1], answers[0])) is not None:
+                other_of |= dict.fromkeys(places, one)
+        asked = sorted(other_of)
+        made = self._documents([rows[place] for place in asked], [other_of[place] for place in asked])
         for place, (dataset, other, _) in zip(asked, made, strict=True):
             _, own, where = documents[place]
             assert isinstance(own, Document), "it is kept"
             documents[place] = dataset, other if isinstance(other, RowError) else judged(own, other), where
-        return {place: documents[partner_of[place]][2] for place in asked}
+        return {place: self.sources[rows[place][0]].where(other_of[place]) for place in asked}
+
+    def _elsewhere(self, dataset: int, row: int, answer: bytes) -> int | None:
+        """Return a row of the dataset, one of those that follow this one in its files, with another answer."""
+        many = len(self.sources[dataset])
+        others = [(row + step) % many for step in range(1, min(many, _BATCH_ROWS + 1))]
+        for other, (_, document, _) in zip(others, self._documents([(dataset, each) for each in others]), strict=True):
+            if not isinstance(document, Document) or not self._keeps(document):
+                continue
+            if trained_tokens(document).tobytes() != answer:
+                return other
+        return None
 
     def _keeps(self, document: Document) -> bool:
         return document.length <= self.seq_len or self.data.long_documents == "truncate"

@@ -125,17 +125,23 @@ class Signals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        held, before = self._holding, self.count
+        self._holding = True  # one that comes now is raised at the end, when all handlers are back
         if sys.unraisablehook == self._unraised:
             sys.unraisablehook = self._unraisable
         for each, handler in self._before.items():
             if handler is not None and _may_handle():  # None: a library's handler, which Python cannot put back
                 signal.signal(each, handler)
         # Also where another error came of it: C++ that is being imported (scipy's) says ImportError.
-        lost = self._raised if Signals._lost is self._raised else None
+        stopped: BaseException | None = self._raised if Signals._lost is self._raised else None
         if self._raised is not None:
             Signals._lost = None
-        if isinstance(error, SignalReceived) or lost is not None:
-            raise Interrupted(str(lost or error)) from None
+        if isinstance(error, SignalReceived):
+            stopped = error
+        if not held and self.count > before:
+            stopped = SignalReceived(f"stopped by a signal {self._when}")
+        if stopped is not None and not isinstance(error, Interrupted):  # which says more
+            raise Interrupted(str(stopped)) from None if isinstance(error, SignalReceived) else error
 
     def _unraised(self, dropped: sys.UnraisableHookArgs) -> None:
         """Print nothing about a dropped SignalReceived: it is raised again."""

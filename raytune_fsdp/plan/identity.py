@@ -79,6 +79,10 @@ _GONE = re.compile(
 """Keys that identities have had and that say nothing of a run: how a base was quantized whose weights are drawn at
 random, the columns that `train.loss_columns` names already, and modules that are none of the user's."""
 
+REFERENCE_OF, REFERENCE_VALUES = "reference.of", "reference.values"
+"""Entries that ranks add: which model the reference is and how it computes, and a digest of values that it has given.
+They are compared when the ranks have them (run/reference/)."""
+
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
 _UNSET = "not set"
@@ -112,7 +116,8 @@ def check_identity(
     files_now: Mapping[str, Sequence[str]],
 ) -> None:
     """Refuse to continue a run as another one, naming every difference. `files_*`: names by key, for the message."""
-    before = {key: value for key, value in before.items() if not _GONE.fullmatch(key)}
+    known_later = (REFERENCE_OF, REFERENCE_VALUES)
+    before = {key: value for key, value in before.items() if not _GONE.fullmatch(key) and key not in known_later}
     for key, what in _VERSIONS.items():
         if before.get(key) != now.get(key):
             raise ResumeError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.devices import Device
 from raytune_fsdp.predict.links import network_of
@@ -167,6 +168,8 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
             # (model/offload_activations.py).
             **({"back from the host": 2 * offloaded} if offloaded else {}),
         }
+    if config.reference.when == "during" and not isinstance(config.method, AdapterMethod):
+        assumed["a copy of the weights, as the reference"] = memory.start.get("weights", 0)
     return Prediction(
         world=world,
         plan=plan,

@@ -241,7 +241,7 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
                 f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
                 "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
             )
-        case names.AUDITED | names.PREDICTED | names.PREDICTION_CHECKED | names.NOTICE_SHORT | names.STOPPED_EARLY:
+        case _ if name in _IN_WORDS:
             return _IN_WORDS[name](fields)
         case names.SLOW_RANK:
             mine, others = (f"{n:.3f}" if isinstance(n := get(key), float) else n for key in ("seconds", "others"))
@@ -269,6 +269,12 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"metrics.jsonl was broken: {what}" + (f" (as it was: {get('kept')})" if get("kept") else "")
     step = f" at step {fields['step']}" if "step" in fields else ""
     return name.replace("_", " ") + step + (f": {rest}" if rest else "")
+
+
+def _reference(fields: Mapping[str, object]) -> str:
+    made, windows, documents, seconds, path = map(fields.get, ("computed", "windows", "documents", "seconds", "path"))
+    how = f"{made} of {windows} windows computed in {seconds} s" if made else "as they were computed before"
+    return f"the reference's log-probabilities of {documents} documents: {how} ({path})"
 
 
 def _predicted(fields: Mapping[str, object]) -> str:
@@ -319,6 +325,7 @@ def _audited(fields: Mapping[str, object]) -> str:
 _IN_WORDS = {
     names.AUDITED: _audited,
     names.PREDICTED: _predicted,
+    names.REFERENCE: _reference,
     names.PREDICTION_CHECKED: _checked,
     names.NOTICE_SHORT: _notice_short,
     names.STOPPED_EARLY: _stopped_early,

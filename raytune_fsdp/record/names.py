@@ -85,6 +85,9 @@ except in the short last step of a run in epochs. Fields: step, graphs."""
 PROFILED = "profiled"
 """A step was recorded with torch's profiler. Fields: step, path of the table, and on a GPU the percentages of the step
 in which it was idle, and in which it only communicated."""
+REFERENCE = "reference"
+"""The log-probabilities that preferences are compared with are there. Fields: path of their files, documents, windows,
+and of this attempt: computed (windows) and seconds."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
 the weights, and everything, a digest with the optimizer's state and the place in the data."""

@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.batches import rank_batches
 from raytune_fsdp.data.census import SkippedRows
+from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.shared_batches import from_first, own_parts
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -46,6 +47,8 @@ from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
+from raytune_fsdp.run.reference.attempt import Reference, open_reference
+from raytune_fsdp.run.reference.during import asked_in_steps
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
@@ -92,13 +95,15 @@ def assemble(
 ) -> RankRun:
     """Build everything that a rank trains with. Collective: needs the process group."""
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
+    say = partial(print, file=hooks.console, flush=True)
+    reference = open_reference(config, prepared, standing, device, say)
     built = build(
         config, prepared.hf_config, prepared.needs, Site.of_rank(plan, device),
         lambda network: kernels_of(config, prepared, standing, network, device),
         added=prepared.added, adapted=prepared.adapted,
     )  # fmt: skip
     model, documents = built.model, DocumentLosses() if config.tracking.documents else None
-    base = _fill(config, prepared, standing, built, partial(print, file=hooks.console, flush=True))
+    base = _fill(config, prepared, standing, built, say)
     optimizer = optimizer_of(built, config)
     if standing.checkpoint is not None:
         load_into(model, optimizer, standing.checkpoint)
@@ -107,23 +112,22 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
+    groups = _groups(config, prepared, standing, built, reference, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    groups = None
-    if config.train.objective.rows is not None:
-        groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, built.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
-    batches = _batches(hooks, standing, stream, built.groups.together)
-    exam = evaluation_of_run(config, prepared.evals, prepared.tasks, groups, dry=prepared.dry)
+    given = None if reference is None else reference.given()
+    batches = _batches(hooks, standing, stream, built.groups.together, given)
+    exam = replace(evaluation_of_run(config, prepared.evals, prepared.tasks, groups, dry=prepared.dry), given=given)
     saves = open_saves(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
     )  # fmt: skip
-    _report(tracker, built, saves.saver, hooks.predicted)
+    _report(tracker, built, saves.saver, hooks.predicted, reference)
     own = None
     if plan.layout.world > 1:
         modules = [module for unit in built.units for module in unit.modules]
@@ -156,14 +160,35 @@ def assemble(
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=saves,
         tracker=tracker,
-        state=_next_state(prepared, standing, built, base),
+        state=_next_state(prepared, standing, built, base, reference),
         not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )
 
 
+def _groups(
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    built: Build,
+    reference: Reference | None,
+    say: Callable[[str], None],
+) -> GroupObjective | None:
+    """Return the loss of the run's groups of documents, whose reference is then known; None: they stand alone."""
+    if config.train.objective.rows is None:
+        return None
+    groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
+    if reference is not None:
+        reference.complete(built.model, groups)
+    return asked_in_steps(groups, config, prepared, standing, built.site.device, say)
+
+
 def _batches(
-    hooks: LauncherHooks, standing: ResumePoint, stream: Stream, together: dist.ProcessGroup | None
+    hooks: LauncherHooks,
+    standing: ResumePoint,
+    stream: Stream,
+    together: dist.ProcessGroup | None,
+    given: Given | None,
 ) -> Iterator[StepBatches]:
     """Return the batches that this rank trains on. Taking one is collective where ranks share micro-batches."""
     plan, rank = standing.plan, dist.get_rank()
@@ -176,6 +201,8 @@ def _batches(
         whole = cast(Iterator[StepBatches], hooks.batches)
     else:
         whole = from_first(hooks.batches, together)
+    if given is not None:
+        whole = given.steps(whole)
     return whole if together is None else own_parts(whole, plan.layout, rank)
 
 
@@ -200,8 +227,16 @@ def _meter(
     )  # fmt: skip
 
 
-def _report(tracker: Tracker, built: Build, saver: Saver, predicted: Predicted | NotPredicted | None) -> None:
-    """Report how the attempt uses the memory of devices and nodes. Collective."""
+def _report(
+    tracker: Tracker,
+    built: Build,
+    saver: Saver,
+    predicted: Predicted | NotPredicted | None,
+    reference: Reference | None,
+) -> None:
+    """Report how the attempt uses the memory of devices and nodes, and what it compares with. Collective."""
+    if reference is not None:
+        tracker.event(names.REFERENCE, **reference.event())
     match predicted:
         case Predicted():
             tracker.event(
@@ -235,12 +270,18 @@ def _early_stop(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoi
     return EarlyStop(rule, found, ended_by(rule, found))
 
 
-def _next_state(prepared: RunInputs, standing: ResumePoint, built: Build, base: Mapping[str, Any] | None) -> RunState:
+def _next_state(
+    prepared: RunInputs,
+    standing: ResumePoint,
+    built: Build,
+    base: Mapping[str, Any] | None,
+    reference: Reference | None,
+) -> RunState:
     """Return the state that this attempt starts from and saves: the checkpoint's, with today's identity and world."""
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,
-        identity=prepared.identity,
+        identity={**prepared.identity, **({} if reference is None else reference.record)},
         files=prepared.files_of_data,
         kernels={what: choice.name for what, choice in built.kernels.items()},
         base=base,

@@ -25,7 +25,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.data.census import Builder, answers_of, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.questions import check_names, open_tasks
+from raytune_fsdp.data.questions import Questions, check_names, open_tasks
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -50,6 +50,7 @@ from raytune_fsdp.run.evaluation.tasks import metrics_of
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
+from raytune_fsdp.run.reference.find import compared
 from raytune_fsdp.run.resume import (
     adapted_before,
     check_same_adapters,
@@ -86,8 +87,7 @@ def prepare(
 ) -> tuple[RunInputs, ResumePoint]:
     """Check everything, count the data, and find out where the run stands. Only caches (data, hub) are written.
 
-    `build` builds the windows to count. `dry`: the run saves and evaluates nothing. `trust_places`: follow a checkpoint
-    that the run begins with to other places, whether or not this user has chosen them.
+    `build` builds the windows to count. `dry`: the run saves and evaluates nothing. `trust_places`: of the command.
     """
     place = check_first(config, world)
     if config.export.push is not None:
@@ -120,7 +120,6 @@ def prepare(
     check_same_run(found, identity, files_of_data)
     check_same_adapters(found, config, network)
     counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
-    judged = answers_of(train, progress, build) if _weighs_by_count(config) else None
     prepared = RunInputs(
         place=place,
         hf_config=hf_config,
@@ -130,7 +129,7 @@ def prepare(
         evals=evals,
         tasks=tasks,
         census=counted,
-        judged=judged,
+        judged=answers_of(train, progress, build) if _weighs_by_count(config) else None,
         origin=origin,
         adapter=find_adapter(config, network, directory) if found.checkpoint is None else None,
         identity=identity,
@@ -145,11 +144,11 @@ def prepare(
         codes=codes,
         started_by=started_by(),
     )
+    prepared = compared(config, prepared, directory)
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
     # evaluations are known.
-    metrics = [name for each, windows in evals.items() for name in _measured_of(config, each, windows)]
-    metrics += [name for task in tasks for name in metrics_of(task)]
+    metrics = _measured(config, evals, tasks)
     check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
     check_export(config, standing.plan)
@@ -181,11 +180,15 @@ def _weighs_by_count(config: FinetuneConfig) -> bool:
     return getattr(config.train.objective, "desirable_weight", None) == "auto"
 
 
-def _measured_of(config: FinetuneConfig, name: str, windows: Windows) -> list[str]:
-    """Return the metrics of an evaluation dataset."""
-    if windows.kind is not None:
-        return [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
-    return [evaluation_loss(name), evaluation_accuracy(name)]
+def _measured(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions]) -> list[str]:
+    """Return the metrics of a run's evaluations."""
+    found = [name for task in tasks for name in metrics_of(task)]
+    for name, windows in evals.items():
+        if windows.kind is not None:
+            found += [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
+        else:
+            found += [evaluation_loss(name), evaluation_accuracy(name)]
+    return found
 
 
 def _origin(

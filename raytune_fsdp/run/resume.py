@@ -94,9 +94,21 @@ def identity_of(
         **{f"train.{key}": value for key, value in named("train", config.train, exclude=_LENGTH).items()},
         **{key: value for each in own for key, value in each.identity.items()},
         **(code or {}),
+        **_reference(config),
         **data_identity_of(train),
     }
     return _normal(identity)
+
+
+def _reference(config: FinetuneConfig) -> dict[str, Any]:
+    """Return the entries for what an objective compares with, as far as the config decides it."""
+    chosen, found = config.reference, {}
+    if config.train.objective.compares:
+        if chosen.model is not None:
+            found["reference.model"] = chosen.model if chosen.model == "base" else "another model"  # its values decide
+        if chosen.when != "before":
+            found["reference.when"] = chosen.when
+    return found
 
 
 def own_code(config: FinetuneConfig, hf_config: PretrainedConfig) -> tuple[OwnCode, ...]:

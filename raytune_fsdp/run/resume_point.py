@@ -33,6 +33,7 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.length import check_extension
+from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
 
@@ -78,6 +79,8 @@ class RunInputs:
     """This user's mark on the places that the config names (mark.py)."""
     codes: Sequence[OwnCode] = ()
     """The code of the user's that ranks import: a loss, a network."""
+    reference: ReferenceModel | None = None
+    """The model that the objective compares with; None: it compares with none."""
     started_by: Mapping[str, Any] = field(default_factory=dict)
     """The command that trains the run: who started it, where, on which code (described.py)."""
 

@@ -155,7 +155,7 @@ def with_a_process_that_sees_no_end() -> list[str]:
     session = connect(ClusterConfig(), 1, None)
     maker = Maker.remote()
     child = psutil.Process(ray.get(maker.sleeps.remote()))
-    (worker,) = [each for each in private.workers_of(session.directory) if each.pid == child.ppid()]
+    (worker,) = [each for each in private.workers() if each.pid == child.ppid()]
     worker.suspend()  # it would end what it has begun
     session.close()
     return [each.name() for each in (worker, child) if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

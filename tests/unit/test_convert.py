@@ -49,6 +49,15 @@ LEAST: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-4,
     },
     "trl": {"model_name_or_path": "org/model", "dataset_name": "rows.jsonl"},
+    **{
+        f"trl-{command}": {"model_name_or_path": "org/model", "dataset_name": "rows.jsonl", **key}
+        for command, key in (
+            ("dpo", {"precompute_ref_log_probs": True, "label_smoothing": 0.0}),
+            ("kto", {"desirable_weight": 1.0}),
+            ("orpo", {"beta": 0.1}),
+            ("cpo", {"cpo_alpha": 1.0}),
+        )
+    },
     "llama-factory": {
         "model_name_or_path": "org/model",
         "finetuning_type": "full",
@@ -213,7 +222,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"neftune_noise_alpha": 5}, ("train.neftune_noise_alpha", 5)),
     ("llama-factory", {"moe_aux_loss_coef": 0.001}, ("train.router_aux_loss_coef", 0.001)),
     ("trl", {"neftune_noise_alpha": 0.0}, "same"),
-    ("axolotl", {"rl": "dpo"}, "refused"),
+    ("axolotl", {"rl": "grpo"}, "refused"),
     ("axolotl", {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "left"),
     ("axolotl", {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "refused"),
     ("axolotl", {"group_by_length": True}, "left"),
@@ -325,7 +334,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("llama-factory", {"packing": True}, ("data.packing", "best_fit")),
     ("llama-factory", {"packing": False}, ("data.packing", "none")),
     ("llama-factory", {"stage": "pt"}, ("data.packing", "concat")),
-    ("llama-factory", {"stage": "dpo"}, "refused"),
+    ("llama-factory", {"stage": "rm"}, "refused"),
     ("llama-factory", {"mask_history": True}, "carried"),
     ("llama-factory", {"train_on_prompt": True}, ("data.train.0.format.then.loss", "all")),
     ("llama-factory", {"max_samples": 10}, ("data.train.0.rows", {"first": 10})),
@@ -406,7 +415,8 @@ def test_what_an_option_means(project: str, options: dict[str, Any], expected: E
 
 @pytest.mark.parametrize("project", LEAST)
 def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) -> None:
-    found = convert(write(tmp_path, LEAST[project]), gpus=None if project in FRAGMENTS else 4)
+    named = project if project == "trl-orpo" else None  # all of its options are also those of trl-cpo
+    found = convert(write(tmp_path, LEAST[project]), project=named, gpus=None if project in FRAGMENTS else 4)
     assert (found.project.name, found.problems) == (project, [])
     if project == "accelerate":
         assert found.tree == {
@@ -417,7 +427,7 @@ def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) ->
     if project == "deepspeed":
         assert found.tree == {"parallel": {"strategy": "full_shard", "precision": "bf16"}}
         return
-    expected = {
+    expected: dict[str, dict[str, Any]] = {
         "axolotl": {
             "run": {"name": "model-out", "storage": ".", "seed": 42},
             "data.seq_len": 512,
@@ -459,7 +469,13 @@ def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) ->
             "checkpoint.every": {"per_epoch": 1},
         },
     }  # fmt: skip
-    for field, value in expected[project].items():
+    of_pairs: dict[str, Any] = {
+        "data.seq_len": 2048,
+        "data.packing": "none",
+        "data.long_documents": "truncate",
+        "optim.lr": 1e-6,
+    }
+    for field, value in expected.get(project, of_pairs).items():
         assert ours(found, field) == value, field
 
 
@@ -469,6 +485,14 @@ def test_options_and_defaults_of_the_installed_libraries() -> None:
     of_trl |= {**declared("trl", "trainer/sft_config.py"), **declared("trl", "trainer/model_config.py")}
     tables = {name: {key.partition(".")[0] for key in project.options} for name, project in PROJECTS.items()}
     assert not of_trl.keys() - tables["trl"]
+    shared = {**declared("transformers", "training_args.py"), **declared("trl", "trainer/base_config.py")}
+    shared |= declared("trl", "trainer/model_config.py")
+    for command in ("dpo", "kto", "orpo", "cpo"):
+        place = "trainer" if command in ("dpo", "kto") else f"experimental/{command}"
+        own = declared("trl", f"{place}/{command}_config.py")
+        assert not (shared.keys() | own.keys()) - tables[f"trl-{command}"]
+        assert own["learning_rate"] == 1e-6 and own["max_length"] == 1024 and own["beta"] == 0.1
+        assert own.get("disable_dropout") is True
     assert not declared("transformers", "training_args.py").keys() - tables["llama-factory"]
     assert not declared("accelerate", "commands/config/config_args.py", "ClusterConfig").keys() - tables["accelerate"]
     assumed = {
@@ -617,7 +641,7 @@ def test_datasets_of_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     for names, expected in (
         ("nothing", "has no map nothing"),
-        ("preferences", "`ranking` is not read here"),
+        ("preferences", "with `ranking` is for stage dpo, and stage dpo for such datasets"),
         ("pictures", "images is not read here"),
     ):
         assert expected in convert(write(tmp_path, {**least, "dataset": names}), gpus=1).problems[0]
@@ -743,7 +767,7 @@ def test_the_project_is_guessed_or_named(tmp_path: Path) -> None:
     for path in EXAMPLES:
         assert path.stem.startswith(example(path, drop=True).project.name)
     for content in ({"learning_rate": 1e-4, "output_dir": "x"}, {"a": 1, "b": 2}):
-        with pytest.raises(ConfigError, match=r"trainer is unclear .* --from axolotl\|trl\|llama-factory\|torchtune\|"):
+        with pytest.raises(ConfigError, match=r"trainer is unclear .* --from axolotl\|trl\|trl-dpo\|.*\|torchtune\|"):
             convert(write(tmp_path, content))
 
 

@@ -16,6 +16,7 @@ from raytune_fsdp.convert.adapters import PEFT_CHOOSES
 from raytune_fsdp.convert.file import convert
 from tests.unit.test_convert import LEAST, Expected, ours, write
 
+PAIRS_OF_TORCHTUNE = {"_component_": "x.preference_dataset", "source": "a/b", "column_map": {"chosen": "good"}}
 TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
     ({"model": {"_component_": "torchtune.models.qwen3.lora_qwen3_8b"}}, "refused"),
     ({"model": {"_component_": "x.qlora_llama3_8b", "lora_attn_modules": ["q_proj"]}}, ("method.quantization", "nf4")),
@@ -58,7 +59,23 @@ TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
         ("optim.warmup_steps", 9),
     ),
     ({"lr_scheduler": {"_component_": "x.get_rex_scheduler"}}, "refused"),
-    ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "refused"),
+    ({"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss"}}, "refused"),
+    (
+        {"loss": {"_component_": "x.DPOLoss", "beta": 0.2, "label_smoothing": 0.1}, "dataset": PAIRS_OF_TORCHTUNE},
+        ("train.objective", {"type": "dpo", "beta": 0.2, "label_smoothing": 0.1}),
+    ),
+    (
+        {"loss": {"_component_": "x.RSOLoss", "gamma": 0.3}, "dataset": PAIRS_OF_TORCHTUNE},
+        ("train.objective", {"type": "dpo", "loss": "hinge", "beta": 0.3}),
+    ),
+    (
+        {"loss": {"_component_": "x.DPOLoss"}, "dataset": PAIRS_OF_TORCHTUNE, "tokenizer": {"max_seq_len": 512}},
+        ("data.seq_len", 1024),
+    ),
+    (
+        {"loss": {"_component_": "x.DPOLoss"}, "dataset": PAIRS_OF_TORCHTUNE},
+        ("data.train.0.format", {"type": "preference", "prompt": None, "chosen": "good"}),
+    ),
     ({"clip_grad_norm": 0.5}, ("optim.max_grad_norm", 0.5)),
     ({"device": "mps"}, "refused"),
     ({"metric_logger": {"_component_": "x.WandBLogger", "project": "p"}}, ("tracking.wandb.project", "p")),

@@ -160,13 +160,16 @@ def another() -> Iterator[Any]:
     with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as raylet:
         assert raylet.stdout is not None
         worker = psutil.Process(int(raylet.stdout.readline()))
-        yield SimpleNamespace(
-            get_temp_dir_path=lambda: "/tmp/ray", dead_processes=list,
-            all_processes={"raylet": [SimpleNamespace(process=raylet)]},
-        )  # fmt: skip
-        assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
-        raylet.kill()
-        worker.kill()
+        try:
+            yield SimpleNamespace(
+                get_temp_dir_path=lambda: "/tmp/ray", dead_processes=lambda: [("raylet", raylet)],
+                all_processes={"raylet": [SimpleNamespace(process=raylet)]},
+                kill_all_processes=lambda **_: raylet.kill(),
+            )  # fmt: skip
+            assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and raylet.poll() is None
+        finally:
+            raylet.kill()
+            worker.kill()
 
 
 def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(
@@ -182,7 +185,7 @@ def test_a_start_that_fails_leaves_no_process_no_variable_and_no_directory(
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(session, "_LONGEST_PARENT", 10_000)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("it would end the other Ray's connection"))
     monkeypatch.setattr(session, "_WORKERS_SECONDS", 0.1)
     monkeypatch.setattr(ray._private.worker, "_global_node", another)
     before = dict(os.environ)

@@ -73,6 +73,32 @@ def test_a_stop_that_becomes_another_error_is_a_stop() -> None:
             raise ImportError("initialization failed") from None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_came_of_a_stop_and_what_says_more_than_it_are_kept() -> None:
+    with pytest.raises(Interrupted) as stopped, Signals():
+        lose(signal.SIGTERM)
+        raise OSError("the disk is full")
+    assert isinstance(stopped.value.__cause__, OSError), "a person has to see it"
+    with pytest.raises(Interrupted, match="after step 7"), Signals():
+        lose(signal.SIGTERM)
+        raise Interrupted("stopped by a signal after step 7")
+    with Signals():
+        pass
+
+
+def test_a_stop_at_the_end_of_the_context_ends_it_with_all_handlers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, put_back = signal.getsignal(signal.SIGINT), signal.signal
+    with pytest.raises(Interrupted, match="stopped by a signal before training began"), Signals():
+
+        def late(kind: int, handler: object) -> object:
+            monkeypatch.setattr(signal, "signal", put_back)
+            send(signal.SIGINT)
+            return put_back(kind, handler)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(signal, "signal", late)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_once_held_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with Signals() as held:
         held.hold()

@@ -166,8 +166,8 @@ class TemplateFormat(Section):
 
 class PreferenceFormat(Section):
     type: Literal["preference"]
-    """Rows hold two answers to one prompt, of which one is preferred: texts, or lists of messages. Without a column
-    for the prompt, it is what both have in common: the first messages."""
+    """Rows hold two answers to one prompt, of which one is preferred: texts, or lists of messages. Rows without a prompt
+    have whole conversations as answers: their prompt is the first messages that both have."""
 
     prompt: str | None = "prompt"
     """Column with the prompt: a text, or a list of messages. Rows may lack it if their answers are whole conversations.
@@ -194,7 +194,7 @@ class PreferenceFormat(Section):
 
     style: Literal["chat", "plain"] = "chat"
     """How texts are read. `chat`: as a question of the user and answers of the assistant; `plain`: the answer directly
-    after the prompt. Messages are always rendered by the chat template."""
+    after the prompt, without a template. Messages need `chat`."""
 
     loss: Literal["completion", "assistant"] = "completion"
     """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant."""
@@ -227,7 +227,7 @@ class BinaryFormat(Section):
 
     style: Literal["chat", "plain"] = "chat"
     """How texts are read. `chat`: as a question of the user and an answer of the assistant; `plain`: the answer directly
-    after the prompt. Messages are always rendered by the chat template."""
+    after the prompt, without a template. Messages need `chat`."""
 
     ignore: list[str] = Field(default_factory=list)
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""

@@ -114,13 +114,20 @@ def dead_processes() -> list[str]:
     return [] if node is None else [kind for kind, _ in node.dead_processes()]
 
 
-def workers_of(directory: Path) -> list[psutil.Process]:
-    """Return the processes that run tasks and actors of the Ray that was started with its files in this directory."""
+def is_elsewhere(directory: Path) -> bool:
+    """Return whether this process has a Ray that was not started with its files in this directory: somebody else's.
+
+    So it is where the start of one has failed in a process that is connected to another.
+    """
+    node = ray._private.worker._global_node
+    return node is not None and Path(node.get_temp_dir_path()) != directory
+
+
+def workers() -> list[psutil.Process]:
+    """Return the processes that run tasks and actors of the Ray that this process has started."""
     node = ray._private.worker._global_node
     found: list[psutil.Process] = []
-    # Where the start of another one has failed, this process may have a Ray of somebody else's.
-    own = node is not None and Path(node.get_temp_dir_path()) == directory
-    for each in node.all_processes.get("raylet", []) if own else []:
+    for each in [] if node is None else node.all_processes.get("raylet", []):
         with suppress(psutil.NoSuchProcess):
             found += psutil.Process(each.process.pid).children(recursive=True)
     return found

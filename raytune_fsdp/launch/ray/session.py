@@ -89,16 +89,17 @@ class Session:
         return self.lost() is None if self.head is None else self.head.answers()
 
     def close(self) -> None:
-        workers = private.workers_of(self.directory) if self.directory is not None else []
+        ours = self.directory is None or not private.is_elsewhere(self.directory)
+        workers = private.workers() if ours and self.directory is not None else []
         if self.head is not None:
             self.head.close()
             if self.owned and self.head.lost() is not None:
                 # Ray's C++ cannot bear another cluster: it would end this process by SIGSEGV, in Python's exit. For a
                 # head that is away it waits there, and for longer if that comes back meanwhile and goes again.
                 crashing.append("Ray, which has lost its head")
-        elif self.lost():
+        elif ours and self.lost():
             private.kill_processes()  # ray.shutdown() alone would talk to them for a while
-        if self.owned:
+        if ours and self.owned:
             ray.shutdown()
         for each in psutil.wait_procs(workers, timeout=_WORKERS_SECONDS)[1]:
             with suppress(psutil.NoSuchProcess):

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -448,3 +449,22 @@ def is_adapter_layer(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(module, BaseTunerLayer)
+
+
+@contextmanager
+def without_adapters_in(network: PreTrainedModel, *, off: bool = True) -> Iterator[None]:
+    """Have a network compute as its base alone does, while the context lasts and if `off`."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    # The flags alone: PEFT's own switch also says of each weight that it gets no gradient, which FSDP has decided by
+    # when the network was sharded.
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers = [module for module in network.modules() if isinstance(module, kinds)] if off else []
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -188,7 +188,7 @@ class GroupObjective:
         told = _Told.of(targets, log_probabilities.device)
         placed = _Placed.of(told)
         documents = self._documents(log_probabilities, targets, told, placed)
-        if self.config.compares and documents.reference is None:
+        if self.config.compares and documents.reference is None and len(documents.role):
             raise RuntimeError("nobody has computed the log-probabilities of the reference")
         with torch.enable_grad():
             answers, whole = (each.clone().requires_grad_() for each in (documents.answers, documents.whole))

@@ -52,6 +52,7 @@ def advice(
         *_of_hardware(config, found),
         *_of_links(config, found, faster),
         *_of_notice(config, found, stopping),
+        *_of_reference(config, found),
     ]
 
 
@@ -140,6 +141,34 @@ def _of_notice(config: FinetuneConfig, found: Prediction, stopping: Stopping | N
         "its last checkpoint (checkpoint.every)",
         source=f"{found.checkpoint / 1e9:,.0f} GB in the cloud's notice",
     )
+
+
+def _of_reference(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
+    objective, forward = config.train.objective, found.seconds.compute / 3
+    source = "this plan; a forward pass is a third of what a step computes"
+    if objective.compares and config.reference.when == "before":
+        hours = forward * found.plan.steps / max(1.0, config.train.epochs or 1.0) / 3600
+        yield Advice(
+            id="reference",
+            text=f"before its first step, the run asks the reference once about every row that it will read: "
+            f"{hours:.1f} hours at most. What it says is kept beside the prepared data, for every run with the same "
+            "rows and reference",
+            source=source,
+        )
+    elif objective.compares:
+        yield Advice(
+            id="reference",
+            text=f"reference.when=during: every step asks the reference, too, which takes about {forward:.2f} s more",
+            source=source,
+        )
+    if objective.type == "kto":
+        yield Advice(
+            id="kl",
+            text="train.objective.type=kto: every step goes over its batch once more for the divergence from the "
+            f"reference, which takes about {forward:.2f} s more, and half of its tokens are mismatched answers for "
+            "that",
+            source=source,
+        )
 
 
 def _may_move_less(config: FinetuneConfig) -> bool:

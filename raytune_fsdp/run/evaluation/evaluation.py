@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ConversationConfig
 from raytune_fsdp.data.questions import Questions
+from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout
@@ -31,6 +32,8 @@ class Evaluation:
     """The most tokens that an answer to a prompt may have."""
     exact: bool = False
     """Whether losses have the same bits at any number of ranks."""
+    given: Given | None = None
+    """What the reference gives to documents, if there is one."""
     groups: GroupObjective | None = None
     """The loss of datasets of pairs or of judged answers."""
 
@@ -68,7 +71,7 @@ class Evaluation:
         Collective."""
         found = losses(
             model, self.datasets, micro_batch=micro_batch, layout=layout, device=device, exact=self.exact,
-            groups=self.groups,
+            groups=self.groups, told=None if self.given is None else self.given.told,
         )  # fmt: skip
         return found | measure_tasks(
             model, tokenizer, self.tasks, micro_batch=micro_batch, layout=layout, device=device, attention=attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -137,6 +138,8 @@ def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedC
     import torch
 
     from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_checkpoint
+    from raytune_fsdp.checkpoint.state import read_state
+    from raytune_fsdp.data.reference import given_of
     from raytune_fsdp.launch.examine import examine
     from raytune_fsdp.run.evaluation.evaluation import Evaluation
 
@@ -149,6 +152,7 @@ def _measure(prepared: RunInputs, config: FinetuneConfig, checkpoint: CommittedC
     whole = find_checkpoint(checkpoint.path)  # compared with its manifest
     trust = config.model.trust_remote_code or config.model.network is not None
     model = load_checkpoint(whole, device, trust_remote_code=trust)
-    measured = Evaluation.of(config, prepared.evals, prepared.tasks)
+    given = given_of(read_state(checkpoint).identity, prepared.evals)
+    measured = replace(Evaluation.of(config, prepared.evals, prepared.tasks), given=given)
     values, answered = examine(config, model, prepared.tokenizer, measured, device)
     return values, answered, time.monotonic() - started

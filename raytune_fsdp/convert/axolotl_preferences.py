@@ -1,0 +1,205 @@
+"""Convert axolotl's `rl: dpo | ipo | kto | orpo | simpo`: its objective, and the types of its datasets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytune_fsdp.convert.preferences import JUDGED, PAIRS, carry_objective, losses_of_pairs, no_dropout
+from raytune_fsdp.convert.rules import Translation, a_map, flag, in_words, leave, number, refuse, same, settled, text
+
+_ROWS = {"dpo": PAIRS, "ipo": PAIRS, "orpo": PAIRS, "simpo": PAIRS, "kto": JUDGED}
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
+_SYSTEM = {"system": "system"}
+_TYPES: dict[str, dict[str, dict[str, Any]]] = {
+    PAIRS: {
+        "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response", **_SYSTEM},
+        "argilla_chat": {"prompt": None},
+        "icr": {"prompt": "input", **_SYSTEM},
+        "intel": {"prompt": "question", **_SYSTEM},
+        "prompt_pairs": _SYSTEM,
+        "ultra": {"prompt": None, **_SYSTEM},
+    },
+    JUDGED: {
+        "argilla": {"prompt": "instruction", **_SYSTEM},
+        "argilla_chat": {"prompt": None},
+        "intel": {"prompt": "question", **_SYSTEM},
+        "prompt_pairs": _SYSTEM,
+        "ultra": _SYSTEM,
+    },
+}
+"""What the columns of a type are called, after the name of its template."""
+_OWN = ("field_prompt", "field_chosen", "field_rejected", "field_completion", "field_label")
+_OWN_TEXTS = ("prompt_format", "chosen_format", "rejected_format", "completion_format")
+FIELDS = (*_OWN, *(f"type.{key}" for key in (*_OWN, *_OWN_TEXTS)))
+"""Keys of a dataset that only these types have."""
+
+
+def rows_of_rl(c: Translation) -> str:
+    """Return the type of rows that `rl` is of; an empty text for supervised training."""
+    return _ROWS.get(c.get("rl", text, ""), "")
+
+
+def prepare_rl(c: Translation) -> None:
+    """Carry the objective, and settle what it says of adapters."""
+    kind = c.get("rl", text, "")
+    if not kind:
+        return
+    if kind not in _ROWS:
+        c.say("rl", "refused", f"{kind} is not here; {', '.join(_ROWS)} are")
+        return
+    if "adapter" in c.given:
+        no_dropout(c, "lora_dropout", "TRL turns off that of adapters with rl")
+    if kind in ("dpo", "ipo", "kto"):
+        why = (
+            "with rl axolotl may begin a new adapter beside it: drop it, and set method.adapter in the result; the "
+            "reference is then the base with that adapter, or without it with reference.model=base"
+        )
+        c.say("lora_model_dir", "refused", why)
+    c.say("train_on_inputs", "left", "with rl the answers alone count, there too")
+    {"dpo": _dpo, "ipo": _ipo, "kto": _kto, "orpo": _orpo, "simpo": _simpo}[kind](c)
+    c.say("rl", "carried", in_words("train.objective", c.fields["train.objective"]))
+    if c.get("dpo_use_weighting", flag, False):
+        c.say("dpo_use_weighting", "refused", "pairs have weights of their own only (format.weight)")
+    if c.get("max_prompt_len", number, 0):
+        c.say("max_prompt_len", "refused", "prompts have no limit of their own; see data.long_documents")
+
+
+def _beta(c: Translation) -> str:
+    return c.first("rl_beta", "dpo_beta")
+
+
+def _dpo(c: Translation) -> None:
+    pair, weight = losses_of_pairs(c, "dpo_loss_type", "dpo_loss_weights")
+    numbers: dict[str, tuple[str, float | None]] = {"beta": (_beta(c), 0.1)}
+    made: dict[str, Any] = {}
+    if pair not in ("hinge", "ipo"):
+        numbers["label_smoothing"] = ("dpo_label_smoothing", 0.0)
+    if pair == "hinge" or (pair == "robust" and c.get("dpo_label_smoothing", number, 0)):
+        made["loss"] = pair
+    if pair != "ipo" and (pair == "sigmoid_norm" or c.get("dpo_norm_loss", flag, False)):
+        made["normalize"] = "length"
+    c.say("dpo_norm_loss", "carried" if "normalize" in made else "same", in_words("train.objective", made))
+    weight += c.get("rpo_alpha", number, 0.0)
+    if weight:
+        made["sft"] = {"weight": weight}
+    note = "TRL itself reads it for the loss robust only, since 1.0" if pair != "robust" else ""
+    carry_objective(c, "ipo" if pair == "ipo" else "dpo", numbers, {"label_smoothing": note}, **made)
+    for key in ("rpo_alpha", "dpo_loss_weights"):
+        c.say(key, "carried", in_words("train.objective.sft.weight", weight))
+    c.say("dpo_loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
+
+
+def _ipo(c: Translation) -> None:
+    carry_objective(c, "ipo", {"beta": (_beta(c), 0.1)})
+
+
+def _orpo(c: Translation) -> None:
+    carry_objective(c, "orpo", {"beta": (c.first("rl_beta", "orpo_alpha"), 0.1)})
+
+
+def _simpo(c: Translation) -> None:
+    parts = {"beta": (_beta(c), 0.1), "gamma": ("simpo_gamma", 0.5), "sft.weight": ("cpo_alpha", 1.0)}
+    carry_objective(c, "simpo", parts)
+
+
+def _kto(c: Translation) -> None:
+    weights = {f"{each}_weight": (f"kto_{each}_weight", 1.0) for each in ("desirable", "undesirable")}
+    carry_objective(c, "kto", {"beta": (_beta(c), 0.1), **weights})
+
+
+def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
+    """Return the format of a dataset under `rl`, by its type."""
+    if any(f"{prefix}type.{key}" in c.given for key in (*_OWN, *_OWN_TEXTS, "field_system")):
+        return _own(c, prefix, rows)
+    key = f"{prefix}type"
+    kind = c.get(key, text, "")
+    template, _, variant = kind.partition(".")
+    made: dict[str, Any] = {"type": rows}
+    if template == "chat_template":
+        made |= _by_template(c, prefix, rows, variant)
+    elif template in _TEMPLATES and variant in _TYPES[rows]:
+        made |= {name: column for name, column in _TYPES[rows][variant].items() if column != name or name == "system"}
+    elif not kind or kind.startswith("passthrough"):
+        made["style"] = "plain"
+        c.tell_default(key, None, "rows go on as they are: texts plain, messages by the chat template")
+    else:
+        why = f"no format of ours; {', '.join(_TYPES[rows])} after chatml or llama3 are, and chat_template.default"
+        c.say(key, "refused", f"{why}; see `format` of type python for rows of any kind", prefix.rstrip("."))
+    c.say(key, "carried", in_words("format", made))
+    return made
+
+
+def template_of_rl(c: Translation, prefix: str) -> str:
+    """Return the template that the name of a type begins with: `chatml.intel` has ChatML around its texts."""
+    return _TEMPLATES.get(c.get(f"{prefix}type", text, "").partition(".")[0], "") if rows_of_rl(c) else ""
+
+
+def _by_template(c: Translation, prefix: str, rows: str, variant: str) -> dict[str, Any]:
+    """Return the columns of rows whose messages the chat template renders."""
+    made: dict[str, Any] = {}
+    whole = variant in ("argilla", "argilla_chat")
+    usual = (
+        {"chosen": "chosen", "rejected": "rejected"}
+        if rows == PAIRS
+        else {"completion": "completion", "label": "label"}
+    )
+    if whole:
+        made["prompt"] = None
+    elif rows == PAIRS:
+        made["prompt"] = c.get(f"{prefix}field_messages", text, "messages")
+    for name in usual:
+        key = f"{prefix}field_{name}"
+        if (found := c.get(key, text, name)) != name:
+            made[name] = found
+        c.say(key, "carried", in_words(f"format.{name}", found))
+    c.say(f"{prefix}field_messages", "left" if whole else "carried", in_words("format.prompt", made.get("prompt")))
+    for key, expected in (("role", "role"), ("content", "content")):
+        named = f"{prefix}message_property_mappings.{key}"
+        if c.get(named, text, expected) == expected:
+            c.say(named, "same", f"messages have {expected}")
+        c.say(named, "refused", f"messages have {expected} here: rename it by a function, with format.type=python")
+    named = f"{prefix}roles"
+    roles = c.get(named, a_map, {})
+    if all(names in (role, [role]) for role, names in roles.items()):
+        c.say(named, "same", "roles have their usual names")
+    c.say(named, "refused", "roles have their usual names here: rename them by a function, with format.type=python")
+    return made
+
+
+def _own(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
+    """Convert a type that the file defines, if it takes the columns as they are."""
+    parts = ("prompt", "chosen", "rejected") if rows == PAIRS else ("prompt", "completion", "label")
+    made: dict[str, Any] = {"type": rows, "style": "plain"}
+    keys = [f"{prefix}type.{key}" for key in (*_OWN, *_OWN_TEXTS, "field_system")]
+    for name in parts:
+        column = c.get(f"{prefix}type.field_{name}", text, name)
+        if column != name:
+            made[name] = column
+        shape = c.get(f"{prefix}type.{name}_format", text, "")
+        if shape not in ("", f"{{{name}}}", f"{{{column}}}"):
+            why = "the texts of a row are taken as they are: put them together by a function, with format.type=python"
+            c.say(f"{prefix}type.{name}_format", "refused", why, prefix.rstrip("."))
+    c.say(f"{prefix}type.field_system", "refused", "a plain text has no system message", prefix.rstrip("."))
+    for key in keys:
+        c.say(key, "carried", in_words("format", made))
+    return made
+
+
+RL_OPTIONS = (
+    settled("rl", "`train.objective`: dpo, ipo, kto, orpo, simpo; others refused"),
+    settled("rl_beta dpo_beta orpo_alpha", "`train.objective.beta`"),
+    settled("dpo_loss_type dpo_norm_loss", "`train.objective`: its `loss` and `normalize`; ipo is a type"),
+    settled("dpo_label_smoothing", "`train.objective.label_smoothing`"),
+    settled("simpo_gamma", "`train.objective.gamma`, 0.5 by default"),
+    settled("cpo_alpha rpo_alpha dpo_loss_weights", "`train.objective.sft.weight`; cpo_alpha is 1 by default"),
+    settled("kto_desirable_weight kto_undesirable_weight", "the same fields of `train.objective`"),
+    settled("dpo_use_weighting", "refused: pairs have weights of their own only"),
+    settled("max_prompt_len", "refused: prompts have no limit of their own"),
+    same("precompute_ref_log_probs", "the same numbers before and during training; see `reference.when`"),
+    same("rl_adapter_ref_model", "the reference is what the run starts from"),
+    same("dpo_padding_free", "padding does not change what is learned"),
+    leave("dpo_use_liger_kernel dpo_use_logits_to_keep", "other kernels for the same function"),
+    leave("dpo_generate_during_eval", "see `eval.prompts`"),
+    refuse("reward_model process_reward_model", "a network that gives rewards is not trained here"),
+    leave("trl vllm ebft num_labels center_rewards_coefficient", "for kinds of rl that are refused"),
+)

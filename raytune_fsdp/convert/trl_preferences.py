@@ -1,0 +1,251 @@
+"""TRL: convert files for `trl dpo --config` and `trl kto --config`, and those of its ORPO and CPO trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.preferences import (
+    JUDGED,
+    LOSSES,
+    PAIRS,
+    TOO_LONG,
+    carry_objective,
+    losses_of_pairs,
+    no_dropout,
+    sample_of_two,
+)
+from raytune_fsdp.convert.rules import (
+    Project,
+    TheirOption,
+    Translation,
+    ask,
+    flag,
+    in_words,
+    leave,
+    number,
+    part,
+    refuse,
+    same,
+    settled,
+    table,
+    text,
+    whole,
+)
+from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, named_data, prepare_compute
+
+_LR = 1e-6
+_LENGTH = 1024
+_SEES = (
+    "TRL looks at the rows: texts are read as they are, messages by the chat template; see `raytune-fsdp data preview`"
+)
+
+
+def _prepare(c: Translation, rows: str) -> None:
+    if c.get("use_peft", flag, False):
+        off = "disable_dropout, on by default, turns off that of adapters, too"
+        if c.get("disable_dropout", flag, True):
+            no_dropout(c, "lora_dropout", off)
+    prepare_compute(c, lr=_LR)
+    if "max_length" in c.given and spelled(c.given["max_length"]) is None:
+        why = "a sample has a fixed length here; give a number, such as the length of the longest row"
+        c.say("max_length", "refused", why)
+    sample_of_two(c, "max_length", c.get("max_length", whole, _LENGTH), rows)
+    made = {"type": rows, "style": "plain"}
+    c.tell_default("data.train.*.format", made, _SEES if rows == PAIRS else f"{_SEES}. {_APART}")
+    c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
+    c.default("data.long_documents", "truncate", TOO_LONG)
+    named_data(c, made)
+
+
+_APART = "TRL makes two rows of a pair; here files have one row for each answer"
+
+
+def _dpo(c: Translation) -> None:
+    _prepare(c, PAIRS)
+    pair, weight = losses_of_pairs(c, "loss_type", "loss_weights")
+    numbers: dict[str, tuple[str, float | None]] = {"beta": ("beta", 0.1)}
+    made: dict[str, Any] = dict(LOSSES[pair])
+    if pair == "robust" and c.get("label_smoothing", number, 0) != 0:
+        numbers["label_smoothing"] = ("label_smoothing", 0.0)
+    elif pair == "robust":
+        made = {}  # without smoothing it is the plain loss
+    c.say(
+        "label_smoothing",
+        "left",
+        "TRL reads it for the loss robust only; in older versions sigmoid had it, too: then set "
+        "train.objective.label_smoothing",
+    )
+    kind = _without_reference(c, pair) or ("ipo" if pair == "ipo" else "dpo")
+    weight += c.get("rpo_alpha", number, 0.0)
+    if weight or kind == "cpo":
+        made["sft"] = {"weight": weight}
+    carry_objective(c, kind, numbers, **made)
+    for key in ("rpo_alpha", "loss_weights"):
+        c.say(key, "carried", in_words("train.objective.sft.weight", weight))
+    c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
+
+
+def _without_reference(c: Translation, pair: str) -> str:
+    """Return the type of an objective without a reference, if there is to be none."""
+    key = "reference_free"
+    if not c.get(key, flag, False):
+        c.say(key, "same", "compared with the reference")
+        return ""
+    if pair not in ("sigmoid", "hinge"):
+        c.say(key, "refused", f"{pair} compares with a reference; sigmoid and hinge do without, as type cpo")
+        return ""
+    c.say(key, "carried", "train.objective.type=cpo, which is DPO without a reference")
+    return "cpo"
+
+
+def _kto(c: Translation) -> None:
+    _prepare(c, JUDGED)
+    weights = {f"{kind}_weight": (f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable")}
+    carry_objective(c, "kto", {"beta": ("beta", 0.1), **weights})
+    c.tell_default("train.objective", {"type": "kto"}, "KTO's KL is that of a micro-batch there, of a step here")
+    c.default("data.shuffle", "none", "train_sampling_strategy=sequential by default")
+
+
+def _orpo(c: Translation) -> None:
+    _prepare(c, PAIRS)
+    carry_objective(c, "orpo", {"beta": ("beta", 0.1)})
+
+
+def _cpo(c: Translation) -> None:
+    _prepare(c, PAIRS)
+    loss = c.get("loss_type", text, "sigmoid")
+    if loss not in ("sigmoid", "hinge", "simpo"):
+        c.say("loss_type", "refused", f"{loss} is not here without a reference; sigmoid, hinge and simpo are")
+    numbers: dict[str, tuple[str, float | None]] = {"beta": ("beta", 0.1), "sft.weight": ("cpo_alpha", 1.0)}
+    if loss == "simpo":
+        numbers["gamma"] = ("simpo_gamma", 0.5)
+    if loss != "hinge":
+        numbers["label_smoothing"] = ("label_smoothing", 0.0)
+    for key in ("label_smoothing", "simpo_gamma"):
+        if not any(key == each for each, _ in numbers.values()):
+            c.say(key, "left", f"means nothing to {loss}, there too")
+    made: dict[str, Any] = {"loss": "hinge"} if loss == "hinge" else {}
+    carry_objective(c, "simpo" if loss == "simpo" else "cpo", numbers, **made)
+    c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
+
+
+def _finish(c: Translation) -> None:
+    finish_training(c, lr=_LR)
+    c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
+
+
+def _truncation(c: Translation, key: str) -> None:
+    how = c.get(key, text, "keep_start")
+    if how == "keep_end":
+        c.carry(key, "data.long_documents", "truncate", "the prompt loses its start; there the longer answer's more")
+    elif how == "keep_start":
+        c.carry(key, "data.long_documents", "truncate", TOO_LONG)
+    else:
+        c.say(key, "refused", "unknown to TRL; it has keep_start and keep_end")
+
+
+_SHARED = (
+    *COMPUTE_OPTIONS,
+    *NAMED_DATA,
+    settled("max_length", "`data.seq_len`, twice it: a sample holds two documents", takes_null=True),
+    settled("disable_dropout", "`method.dropout: 0`, by default, too; off: `method.dropout`"),
+    leave("generate_during_eval", "see `eval.prompts`"),
+    refuse(
+        "max_prompt_length", "prompts have no limit of their own; data.long_documents=truncate shortens them", off=()
+    ),
+    refuse("is_encoder_decoder", "causal language models only"),
+    leave("padding_value label_pad_token_id use_logits_to_keep", "padding does not change what is learned"),
+    leave("dataset_num_proc", "data is prepared automatically"),
+    leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+    same("pad_to_multiple_of", "padding does not change what is learned"),
+    leave("label_smoothing_factor", "means nothing to this loss, there too"),
+    *(option for option in TRAINING_OPTIONS if "label_smoothing_factor" not in option.names),
+)
+
+
+def _sync(names: str) -> TheirOption:
+    return part(names, "sync_ref_model", lambda c: c.on("sync_ref_model"))
+
+
+_REFERENCE = "the reference is what the run starts from, or reference.model"
+_COMPARED = (
+    same(
+        "precompute_ref_log_probs",
+        "the same numbers before and during training; see `reference.when`",
+    ),
+    leave("precompute_ref_batch_size", "it changes no log-probability"),
+    refuse("sync_ref_model", "the reference stays as it is"),
+    _sync("ref_model_mixup_alpha ref_model_sync_steps"),
+    refuse("ref_model_init_kwargs model_adapter_name ref_adapter_name", _REFERENCE, off=()),
+    leave("force_use_ref_model base_model_attribute_name", _REFERENCE),
+    leave("use_liger_loss", "other kernels for the same function"),
+)
+
+
+_DPO_OPTIONS = (
+    settled("beta", "`train.objective.beta`"),
+    settled("loss_type", "`train.objective`: sigmoid, hinge, robust, sigmoid_norm or ipo, and sft; others refused"),
+    settled("loss_weights rpo_alpha", "`train.objective.sft.weight`; refused unless the other loss has 1"),
+    settled("label_smoothing", "`train.objective.label_smoothing` of robust, else left"),
+    settled("reference_free", "`train.objective: {type: cpo, sft: {weight: 0}}`"),
+    ask("truncation_mode", "`data.long_documents: truncate`", _truncation),
+    refuse("max_completion_length", "answers have no limit of their own", off=()),
+    refuse("use_weighting", "pairs have weights of their own only (`format.weight`)"),
+    refuse("ld_alpha", "every token of an answer counts alike", off=(1,), alike="every token counts alike"),
+    refuse("f_divergence_type", "the divergence is the reverse KL", off=("reverse_kl",), alike="the reverse KL"),
+    part(
+        "f_alpha_divergence_coef",
+        "f_divergence_type",
+        lambda c: spelled(c.given.get("f_divergence_type", "")) == "alpha_divergence",
+    ),
+    leave("discopop_tau", "only for the loss discopop, which is refused"),
+    same("padding_free", "padding does not change what is learned"),
+    leave("pad_token", "padding does not change what is learned"),
+    *_COMPARED,
+)
+
+
+_KTO_OPTIONS = (
+    settled("beta desirable_weight undesirable_weight", "the same fields of `train.objective`"),
+    refuse("loss_type", "apo_zero_unpaired is not here", off=("kto",), alike="KTO's loss"),
+    refuse("max_completion_length", "answers have no limit of their own", off=()),
+    *_COMPARED,
+)
+
+
+_ORPO_OPTIONS = (
+    settled("beta", "`train.objective.beta`"),
+    leave("max_completion_length", "for encoder-decoders only"),
+)
+
+
+_CPO_OPTIONS = (
+    settled("loss_type", "`train.objective`: sigmoid and hinge `cpo`, simpo `simpo`; others refused"),
+    settled("beta label_smoothing", "the same fields of `train.objective`"),
+    settled("cpo_alpha", "`train.objective.sft.weight`, 1 by default, of simpo, too"),
+    settled("simpo_gamma", "`train.objective.gamma`, 0.5 by default: after scaling by beta, as there"),
+    refuse("alpha", "a reward is the log-probability itself"),
+    leave("max_completion_length", "for encoder-decoders only"),
+)
+
+
+def _project(command: str, about: str, prepare: Callable[[Translation], None], *options: TheirOption) -> Project:
+    return Project(
+        name=f"trl-{command}",
+        title=f"TRL's {command.upper()}",
+        about=f"{about} Name them with `--from trl-{command}`, unless a key tells that. Options of TRL 1.16, and some "
+        "older ones.",
+        options=table(*options, *_SHARED),
+        prepare=prepare,
+        finish=_finish,
+        like="trl",
+    )
+
+
+TRL_DPO = _project("dpo", "Files for `trl dpo --config`.", _dpo, *_DPO_OPTIONS)
+TRL_KTO = _project("kto", "Files for `trl kto --config`.", _kto, *_KTO_OPTIONS)
+TRL_ORPO = _project("orpo", "Files of an `ORPOConfig` (`trl.experimental.orpo`).", _orpo, *_ORPO_OPTIONS)
+TRL_CPO = _project("cpo", "Files of a `CPOConfig` (`trl.experimental.cpo`), SimPO's, too.", _cpo, *_CPO_OPTIONS)

@@ -1,0 +1,82 @@
+"""Which model is the reference. By default it is what the run starts from: the base, or another run's checkpoint, and
+the adapter that the run begins with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from raytune_fsdp.base.errors import ConfigError, ModelError
+from raytune_fsdp.config import FinetuneConfig, FullMethod
+from raytune_fsdp.data.sources.source import shorten
+from raytune_fsdp.model.directory.files import locate
+from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
+from raytune_fsdp.model.network import build_network, fit_vocabulary, load_architecture
+from raytune_fsdp.run.reference_model import ReferenceModel
+from raytune_fsdp.run.resume_point import RunInputs
+from raytune_fsdp.run.starting_weights import find_origin
+from raytune_fsdp.run.trials.needs import network_needs
+
+BASE = "base"
+
+
+def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None) -> RunInputs:
+    """Return the inputs of a run with the model that its objective compares with, if it compares.
+
+    `directory`: of the config and the tokenizer of the run's own model.
+    """
+    if not config.train.objective.compares:
+        return prepared
+    start = ReferenceModel(
+        config=config, hf_config=prepared.hf_config, needs=prepared.needs, origin=prepared.origin,
+        directory=directory, added=prepared.added, adapted=prepared.adapted, is_start=True,
+    )  # fmt: skip
+    return replace(prepared, reference=find_reference(config, start, prepared.tokenizer))
+
+
+def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: PreTrainedTokenizerBase) -> ReferenceModel:
+    """Return the model that the run's objective compares with. `start`: what the run starts from."""
+    wanted = config.reference.model
+    if wanted is None or (wanted == BASE and getattr(config.method, "adapter", None) is None):
+        return start
+    if wanted == BASE:
+        bare = config.model_copy(update={"method": config.method.model_copy(update={"adapter": None})})
+        return replace(start, config=bare, is_start=False)
+    if config.model.add_tokens:
+        raise ConfigError(
+            f"reference.model={wanted} with model.add_tokens: the reference has no rows for the new tokens: leave "
+            "one of the two out"
+        )
+    model = config.model.model_copy(
+        update={
+            "path": wanted, "revision": None, "init": "pretrained", "overrides": {}, "network": None,
+            "tokenizer": config.model.tokenizer or config.model.path,
+        }
+    )  # fmt: skip
+    other = config.model_copy(update={"model": model, "method": FullMethod()})
+    directory = locate(wanted, None, field="reference.model", weights=False)
+    check_same_tokenizer(wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
+    hf_config = load_architecture(model, directory)
+    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=False)
+    network = build_network(copy.deepcopy(hf_config), other)
+    return ReferenceModel(
+        config=other, hf_config=hf_config, needs=network_needs(other, hf_config, network),
+        origin=find_origin(other, network, {}), directory=directory,
+    )  # fmt: skip
+
+
+def check_same_tokenizer(
+    wanted: str, directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> None:
+    """Refuse a reference that means other tokens by the same ids."""
+    theirs = tokenizer_in(directory, trust_remote_code=trust_remote_code).get_vocab()
+    differ = sorted(token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number)
+    if differ:
+        raise ModelError(
+            f"reference.model={wanted} has another tokenizer than the run: {shorten(differ[0])} "
+            f"{'has another id there' if differ[0] in theirs else 'is unknown there'} (and {len(differ) - 1} more); "
+            "its log-probabilities would be of other texts: name a model with the same tokenizer"
+        )

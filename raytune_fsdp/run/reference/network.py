@@ -1,0 +1,110 @@
+"""What decides the values of a reference, and a network that has its weights.
+
+A run that has just been filled with what it starts from is the reference already. For one that goes on, or for another
+model, a second network is built in the same way, and let go before training begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.manifest import read_manifest
+from raytune_fsdp.checkpoint.storage import PIECES
+from raytune_fsdp.model.directory.files import WeightFiles
+from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.plan.identity import named
+from raytune_fsdp.run.build import Site, build
+from raytune_fsdp.run.fetching import Say, brought
+from raytune_fsdp.run.reference_model import ReferenceModel
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
+from raytune_fsdp.run.same_files import digests
+from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights, fill_mode, first_weights
+from raytune_fsdp.run.trials.computation import check_split_tokens
+from raytune_fsdp.run.trials.kernels import kernels_of
+from raytune_fsdp.step.precision import compute_dtype
+
+
+def decided_by(
+    reference: ReferenceModel,
+    identity: Mapping[str, Any],
+    origin: StartingWeights | None,
+    adapter: AdapterFiles | None,
+    *,
+    alone: bool,
+) -> dict[str, Any]:
+    """Return everything of a reference that decides its values, but for how they are computed. Collective.
+
+    `identity`: the run's. `alone`: only rank 0 sees the files.
+    """
+    config = reference.config
+    if origin is None and config.model.init == "pretrained":
+        raise ResumeError(
+            f"model.path={config.model.path}: the log-probabilities of the reference are incomplete, and the "
+            "checkpoint that the run began with is not there to compute the rest: restore it, or the directory "
+            "`reference` of data.cache.path"
+        )
+    text = reference.hf_config.to_diff_dict()
+    if reference.is_start:
+        architecture = {key: value for key, value in identity.items() if key.startswith("model.")}
+    else:
+        architecture = {key: text[key] for key in text if key not in ("transformers_version", "_name_or_path", "dtype")}
+    method = named("method", config.method, exclude=("adapter",))
+    decided: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "architecture": architecture,
+                "method": method,
+                "weights": {"seed": config.run.seed} if origin is None else _content(origin, alone=alone),
+                "adapter": None if adapter is None else digests(adapter.files, alone=alone),
+                "added": {} if origin is None else {name: sorted(rows) for name, rows in origin.added.items()},
+            },
+            default=str,
+        )
+    )
+    return decided
+
+
+def _content(origin: StartingWeights, *, alone: bool) -> dict[str, Any]:
+    """Return the digests of the files that stored weights are in. Collective."""
+    stored = origin.stored
+    if isinstance(stored, WeightFiles):
+        return digests(stored, alone=alone)
+    read = on_rank0(
+        lambda: dict(read_manifest(storage_at(stored.root), stored.name).files), what="read the reference's checkpoint"
+    )
+    base = {} if origin.base_files is None else digests(origin.base_files, alone=alone)
+    return {**{name: digest for name, (_, digest) in read.items() if name.endswith(PIECES)}, **base}
+
+
+def build_reference(
+    reference: ReferenceModel, prepared: RunInputs, standing: ResumePoint, device: torch.device, say: Say
+) -> tuple[PreTrainedModel, GroupObjective]:
+    """Build and fill the reference as a network of its own, spread over the ranks; and what measures its answers.
+    Collective."""
+    config = reference.config
+    if not reference.is_start:
+        prepared = replace(prepared, hf_config=reference.hf_config, needs=reference.needs)
+        standing = replace(standing, checkpoint=None, state=replace(standing.state, kernels={}))
+    built = build(
+        config, reference.hf_config, reference.needs, Site.of_rank(standing.plan, device),
+        lambda network: kernels_of(config, prepared, standing, network, device),
+        added=reference.added, adapted=reference.adapted,
+    )  # fmt: skip
+    model, host = built.model, torch.device("cpu") if built.parallel.cpu_offload else None
+    origin, adapter = brought(config, reference.origin, reference.adapter_files(), say)
+    mode = fill_mode(config, origin, adapter)
+    weights, beginning = first_weights(config, origin, model, mode, adapter)
+    fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
+    if built.groups.sequence is not None:
+        check_split_tokens(model, built.groups.sequence, device, compute_dtype(config.parallel.precision))
+    return model, GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)

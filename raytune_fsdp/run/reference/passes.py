@@ -1,0 +1,158 @@
+"""A pass over the data with the reference, by all ranks: each computes its share of a window, and one file is written.
+
+A value depends on the document's packed sample and on the micro-batch that it is computed in, which are those of the
+window, and so never on the number of ranks. A pass that was killed goes on with the first window that has no file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from raytune_fsdp.base.batch import Cursor, MicroBatch
+from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
+from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.data.batches import filler, to_batch
+from raytune_fsdp.data.reference import Known, Names, ReferenceFiles, Values, names_of
+from raytune_fsdp.data.shared_batches import own_part
+from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.to_device import to_device
+from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.step.parallel import evaluating
+
+Place = tuple[int, int]
+"""Epoch and window."""
+
+_SAY_SECONDS = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """The windows of some data that need values, in the order in which they are read."""
+
+    name: str
+    windows: Windows
+    places: Sequence[Place]
+    files: ReferenceFiles
+    lacking: list[Place] = field(default_factory=list)
+    """Those without a file."""
+    known: Known = field(default_factory=lambda: Known.of(()))
+
+
+def places_of_run(windows: Windows, plan: Plan, seed: int) -> list[Place]:
+    """Return the windows that a run reads to its end, each once, in its order. Windows that have none yet are built."""
+    stream, needed = Stream(windows, seed=seed), plan.division.samples_before(plan.steps + 1)
+    found: dict[Place, None] = {}
+    number = 0
+    while needed > 0:
+        epoch, place = stream.place(Cursor(), number)
+        if windows.repeats and epoch:
+            break
+        k = stream.window_at(epoch, place)
+        found[epoch, k] = None
+        needed -= len(windows.get(epoch, k)[0].samples)
+        number += 1
+        stream.check_not_empty(number if not windows.get(epoch, k)[0].samples else 0)
+    return list(found)
+
+
+def places_of_evaluation(windows: Windows) -> list[Place]:
+    return [(0, k) for k in range(windows.count(0))]
+
+
+def look(task: Task) -> bool:
+    """Find out which windows have a file, and read these, on every rank alike. Return whether all have. Collective.
+
+    A damaged file is removed, and counts as none.
+    """
+
+    def read() -> tuple[Known, list[Place]]:
+        parts: list[tuple[Names, Values]] = []
+        lacking = []
+        for place in task.places:
+            part = task.files.read(*place)
+            if part is None:
+                task.files.remove(*place)
+                lacking.append(place)
+            else:
+                parts.append(part)
+        return Known.of(parts), lacking
+
+    task.known, task.lacking = on_rank0(read, what="read the log-probabilities of the reference")
+    return not task.lacking
+
+
+def compute(
+    task: Task,
+    model: PreTrainedModel,
+    objective: GroupObjective,
+    *,
+    micro_batch: int,
+    layout: Layout,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> None:
+    """Compute what is lacking, and keep it. Collective."""
+    said, total = time.monotonic(), len(task.lacking)
+    parts = [(task.known.names, task.known.values)]
+    with evaluating(model):
+        for done, place in enumerate(list(task.lacking)):
+            names, values = _of_window(task, place, model, objective, micro_batch, layout, device)
+            if not np.isfinite(values).all():
+                raise TrainingError(
+                    f"the reference gives a document of {task.name} a log-probability that is not finite: its "
+                    "weights or parallel.precision are not fit for this data; try parallel.precision=bf16, or another "
+                    "reference.model"
+                )
+            on_rank0(lambda: task.files.write(*place, names, values), what="keep what the reference said")  # noqa: B023
+            parts.append((names, values))
+            task.known = Known.of(parts)
+            parts = [(task.known.names, task.known.values)]
+            task.lacking.remove(place)
+            if dist.get_rank() == 0 and time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                say(f"the reference has read {done + 1} of {total} windows of {task.name}")
+
+
+def _of_window(
+    task: Task,
+    place: Place,
+    model: PreTrainedModel,
+    objective: GroupObjective,
+    micro_batch: int,
+    layout: Layout,
+    device: torch.device,
+) -> tuple[Names, Values]:
+    """Return the documents that a window is the first to have, and their values, on every rank. Collective."""
+    rank = dist.get_rank()
+    samples = task.windows.get(*place)[0].samples
+    starts = range(0, len(samples), micro_batch)
+    mine: list[tuple[MicroBatch, Names]] = []
+    for index in range(layout.data_rank(rank), len(starts), layout.data_ranks):
+        batch = to_batch(samples[starts[index] : starts[index] + micro_batch], index=index, after=Cursor())
+        names = names_of(batch)
+        if not task.known.has(names).all():
+            mine.append((batch, names))
+    rounds = max(on_all_ranks(lambda: len(mine)))
+    found: list[tuple[int, Names, Values]] = []
+    empty = filler(micro_batch, seq_len=task.windows.seq_len, pad_id=task.windows.pad_id)
+    batches = [batch for batch, _ in mine] + [empty] * (rounds - len(mine))
+    parts = to_device((own_part(batch, layout, rank) for batch in batches), device)
+    sums = [objective.measured(model, part)[0].answers for part in parts]
+    for (batch, names), values in zip(mine, sums, strict=False):
+        if layout.counts(rank) and layout.member(rank) == 0:
+            found.append((batch.index, names, values.cpu().numpy()))
+    gathered: list[Any] = on_all_ranks(lambda: found)
+    every = sorted((part for parts in gathered for part in parts), key=lambda part: part[0])
+    known = Known.of((names, values) for _, names, values in every)
+    new = ~task.known.has(known.names)
+    return known.names[new], known.values[new]

@@ -1,0 +1,101 @@
+"""The files of what a reference says: what they take for a document, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
+from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, names_of
+
+KEY = "0123456789abcdef0123456789abcdef"
+
+
+def micro_batch(*documents: tuple[list[int], int, int], length: int = 12) -> MicroBatch:
+    """A sample of documents: their tokens, how many of the last ones are targets, and how many of these are skipped."""
+    arrays = np.zeros((4, length), dtype=np.int32)
+    arrays[1], arrays[3], columns = IGNORE, -1, np.zeros((4, length))
+    at = 0
+    for tokens, targets, skipped in documents:
+        here = slice(at, at + len(tokens))
+        arrays[0, here], arrays[2, here], arrays[3, here] = tokens, range(len(tokens)), 0
+        arrays[1, here.stop - targets : here.stop] = tokens[len(tokens) - targets :]
+        columns[:, here] = np.array([[1.0], [1.0], [0.0], [skipped]])
+        at = here.stop
+    arrays[2, at:] = range(length - at)
+    sample = PackedSample(
+        input_ids=arrays[0], labels=arrays[1], position_ids=arrays[2], source_ids=arrays[3], id=7, columns=columns
+    )
+    return to_batch([sample], index=0, after=Cursor())
+
+
+def test_a_document_is_its_tokens_and_which_of_them_count() -> None:
+    first = names_of(micro_batch(([5, 6, 7], 2, 0), ([5, 6, 8], 1, 0)))
+    moved = names_of(micro_batch(([9, 9], 1, 0), ([5, 6, 8], 1, 0), ([5, 6, 7], 2, 0), length=16))
+    assert len(first) == 2 and moved[1] == first[1] and moved[2] == first[0], "wherever it is packed"
+    others = [([5, 6, 7], 1, 0), ([5, 6, 7], 2, 1), ([5, 7, 6], 2, 0), ([4, 5, 6, 7], 2, 0)]
+    assert len({bytes(names_of(micro_batch(each))[0]) for each in others} | {bytes(first[0])}) == 5
+    without = micro_batch(([5, 6, 7], 2, 0), ([3, 3], 0, 0), ([5, 6, 8], 1, 0))
+    assert (names_of(without) == first).all(), "a document without targets has no value"
+
+
+def test_what_is_told_is_the_value_of_each_document_behind_the_columns_of_its_row() -> None:
+    batch = micro_batch(([5, 6, 7], 2, 0), ([5, 6, 8], 1, 0))
+    names = names_of(batch)
+    known = Known.of([(names[1:], np.array([-2.5])), (names, np.array([-1.25, 0.0]))])
+    told = Given(known).told(batch).targets.columns
+    assert told == ((1.0, 1.0, 0.0, 0.0, -1.25), (1.0, 1.0, 0.0, 0.0, -2.5)), "the first value of a document counts"
+    with pytest.raises(DataError, match="has no log-probability for a document"):
+        Given(Known.of([])).told(batch)
+    with pytest.raises(DataError, match="start the same command again"):
+        Given(known).told(micro_batch(([250, 251, 252], 2, 0)))
+
+
+def files(root: Path, key: str = KEY) -> ReferenceFiles:
+    return ReferenceFiles(root=root, key=key, about={})
+
+
+def test_a_file_is_read_as_it_was_written_and_no_other_way(tmp_path: Path) -> None:
+    names = names_of(micro_batch(([5, 6, 7], 2, 0), ([5, 6, 8], 1, 0)))
+    values = np.array([-1.1, -2.2e-300])
+    own = files(tmp_path)
+    own.write(0, 3, names, values)
+    (path,) = own.directory.glob("*.values")
+    found = own.read(0, 3)
+    assert found is not None and (found[0] == names).all() and found[1].tobytes() == values.tobytes()
+    assert own.read(0, 4) is None and own.read(1, 3) is None
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        assert own.read(0, 3) is None, f"a bit of byte {place} differs"
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        assert own.read(0, 3) is None, f"half written: {length} bytes"
+    path.write_bytes(content)
+    path.with_name("e000-w00000004.values").write_bytes(content)
+    assert own.read(0, 4) is None, "another window's, copied"
+    other = files(tmp_path, KEY[::-1])
+    other.directory.mkdir()
+    (other.directory / path.name).write_bytes(content)
+    assert other.read(0, 3) is None and own.read(0, 3) is not None, "another reference's, copied"
+    assert own.remove(0, 3) and not own.remove(0, 3) and own.read(0, 3) is None
+
+
+def test_a_window_that_has_nothing_new_has_a_file_too(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    own.write(2, 0, names_of(micro_batch()), np.empty(0))
+    found = own.read(2, 0)
+    assert found is not None and not len(found[0])
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    own = replace(files(tmp_path), root=tmp_path / "no")
+    own.root.write_text("a file in the way")
+    with pytest.raises(DataError, match="set data.cache.path to another directory") as refused:
+        own.write(0, 0, names_of(micro_batch()), np.empty(0))
+    assert "\n" not in str(refused.value)
