@@ -14,7 +14,7 @@ So a router's loss has the divisor that it has in a supervised run, and gradient
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -129,8 +129,8 @@ class GroupObjective:
     """In a step: what the losses of all its groups depend on."""
     found: torch.Tensor | None = None
     """For a micro-batch: what `reference` has returned."""
-    known: dict[int, torch.Tensor] = field(default_factory=dict)
-    """In a step: what `reference` has returned for its micro-batches so far."""
+    known: dict[int, torch.Tensor] | None = None
+    """In a step: what `reference` has returned for its micro-batches so far, by their indices."""
 
     @classmethod
     def of(
@@ -161,7 +161,10 @@ class GroupObjective:
         """Return the loss of a micro-batch; its reference is computed now, if that is to be. Collective."""
         if self.reference is None:
             return self
-        if batch.index not in self.known or batch.is_filler:
+        if self.known is None:
+            return replace(self, found=self.reference(model, batch))
+        # On every rank or on none: of a step no rank has more than one filler.
+        if batch.index not in self.known:
             self.known[batch.index] = self.reference(model, batch)
         return replace(self, found=self.known[batch.index])
 
