@@ -191,7 +191,7 @@ class GroupObjective:
         told = _Told.of(targets, log_probabilities.device)
         placed = _Placed.of(told)
         documents = self._documents(log_probabilities, targets, told, placed)
-        if self.config.compares and documents.reference is None and len(documents.role):
+        if self.config.compares and documents.reference is None:
             raise RuntimeError("nobody has computed the log-probabilities of the reference")
         with torch.enable_grad():
             answers, whole = (each.clone().requires_grad_() for each in (documents.answers, documents.whole))
@@ -215,6 +215,8 @@ class GroupObjective:
             every = summed(self.group, every)
         answers, whole = placed.sums(every, told)
         role, weight, margin, skipped, *reference = told.documents[2:]
+        if not told.total:  # nobody tells a filler
+            reference = [answers]
         return Documents(
             answers=answers, whole=whole, lengths=told.documents[1] - skipped, targets=told.documents[1],
             role=role, weight=weight, margin=margin,
