@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
 from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
-from raytune_fsdp.model.objective.judged import Documents, Formula
+from raytune_fsdp.model.objective.judged import Formula, GroupDocuments
 from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Recorded
@@ -172,14 +172,14 @@ class GroupObjective:
         """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
         return self.formula.ahead(self.own(model, batch)).sum()
 
-    def own(self, model: PreTrainedModel, batch: MicroBatch) -> Documents:
+    def own(self, model: PreTrainedModel, batch: MicroBatch) -> GroupDocuments:
         """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
         documents, mine = self.measured(model, batch)
         vectors = {each.name: getattr(documents, each.name) for each in fields(documents)}
         part: Any = {name: None if vector is None else vector[mine] for name, vector in vectors.items()}
-        return Documents(**part)
+        return GroupDocuments(**part)
 
-    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Documents, slice]:
+    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[GroupDocuments, slice]:
         """Return the documents of a micro-batch, of a part those of all of it; and which of them this rank counts.
         Collective, without gradients."""
         objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
@@ -206,7 +206,9 @@ class GroupObjective:
             recorded=Recorded(judged.figures[:, told.groups], _datasets(targets, told)),
         )  # fmt: skip
 
-    def _documents(self, log_probabilities: torch.Tensor, targets: Targets, told: _Told, placed: _Placed) -> Documents:
+    def _documents(
+        self, log_probabilities: torch.Tensor, targets: Targets, told: _Told, placed: _Placed
+    ) -> GroupDocuments:
         every = log_probabilities.double()
         if self.group is not None and told.total:
             # Each number is one rank's and zero on all others, so that no order can change it.
@@ -217,7 +219,7 @@ class GroupObjective:
         role, weight, margin, skipped, *reference = told.documents[2:]
         if not told.total:  # nobody tells a filler
             reference = [answers]
-        return Documents(
+        return GroupDocuments(
             answers=answers, whole=whole, lengths=told.documents[1] - skipped, targets=told.documents[1],
             role=role, weight=weight, margin=margin,
             reference=reference[0] if reference else self.found,
