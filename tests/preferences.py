@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch.nn.functional import log_softmax
 
-from raytune_fsdp.base.batch import GROUP_COLUMNS, Cursor, MicroBatch, PackedSample, Role
+from raytune_fsdp.base.batch import Cursor, PackedSample, Role
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.model.objective.groups import GroupObjective
 
 PAIRS: dict[str, dict[str, Any]] = {
     "dpo": {"type": "dpo", "beta": 0.3},
@@ -166,45 +165,9 @@ def _rows(kind: str, seed: int) -> list[dict[str, Any]]:
         if kind == "preference":
             row |= {"chosen": f" {words(1, 9)}", "rejected": f" {words(1, 9)}", "margin": float(rng.integers(3)) / 4}
         else:
-            row |= {"completion": f" {words(1, 9)}", "label": bool(rng.random() < 0.4)}
+            row |= {"completion": f" {words(1, 9)}", "label": bool(rng.random() < 0.7)}
         rows.append(row)
     return rows
-
-
-def reference_of(answer: int) -> float:
-    """What a made-up reference gives to an answer of so many tokens."""
-    return -4.3 * answer - (7 * answer % 5) / 10
-
-
-def made_up(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Ask the made-up reference in a step. A part of a micro-batch knows the lengths of all its answers."""
-    skipped = [int(told[GROUP_COLUMNS.index("skipped")]) for told in batch.targets.columns]
-    values = [reference_of(many - some) for many, some in zip(batch.targets.by_document, skipped, strict=True)]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def train_with_reference(values: Mapping[str, Any]) -> None:
-    """One rank of a run whose reference is made up, if it compares with one."""
-    from raytune_fsdp.run.assemble import assemble
-    from raytune_fsdp.run.loop import train
-    from raytune_fsdp.step.precision import numerics
-    from tests.runs import prepare_on_rank0
-
-    config = FinetuneConfig.model_validate(values)
-    prepared, standing = prepare_on_rank0(config)
-    device = torch.device("cpu")
-    with numerics(config.parallel, device, deterministic=config.run.repeats_bits):
-        parts = assemble(config, prepared, standing, device)
-        groups = parts.objective.groups
-        assert isinstance(groups, GroupObjective)
-        if config.train.objective.compares:
-            groups = replace(groups, reference=made_up)
-        parts = replace(
-            parts, objective=replace(parts.objective, groups=groups), exam=replace(parts.exam, groups=groups)
-        )
-        train(parts, lambda: None)
-        parts.saves.leave()
-        parts.tracker.finish("finished")
 
 
 def plain_loop(values: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -221,6 +184,7 @@ def plain_loop(values: Mapping[str, Any]) -> list[tuple[float, float]]:
     begun = assemble(config, prepared, standing, torch.device("cpu")).model
     model = AutoModelForCausalLM.from_config(prepared.hf_config, dtype=torch.float64)
     model.load_state_dict(begun.state_dict())
+    reference = copy.deepcopy(model)
     dist.destroy_process_group()
     optim, steps, results = config.optim, config.train.max_steps or 0, []
     adamw = torch.optim.AdamW(
@@ -228,7 +192,9 @@ def plain_loop(values: Mapping[str, Any]) -> list[tuple[float, float]]:
     )
     samples = Stream(prepared.train, seed=config.run.seed).samples(Cursor())
     for _ in range(steps):
-        groups = [each for _ in range(config.train.global_batch) for each in _groups_in(next(samples).sample)]
+        groups = [
+            each for _ in range(config.train.global_batch) for each in _groups_in(next(samples).sample, reference)
+        ]
         loss = loss_of(model, groups, config.train.objective.model_dump())
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm or math.inf)
@@ -238,8 +204,8 @@ def plain_loop(values: Mapping[str, Any]) -> list[tuple[float, float]]:
     return results
 
 
-def _groups_in(sample: PackedSample) -> list[Group]:
-    """The groups of a packed sample, from its arrays."""
+def _groups_in(sample: PackedSample, reference: Any) -> list[Group]:
+    """The groups of a packed sample, from its arrays, and what the reference says of them."""
     assert sample.columns is not None
     starts = [*np.flatnonzero(sample.position_ids == 0).tolist(), len(sample.input_ids)]
     members = []
@@ -249,7 +215,10 @@ def _groups_in(sample: PackedSample) -> list[Group]:
         ids, told = sample.input_ids[start:end].tolist(), sample.columns[:, start].tolist()
         role, weight, margin, skipped = int(told[0]), told[1], told[2], int(told[3])
         answer = int(np.flatnonzero(sample.labels[start:end] != -100)[0]) + skipped
-        members.append((Member(ids, answer, skipped, reference_of(len(ids) - answer)), role, weight, margin))
+        member = Member(ids, answer, skipped)
+        with torch.no_grad():
+            said = log_probabilities(reference, member)[0].sum().item()
+        members.append((member._replace(reference=said), role, weight, margin))
     return [
         Group(first[0], second[0], first[1] != Role.UNDESIRABLE, first[2], first[3])
         for first, second in zip(members[::2], members[1::2], strict=True)

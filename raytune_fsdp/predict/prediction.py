@@ -150,7 +150,10 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
         itemsize=compute_dtype(precision).itemsize, narrow=precision == "fp8",
     )  # fmt: skip
-    seconds = seconds_of(found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory)
+    seconds = seconds_of(
+        found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory,
+        twice=config.train.objective.type == "kto",
+    )  # fmt: skip
     tokens = plan.division.global_batch * config.data.seq_len  # of full samples, each of one document
     offloaded = memory.sent // max(1, len(found.stands_for))
     changing = memory.total - memory.kept

@@ -239,16 +239,27 @@ def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int, narro
     )
 
 
-def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory) -> Seconds:
-    """Return the seconds of a step of the whole network."""
+def seconds_of(
+    trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory, *, twice: bool = False
+) -> Seconds:
+    """Return the seconds of a step of the whole network.
+
+    `twice`: a pass without gradients comes before that with them.
+    """
     phases, passes = dict(phases_of(trace)), plan.division.full_rounds
     operations = of_all_passes(trace, {name: rates.seconds(each) for name, each in phases.items()}, passes)
+    traffic = trace.traffic
+    if twice:
+        operations += of_all_passes(
+            trace, _forward({name: rates.seconds(each) for name, each in phases.items()}), passes
+        )
+        traffic = None if traffic is None else replace(traffic, gathered=traffic.gathered * 1.5)
     update = rates.uncompiled().seconds(phases["update"])
     if trace.offloaded:  # the optimizer runs on the host
         update = sum(each.nbytes for each in phases["update"]) / network.host_memory * rates.reached
     counts = {name: float(sum(each.sort == "collective" for each in ops)) for name, ops in phases.items()}
     collectives = of_all_passes(trace, counts, passes) + counts["start"] + counts["update"]
-    moved = move(plan.layout, network, trace.traffic, collectives)
+    moved = move(plan.layout, network, traffic, collectives)
     nbytes, times = moved_in_layers(trace, phases, passes, "exchange")
     exchanged = exchange(plan.layout, network, nbytes, times)
     added = add_up(plan.layout, network, *moved_in_layers(trace, phases, passes, "sum"))
@@ -271,6 +282,12 @@ def seconds_of(trace: Trace, rates: Rates, network: Network, plan: Plan, memory:
         exchanged=nbytes * (plan.layout.sequence - 1) / plan.layout.sequence,
         added=added.inside,
     )
+
+
+def _forward(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return what a pass without gradients takes: a head that computes gradients has two products for each of these."""
+    shares = {"pass": 1.0, "forward": 1.0, "head": 1 / 4}
+    return {name: shares.get(name.split()[0], 0.0) * each for name, each in seconds.items()}
 
 
 def moved_in_layers(

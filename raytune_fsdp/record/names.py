@@ -271,6 +271,9 @@ def labelled(key: str) -> tuple[str, str]:
     of, _, figure = rest.rpartition("/")
     if kind == "perf" or key in EXPERT_LOAD:
         of, figure = "", rest
+    elif kind == "train":
+        figure = next((each for each in OF_GROUPS if "/" in each and rest.endswith(each)), figure)
+        of = rest.removesuffix(figure).removesuffix("/")
     return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 
 

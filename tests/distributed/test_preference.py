@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.record.jsonl import read_metrics, read_trajectory
-from tests.preferences import KTO, PAIRS, plain_loop, preference_config, train_with_reference
+from raytune_fsdp.record.jsonl import read_metrics
+from tests.preferences import KTO, PAIRS, plain_loop, preference_config
 from tests.ranks import resident_ranks
-from tests.runs import LLAMA, largest_difference
+from tests.runs import LLAMA, largest_difference, trajectory
 
 SLOW = pytest.mark.slow
 PLAIN = {"lr": 3e-3, "max_grad_norm": 0.5, "weight_decay": 0.0, "warmup_ratio": 0.0, "schedule": {"type": "constant"}}
@@ -19,11 +19,6 @@ BOUND = 1e-9
 EVAL: dict[str, Any] = {"eval": {"fraction": 0.2}}
 FEW = ("dpo and sft", "orpo")
 """At every change; the others differ in a formula alone, which tests/unit/test_preference_loss.py compares."""
-
-
-def run(config: FinetuneConfig, world: int) -> list[dict[str, Any]]:
-    resident_ranks(train_with_reference, world, config.model_dump())
-    return read_trajectory(Path(config.run.storage) / config.run.name / "metrics.jsonl")
 
 
 def lines_of(config: FinetuneConfig, kind: str = "step") -> list[dict[str, Any]]:
@@ -50,7 +45,7 @@ def test_a_plain_loop_and_all_worlds_agree(tmp_path: Path, name: str, packing: s
         plain_loop, 1, preference_config(tmp_path, PAIRS[name], **named(shared, "plain")).model_dump()
     )
     for world in worlds:
-        rows = run(preference_config(tmp_path, PAIRS[name], **named(shared, f"w{world}")), world)
+        rows = trajectory(preference_config(tmp_path, PAIRS[name], **named(shared, f"w{world}")), world)
         for row, (loss, norm) in zip(rows, plain[0], strict=True):
             assert row["loss"] == pytest.approx(loss, rel=BOUND), (world, row["step"])
             assert row["grad_norm"] == pytest.approx(norm, rel=BOUND), (world, row["step"])
@@ -66,7 +61,7 @@ def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
     for world in (1, 2, 3):
         exact = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
         config = preference_config(tmp_path, PAIRS["dpo and sft"], names=("first", "second"), **sections, **exact)
-        steps = run(config, world)
+        steps = trajectory(config, world)
         beside = [(line["preferences"], line["datasets"]) for line in lines_of(config)]
         runs[world] = (steps, beside, [line["values"] for line in lines_of(config, "eval")])
     assert runs[1] == runs[2] == runs[3]
@@ -96,7 +91,7 @@ def test_ranks_that_share_samples_and_layers_learn_what_one_learns(
             tmp_path, objective, architecture=LLAMA, train={"max_steps": 3}, run={"name": name},
             parallel={"precision": "fp64", **parallel},
         )  # fmt: skip
-        runs[name] = run(config, ranks), [dict(line["preferences"]) for line in lines_of(config)]
+        runs[name] = trajectory(config, ranks), [dict(line["preferences"]) for line in lines_of(config)]
     for key, bound in (("loss", 1e-8), ("grad_norm", 1e-6)):
         assert largest_difference(runs["alone"][0], runs["shared"][0], key) <= bound
     for alone, shared in zip(runs["alone"][1], runs["shared"][1], strict=True):

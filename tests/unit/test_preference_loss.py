@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, Cursor, MicroBatch, PackedSample, Role
+from raytune_fsdp.config.sections.objectives import KtoObjective
 from raytune_fsdp.config.sections.train import TrainConfig
-from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.data.batches import filler, to_batch
+from raytune_fsdp.data.shared_batches import part_of
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
-from raytune_fsdp.model.objective.figures import group_values
-from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.figures import group_values, values_of
+from raytune_fsdp.model.objective.groups import GroupObjective, _Placed, _Told
 from raytune_fsdp.model.objective.judged import KINDS
+from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
@@ -142,3 +146,74 @@ def test_values_and_gradients_are_those_of_the_book(name: str, head: str, monkey
     assert told["loss"] == pytest.approx(loss.item(), rel=1e-11)
     if values["type"] == "kto":
         assert told["kl"] == pytest.approx(kl_of(model, groups), rel=1e-11) and told["kl"] > 0, "or it shows nothing"
+
+
+def test_sums_of_a_document_do_not_depend_on_what_it_is_packed_with() -> None:
+    """To the bit; also where ranks have a part of the micro-batch each."""
+    groups = groups_of(3, 6, whole=True)
+    loss = objective_of(PAIRS["cpo"])
+    together = to_batch([packed(groups, compares=False)], index=0, after=Cursor())
+    random = torch.Generator().manual_seed(1)
+    given = -torch.rand(together.target_tokens, generator=random, dtype=torch.float64) * 9
+    found = answers_of(loss, given, together)
+    first = 0
+    for number, group in enumerate(groups):
+        alone = to_batch([packed([group], compares=False)], index=0, after=Cursor())
+        own = answers_of(loss, given[first : first + alone.target_tokens], alone)
+        assert torch.equal(own, found[2 * number : 2 * number + 2])
+        first += alone.target_tokens
+    bent = loss.bend(given, together.targets)
+    parts = [part_of(together, member, 3) for member in range(3)]
+    assert [part.targets.before for part in parts] == [0, *np.cumsum([len(part.targets.ids) for part in parts])[:-1]]
+    whole = replace(loss, group=None)
+    mine = [_Told.of(part.targets, torch.device("cpu")).groups for part in parts]
+    assert [range(12)[2 * each.start : 2 * each.stop] for each in mine if each.stop > each.start]
+    assert sum(each.stop - each.start for each in mine) == 6, "each group is counted by one rank"
+    assert bent.total is not None and torch.equal(bent.total, whole.bend(given, together.targets).total)
+
+
+def answers_of(loss: GroupObjective, log_probabilities: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    told = _Told.of(batch.targets, torch.device("cpu"))
+    return loss._documents(log_probabilities, batch.targets, told, _Placed.of(told)).answers
+
+
+@pytest.mark.parametrize("name", ["dpo and sft", "kto"])
+def test_a_filler_has_no_group(name: str) -> None:
+    model = build("llama")
+    objective = Objective(groups=replace(objective_of((PAIRS | KTO)[name]), kl=torch.zeros((), dtype=torch.float64)))
+    for chunked in (False, True):
+        if chunked:
+            install_chunked_loss(model)
+        losses = micro_batch_loss(model, filler(2, seq_len=16, pad_id=0), objective)
+        losses.total.backward()  # type: ignore[no-untyped-call]
+        assert losses.total.item() == 0.0 and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+        assert losses.groups is not None and losses.groups.figures.shape == (len(KINDS), 0)
+
+
+def test_a_step_without_a_reference_ends() -> None:
+    batch = to_batch([packed(groups_of(0, 2, whole=False), compares=False)], index=0, after=Cursor())
+    with pytest.raises(RuntimeError, match="nobody has computed the log-probabilities of the reference"):
+        objective_of(PAIRS["dpo"]).bend(torch.zeros(batch.target_tokens), batch.targets)
+
+
+def test_answers_that_are_nearly_certain_have_finite_odds() -> None:
+    """ORPO's odds have a logarithm of what is left of 1, which rounds to 0."""
+    batch = to_batch([packed(groups_of(0, 3, whole=True), compares=False)], index=0, after=Cursor())
+    for value in (0.0, -1e-30, -1e-9, -800.0):
+        bent = objective_of(PAIRS["orpo"]).bend(torch.full((batch.target_tokens,), value).double(), batch.targets)
+        assert bent.total is not None and bent.total.isfinite() and bent.slopes.isfinite().all(), value
+
+
+def test_weights_by_a_count_make_both_kinds_weigh_the_same() -> None:
+    config = KtoObjective(type="kto", desirable_weight="auto", undesirable_weight=0.5)
+    assert KtoLoss(config, (30, 60))._desirable == 1.0 and KtoLoss(config, (0, 5))._desirable == 0.5
+    assert KtoLoss(config).counted(60, 30)._desirable == 0.25
+
+
+def test_what_is_measured_without_a_reference() -> None:
+    """Log-probabilities alone; there is nothing to say about no group."""
+    config = TrainConfig.model_validate({"global_batch": 4, "max_steps": 1, "objective": PAIRS["dpo"]}).objective
+    values = group_values([2.0, *[1.0] * (len(KINDS) - 1)], config, compared=False)
+    assert values == {"logps/chosen": 1.0, "logps/rejected": 1.0}
+    assert group_values([0.0] * len(KINDS), config) == {}
+    assert {"loss", "rewards/accuracies", "rewards/margins"} < {*values_of(config)} and "kl" not in values_of(config)

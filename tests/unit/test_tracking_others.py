@@ -281,6 +281,9 @@ def test_a_library_that_is_missing_is_said_before_anything_starts(
     [
         ("train/loss", ("train_loss", "")),
         ("train/my code/loss", ("train_loss", "my code")),
+        ("train/rewards/margins", ("train_rewards_margins", "")),
+        ("train/my code/logps/chosen", ("train_logps_chosen", "my code")),
+        ("train/kl", ("train_kl", "")),
         ("eval/a/b/perplexity", ("eval_perplexity", "a/b")),
         ("perf/step_seconds/slowest", ("perf_step_seconds_slowest", "")),
         ("train/expert_load/mean", ("train_expert_load_mean", "")),

@@ -14,7 +14,7 @@ So a router's loss has the divisor that it has in a supervised run, and gradient
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
 from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
-from raytune_fsdp.model.objective.judged import Documents, Formula
+from raytune_fsdp.model.objective.judged import Formula, GroupDocuments
 from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Recorded
@@ -129,8 +129,8 @@ class GroupObjective:
     """In a step: what the losses of all its groups depend on."""
     found: torch.Tensor | None = None
     """For a micro-batch: what `reference` has returned."""
-    known: dict[int, torch.Tensor] = field(default_factory=dict)
-    """In a step: what `reference` has returned for its micro-batches so far."""
+    known: dict[int, torch.Tensor] | None = None
+    """In a step: what `reference` has returned for its micro-batches so far, by their indices."""
 
     @classmethod
     def of(
@@ -161,7 +161,10 @@ class GroupObjective:
         """Return the loss of a micro-batch; its reference is computed now, if that is to be. Collective."""
         if self.reference is None:
             return self
-        if batch.index not in self.known or batch.is_filler:
+        if self.known is None:
+            return replace(self, found=self.reference(model, batch))
+        # On every rank or on none: of a step no rank has more than one filler.
+        if batch.index not in self.known:
             self.known[batch.index] = self.reference(model, batch)
         return replace(self, found=self.known[batch.index])
 
@@ -169,14 +172,14 @@ class GroupObjective:
         """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
         return self.formula.ahead(self.own(model, batch)).sum()
 
-    def own(self, model: PreTrainedModel, batch: MicroBatch) -> Documents:
+    def own(self, model: PreTrainedModel, batch: MicroBatch) -> GroupDocuments:
         """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
         documents, mine = self.measured(model, batch)
         vectors = {each.name: getattr(documents, each.name) for each in fields(documents)}
         part: Any = {name: None if vector is None else vector[mine] for name, vector in vectors.items()}
-        return Documents(**part)
+        return GroupDocuments(**part)
 
-    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Documents, slice]:
+    def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[GroupDocuments, slice]:
         """Return the documents of a micro-batch, of a part those of all of it; and which of them this rank counts.
         Collective, without gradients."""
         objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
@@ -188,7 +191,7 @@ class GroupObjective:
         told = _Told.of(targets, log_probabilities.device)
         placed = _Placed.of(told)
         documents = self._documents(log_probabilities, targets, told, placed)
-        if self.config.compares and documents.reference is None and len(documents.role):
+        if self.config.compares and documents.reference is None:
             raise RuntimeError("nobody has computed the log-probabilities of the reference")
         with torch.enable_grad():
             answers, whole = (each.clone().requires_grad_() for each in (documents.answers, documents.whole))
@@ -203,7 +206,9 @@ class GroupObjective:
             recorded=Recorded(judged.figures[:, told.groups], _datasets(targets, told)),
         )  # fmt: skip
 
-    def _documents(self, log_probabilities: torch.Tensor, targets: Targets, told: _Told, placed: _Placed) -> Documents:
+    def _documents(
+        self, log_probabilities: torch.Tensor, targets: Targets, told: _Told, placed: _Placed
+    ) -> GroupDocuments:
         every = log_probabilities.double()
         if self.group is not None and told.total:
             # Each number is one rank's and zero on all others, so that no order can change it.
@@ -212,7 +217,9 @@ class GroupObjective:
             every = summed(self.group, every)
         answers, whole = placed.sums(every, told)
         role, weight, margin, skipped, *reference = told.documents[2:]
-        return Documents(
+        if not told.total:  # nobody tells a filler
+            reference = [answers]
+        return GroupDocuments(
             answers=answers, whole=whole, lengths=told.documents[1] - skipped, targets=told.documents[1],
             role=role, weight=weight, margin=margin,
             reference=reference[0] if reference else self.found,
@@ -226,14 +233,9 @@ def _datasets(targets: Targets, told: _Told) -> torch.Tensor:
 
 
 class GroupStandIn(StandIn):
-    """Stands for a loss of groups, likewise."""
-
-    def __init__(self, *, looks_ahead: bool) -> None:
-        self._looks_ahead = looks_ahead
+    """Stands for a loss of groups, likewise; a pass without gradients before the step's is not counted."""
 
     def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
-        if self._looks_ahead:
-            over_step(lambda model, batch: micro_batch_loss(model, batch).total)
         return self
 
     def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Self:

@@ -17,7 +17,7 @@ pairs whose chosen answer has the higher reward; how much likelier mismatched an
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
+class GroupDocuments:
     """The documents of a micro-batch that have targets, in order: vectors in fp64."""
 
     answers: torch.Tensor
@@ -40,9 +40,9 @@ class Judged(NamedTuple):
     """The groups of a micro-batch, in order."""
 
     losses: torch.Tensor
-    """The loss of each, as a function of `Documents.answers`."""
+    """The loss of each, as a function of `GroupDocuments.answers`."""
     terms: torch.Tensor
-    """The cross-entropy of each, as a function of `Documents.whole`."""
+    """The cross-entropy of each, as a function of `GroupDocuments.whole`."""
     figures: torch.Tensor
     """[KINDS, groups]: what is recorded."""
 
@@ -55,13 +55,13 @@ class Formula(Protocol):
     looks_ahead: bool
     """Whether a group's loss depends on all groups of the global batch."""
 
-    def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
+    def judge(self, documents: GroupDocuments, kl: torch.Tensor | None) -> Judged:
         """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
 
     def counted(self, desirable: float, undesirable: float) -> Formula:
         """Return it with the weights that these many answers of both kinds ask for, if they are to be found so."""
 
-    def ahead(self, documents: Documents) -> torch.Tensor:
+    def ahead(self, documents: GroupDocuments) -> torch.Tensor:
         """Return what each group adds to that which the losses of all depend on."""
 
     def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from raytune_fsdp.base.batch import Role
 from raytune_fsdp.config.sections.objectives import KtoObjective
-from raytune_fsdp.model.objective.judged import Documents, Judged, figures_of
+from raytune_fsdp.model.objective.judged import GroupDocuments, Judged, figures_of
 
 
 class KtoLoss:
@@ -33,7 +33,7 @@ class KtoLoss:
     def counted(self, desirable: float, undesirable: float) -> KtoLoss:
         return KtoLoss(self._objective, (desirable, undesirable))
 
-    def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
+    def judge(self, documents: GroupDocuments, kl: torch.Tensor | None) -> Judged:
         answers = documents.answers[::2]
         good = documents.role[::2] == Role.DESIRABLE
         known: dict[str, torch.Tensor | float] = {
@@ -54,7 +54,7 @@ class KtoLoss:
         )  # fmt: skip
         return Judged(losses, 0 * answers, figures)
 
-    def ahead(self, documents: Documents) -> torch.Tensor:
+    def ahead(self, documents: GroupDocuments) -> torch.Tensor:
         assert documents.reference is not None
         return documents.answers[1::2].detach() - documents.reference[1::2]
 

@@ -22,7 +22,7 @@ from raytune_fsdp.config.sections.objectives import (
     OrpoObjective,
     SimpoObjective,
 )
-from raytune_fsdp.model.objective.judged import Documents, Judged, figures_of
+from raytune_fsdp.model.objective.judged import GroupDocuments, Judged, figures_of
 
 PairObjective = DpoObjective | IpoObjective | SimpoObjective | CpoObjective | OrpoObjective
 
@@ -45,7 +45,7 @@ class PairLoss:
         self._objective = objective
         self.sft_weight = objective.sft.weight
 
-    def judge(self, documents: Documents, kl: torch.Tensor | None) -> Judged:
+    def judge(self, documents: GroupDocuments, kl: torch.Tensor | None) -> Judged:
         weight = documents.weight[::2]
         terms = -documents.whole[::2] * weight
         if self._objective.compares and documents.reference is None:
@@ -64,13 +64,13 @@ class PairLoss:
     def counted(self, desirable: float, undesirable: float) -> PairLoss:
         return self
 
-    def ahead(self, documents: Documents) -> torch.Tensor:
+    def ahead(self, documents: GroupDocuments) -> torch.Tensor:
         raise NotImplementedError("each pair has a loss of its own")
 
     def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("each pair has a loss of its own")
 
-    def _scored(self, documents: Documents) -> _Scored:
+    def _scored(self, documents: GroupDocuments) -> _Scored:
         match self._objective:
             case DpoObjective() as dpo:
                 return _dpo(dpo, documents)
@@ -84,7 +84,7 @@ class PairLoss:
                 return _orpo(orpo, documents)
 
 
-def _dpo(objective: DpoObjective, documents: Documents) -> _Scored:
+def _dpo(objective: DpoObjective, documents: GroupDocuments) -> _Scored:
     gains = _gains(documents)
     compared = gains / documents.lengths if objective.normalize == "length" else gains
     apart = objective.beta * _difference(compared) - documents.margin[::2]
@@ -92,33 +92,33 @@ def _dpo(objective: DpoObjective, documents: Documents) -> _Scored:
     return _Scored(losses, objective.beta * gains, documents.answers)
 
 
-def _ipo(objective: IpoObjective, documents: Documents) -> _Scored:
+def _ipo(objective: IpoObjective, documents: GroupDocuments) -> _Scored:
     gains, beta = _gains(documents), objective.beta
     # The authors of IPO told TRL's that their results are of means over tokens.
     apart = _difference(gains / documents.lengths) - documents.margin[::2] / beta
     return _Scored((apart - 1 / (2 * beta)).square(), beta * gains, documents.answers)
 
 
-def _simpo(objective: SimpoObjective, documents: Documents) -> _Scored:
+def _simpo(objective: SimpoObjective, documents: GroupDocuments) -> _Scored:
     means = documents.answers / documents.lengths
     apart = objective.beta * _difference(means) - objective.gamma - documents.margin[::2]
     return _Scored(_sigmoid(apart, objective.label_smoothing), objective.beta * means, means)
 
 
-def _cpo(objective: CpoObjective, documents: Documents) -> _Scored:
+def _cpo(objective: CpoObjective, documents: GroupDocuments) -> _Scored:
     rewards = objective.beta * documents.answers
     losses = _LOSSES[objective.loss](_difference(rewards) - documents.margin[::2], objective.label_smoothing)
     return _Scored(losses, rewards, documents.answers)
 
 
-def _orpo(objective: OrpoObjective, documents: Documents) -> _Scored:
+def _orpo(objective: OrpoObjective, documents: GroupDocuments) -> _Scored:
     means = documents.answers / documents.lengths
     odds = means - _log_of_rest(means)
     losses = -objective.beta * F.logsigmoid(_difference(odds) - documents.margin[::2])
     return _Scored(losses, objective.beta * means, means)
 
 
-def _gains(documents: Documents) -> torch.Tensor:
+def _gains(documents: GroupDocuments) -> torch.Tensor:
     """Return how much likelier each answer is than by the reference."""
     assert documents.reference is not None
     return documents.answers - documents.reference

@@ -352,7 +352,7 @@ def _stood_for(train: TrainConfig) -> Objective:
     return Objective.of(
         train,
         own=None if train.loss is None else StandIn(),
-        groups=None if train.objective.rows is None else GroupStandIn(looks_ahead=train.objective.type == "kto"),
+        groups=None if train.objective.rows is None else GroupStandIn(),
     )
 
 

@@ -15,8 +15,16 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
-from raytune_fsdp.record.lines import step_of
-from raytune_fsdp.record.names import ANSWERED, higher_is_better, is_cross_entropy, is_of_subject, perplexity
+from raytune_fsdp.record.lines import preferences_of, step_of
+from raytune_fsdp.record.names import (
+    ANSWERED,
+    PAIRS_RIGHT,
+    REWARDS,
+    higher_is_better,
+    is_cross_entropy,
+    is_of_subject,
+    perplexity,
+)
 from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
 from raytune_fsdp.record.report.overview import first_step, last_step
 
@@ -55,6 +63,13 @@ def _losses(run_dir: Path) -> Iterator[str]:
     if first is not None and last is not None:
         count, (one, other) = step_of(last) - step_of(first) + 1, (each["trajectory"]["loss"] for each in (first, last))
         yield f"loss {one:.4f} -> {other:.4f} in {count} steps"
+        pairs = [dict(preferences_of(each)) for each in (first, last)]
+        if all(PAIRS_RIGHT.removeprefix("train/") in each for each in pairs):
+            right, margin = (name.removeprefix("train/") for name in (PAIRS_RIGHT, REWARDS[2]))
+            yield (
+                f"right pairs {' -> '.join(f'{each[right]:.1%}' for each in pairs)}, margin of their rewards "
+                f"{' -> '.join(f'{each[margin]:.3f}' for each in pairs)}"
+            )
     evals = read_evaluations(metrics, _ANY_STEP)
     for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP).items():
         evals.setdefault(step, {}).update(values)

@@ -19,7 +19,7 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import group_values
 from raytune_fsdp.model.objective.groups import GroupObjective
-from raytune_fsdp.model.objective.judged import KINDS, Documents, Formula
+from raytune_fsdp.model.objective.judged import KINDS, Formula, GroupDocuments
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
@@ -89,7 +89,7 @@ def _of_groups(
     return group_values(sums.tolist(), groups.config, compared=compared)
 
 
-def _figures(formula: Formula, documents: Documents, kl: torch.Tensor | None = None) -> torch.Tensor:
+def _figures(formula: Formula, documents: GroupDocuments, kl: torch.Tensor | None = None) -> torch.Tensor:
     return formula.judge(documents, kl).figures.sum(1)
 
 
