@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import JsonlTracker
 from raytune_fsdp.record.tracker import RunStart, Status

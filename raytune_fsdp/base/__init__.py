@@ -11,7 +11,7 @@ random.py         randomness that is looked up, never drawn
 answers_alike.py  whether two answers are the same
 batch.py          the values that travel between stages
 row_hashes.py     hashes the rows of a tensor, a part of them at a time
-predicted.py      what was predicted for a run's ranks
+measured.py       what is predicted for a run's ranks, and what is measured of it
 collectives.py    work on one rank or on all, with one outcome for all
 threads.py        threads for calls that nothing can interrupt
 leaving.py        leaves the process at once where Python's own way out would crash or wait

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import Digest
+from raytune_fsdp.base.measured import Digest
 from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.model.adapters.attach import adapter_tensors, initial_adapters, is_adapted
 from raytune_fsdp.model.weights.keys import owned_tensors

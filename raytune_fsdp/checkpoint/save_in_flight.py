@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.base.batch import Digest, Saved
 from raytune_fsdp.base.errors import TransientError, in_one_line
+from raytune_fsdp.base.measured import Digest, Saved
 from raytune_fsdp.base.row_hashes import Hashes, digests_of, join_by_pairs, senders
 from raytune_fsdp.checkpoint.contents import roots_of
 from raytune_fsdp.checkpoint.index import parse_index

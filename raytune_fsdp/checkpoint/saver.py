@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import Digest
 from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.measured import Digest
 from raytune_fsdp.base.row_hashes import digests_of, join_by_pairs, receiver
 from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
 from raytune_fsdp.checkpoint.contents import roots_of, tensors_of

@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, run_command, say
 from raytune_fsdp.cli.progress import show_progress

@@ -3,6 +3,7 @@
     sections/      one file for each section
     rules.py       what all sections have in common, and checks that several of them share
     every.py       how often something is done
+    groups.py      whether an objective of groups suits the rest
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -22,6 +23,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from raytune_fsdp.config.groups import check_groups
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.schema import sections_of
@@ -40,7 +42,6 @@ from raytune_fsdp.config.sections.formats import (
     PythonFormat,
     TemplateFormat,
     TokensFormat,
-    groups_of,
 )
 from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, Ia3Method, LoraMethod, Method
 from raytune_fsdp.config.sections.model import ModelConfig
@@ -173,38 +174,7 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
-        objective = self.train.objective
-        for number, dataset in enumerate(self.data.train):
-            kind = groups_of(dataset.format)
-            if kind != objective.rows:
-                ways = {
-                    None: "set train.objective.type=sft, or a format of " + str(objective.rows),
-                    "preference": "set train.objective.type to dpo, ipo, simpo, cpo or orpo",
-                    "binary": "set train.objective.type=kto",
-                }
-                raise ValueError(
-                    f"data.train.{number}.format.type={dataset.format.type} with train.objective.type={objective.type}, "
-                    f"which is of {'single documents' if objective.rows is None else f'{objective.rows} rows'}: {ways[kind]}"
-                )
-        for number, measured in enumerate([] if isinstance(self.data.eval, HeldOutConfig) else self.data.eval):
-            kind = groups_of(measured.format)
-            if kind not in (None, objective.rows):
-                raise ValueError(
-                    f"data.eval.{number}.format.type={measured.format.type} with train.objective.type={objective.type}, "
-                    "whose loss does not measure such rows: give it another format, or leave it out"
-                )
-        if objective.rows is not None and (self.data.packing == "concat" or self.data.long_documents == "split"):
-            field = "packing=concat" if self.data.packing == "concat" else "long_documents=split"
-            other = "packing to best_fit or none" if "packing" in field else "long_documents to error, drop or truncate"
-            raise ValueError(
-                f"data.{field} with train.objective.type={objective.type}: the answers of a row stay whole and together; set "
-                f"{other}"
-            )
-        if not objective.compares and self.reference != ReferenceConfig():
-            raise ValueError(
-                f"reference: train.objective.type={objective.type} compares with no reference: leave the section out, or set "
-                "the type to dpo, ipo or kto"
-            )
+        check_groups(self.train.objective, self.data, self.reference)
         return self
 
     @model_validator(mode="after")

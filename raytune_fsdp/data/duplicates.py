@@ -130,6 +130,36 @@ def groups_of(readers: Sequence[RowReader], cache: Path, progress: Progress | No
     return [groups[first[number] : first[number + 1]] for number in range(len(readers))]
 
 
+def in_either(one: Sequence[Int64Array], other: Sequence[Int64Array]) -> list[Int64Array]:
+    """Return groups of rows that have all rows of a group of either kind together."""
+    first, second = np.concatenate(list(one)), np.concatenate(list(other))
+    number = np.where(first < 0, np.arange(len(first)), _first_rows(first))
+    over = _first_rows(second)
+    links = np.unique(np.stack([number, number[over]], axis=1)[second >= 0], axis=0)
+    root: dict[int, int] = {}
+
+    def find(group: int) -> int:
+        while (above := root.get(group, group)) != group:
+            group = above
+        return group
+
+    for own, its in links[links[:, 0] != links[:, 1]].tolist():
+        low, high = sorted((find(own), find(its)))
+        root[high] = low
+    if root:
+        moved = np.array(sorted(root), dtype=np.int64)
+        at = np.minimum(np.searchsorted(moved, number), len(moved) - 1)
+        number = np.where(moved[at] == number, np.array([find(group) for group in moved.tolist()])[at], number)
+    return np.split(number, np.cumsum([len(each) for each in one])[:-1])
+
+
+def _first_rows(groups: Int64Array) -> Int64Array:
+    """Return for each row the first one of its group."""
+    _, first, at = np.unique(groups, return_index=True, return_inverse=True)
+    found: Int64Array = first[at].astype(np.int64)
+    return found
+
+
 def _same(
     run: Int64Array, exact: Any, rows: Int64Array, token_keys: Callable[[Int64Array], list[bytes | None]]
 ) -> Int64Array:

@@ -12,7 +12,7 @@ import numpy as np
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
-from raytune_fsdp.data.duplicates import RowReader, groups_of, is_read_cheaply
+from raytune_fsdp.data.duplicates import RowReader, groups_of, in_either, is_read_cheaply
 from raytune_fsdp.data.left_out import warn_of_measured, without_equal
 from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
 from raytune_fsdp.data.sources.opening import open_sources
@@ -66,7 +66,8 @@ def open_data(
             readers = [
                 RowReader.of(*each[:2], data, tokenizer, vocab_size, order, prompts=True) for each in compared
             ]  # several answers to one prompt are measured, or trained on
-            alike = dict(zip(trained, groups_of(readers, cache_of(config), progress), strict=True))
+            of_prompts = groups_of(readers, cache_of(config), progress)
+            alike = dict(zip(trained, in_either(of_prompts, groups), strict=True))
         pairs = _hold_out(data.eval, datasets, sources, alike)
         sources = [rest for rest, _ in pairs]
         # Each row is measured once, however often it would be trained on.

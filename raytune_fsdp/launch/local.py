@@ -23,7 +23,7 @@ from raytune_fsdp.base import errors
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, TrainingError
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.imported import STARTING, check_not_called, check_script, starting

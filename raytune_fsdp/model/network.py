@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.errors import ConfigError, ModelError, first_line
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, FullMethod, LoraMethod, Method

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.errors import ModelError, RaytuneError, in_one_line
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan, resolve

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError, in_one_line
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig

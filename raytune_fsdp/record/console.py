@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TextIO
 
-from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.hushed import is_verbose
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.record import names

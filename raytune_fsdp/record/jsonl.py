@@ -13,10 +13,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.durable import open_private
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.base.lease import Lease, TakenOverError
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.untrusted import UnsoundError, is_count, lines_of
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE

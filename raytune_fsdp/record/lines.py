@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.untrusted import parse_json
 
 # One NaN object for all: containers compare by identity first, so the trajectories of two runs with NaN can be equal.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytune_fsdp.base.batch import ParameterCount, StepMetrics
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, in_one_line
+from raytune_fsdp.base.measured import ParameterCount, StepMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, TextIO, cast
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.base.batch import Saved, StepBatches
+from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.base.collectives import on_rank0
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted, Saved
 from raytune_fsdp.checkpoint.reading import load_into
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver
@@ -29,7 +29,6 @@ from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.documents import DocumentLosses
-from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
 from raytune_fsdp.record import names
@@ -48,7 +47,7 @@ from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.reference.attempt import Reference, open_reference
-from raytune_fsdp.run.reference.during import asked_in_steps
+from raytune_fsdp.run.reference.loss import loss_of_groups
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
@@ -112,7 +111,7 @@ def assemble(
     check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    groups = _groups(config, prepared, standing, built, reference, say)
+    groups = loss_of_groups(config, prepared, standing, built, reference, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
     objective = Objective.of(config.train, built.routers, documents, loss, groups)
     hooks.reached("model")
@@ -164,23 +163,6 @@ def assemble(
         not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )
-
-
-def _groups(
-    config: FinetuneConfig,
-    prepared: RunInputs,
-    standing: ResumePoint,
-    built: Build,
-    reference: Reference | None,
-    say: Callable[[str], None],
-) -> GroupObjective | None:
-    """Return the loss of the run's groups of documents, whose reference is then known; None: they stand alone."""
-    if config.train.objective.rows is None:
-        return None
-    groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
-    if reference is not None:
-        reference.complete(built.model, groups)
-    return asked_in_steps(groups, config, prepared, standing, built.site.device, say)
 
 
 def _batches(

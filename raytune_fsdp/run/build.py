@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.config.sections.optimizers import state_bytes

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from raytune_fsdp.base.batch import StepBatches, StepMetrics, Stop
+from raytune_fsdp.base.batch import StepBatches, Stop
 from raytune_fsdp.base.beat import beat
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.data.census import SkippedRows

@@ -25,7 +25,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.data.census import Builder, answers_of, build_here, census
 from raytune_fsdp.data.mixture import Order
 from raytune_fsdp.data.open import open_data
-from raytune_fsdp.data.questions import Questions, check_names, open_tasks
+from raytune_fsdp.data.questions import check_names, open_tasks
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
@@ -36,17 +36,15 @@ from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
-from raytune_fsdp.model.objective.figures import values_of
 from raytune_fsdp.model.own_network import name_class
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
-from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
 from raytune_fsdp.run.beginning import orders_of, orders_on_record
 from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_saves
 from raytune_fsdp.run.described import started_by
 from raytune_fsdp.run.evaluation.answers import check_prompts
-from raytune_fsdp.run.evaluation.tasks import metrics_of
+from raytune_fsdp.run.evaluation.evaluation import metrics_of_run
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
@@ -148,7 +146,7 @@ def prepare(
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
     # evaluations are known.
-    metrics = _measured(config, evals, tasks)
+    metrics = metrics_of_run(config, evals, tasks)
     check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
     check_export(config, standing.plan)
@@ -178,17 +176,6 @@ def _counted(
 
 def _weighs_by_count(config: FinetuneConfig) -> bool:
     return getattr(config.train.objective, "desirable_weight", None) == "auto"
-
-
-def _measured(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions]) -> list[str]:
-    """Return the metrics of a run's evaluations."""
-    found = [name for task in tasks for name in metrics_of(task)]
-    for name, windows in evals.items():
-        if windows.kind is not None:
-            found += [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
-        else:
-            found += [evaluation_loss(name), evaluation_accuracy(name)]
-    return found
 
 
 def _origin(

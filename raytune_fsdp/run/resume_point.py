@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import Lease
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
 from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import RunState
@@ -33,9 +33,8 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.length import check_extension
-from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
-from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights
+from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights
 
 logger = logging.getLogger(__name__)
 

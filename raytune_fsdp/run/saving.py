@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import Saved, StopReason
+from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.beat import beat, waiting
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
 from raytune_fsdp.base.lease import token_of
+from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import Keep, ways_out_of_divergence
 from raytune_fsdp.checkpoint.on_demand import Requests

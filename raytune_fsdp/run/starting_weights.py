@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.base.errors import ModelError, ResumeError
@@ -35,6 +35,7 @@ from raytune_fsdp.model.adapters.attach import AdaptedWeights, adapted_modules, 
 from raytune_fsdp.model.adapters.config_file import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapters.names import keys_held, own_names
 from raytune_fsdp.model.adapters.principal import PrincipalInit, ResidualWeights
+from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.directory.files import WeightFiles, known_weights, locate
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.directory.named_class import find_named
@@ -340,3 +341,27 @@ def fill_mode(config: FinetuneConfig, origin: StartingWeights | None, adapter: A
             "storage that all nodes share, or set model.fill=rank0"
         )
     return "rank0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceModel:
+    """A model to compare with, found before any rank is started. Picklable."""
+
+    config: FinetuneConfig
+    """Of a run that starts from it."""
+    hf_config: PretrainedConfig
+    needs: KernelNeeds
+    origin: StartingWeights | None
+    directory: Path | None
+    """Of its config and tokenizer."""
+    added: Collection[int] = ()
+    adapted: Collection[str] | None = None
+    is_start: bool = False
+    """Whether it is what the run itself starts from."""
+
+    def adapter_files(self) -> AdapterFiles | None:
+        """Return the adapter that belongs to it, after checking that it fits."""
+        if getattr(self.config.method, "adapter", None) is None:
+            return None
+        network = build_network(copy.deepcopy(self.hf_config), self.config, self.added, self.adapted)
+        return find_adapter(self.config, network, self.directory)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.collectives import KINDS, Collectives
-from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import QloraMethod
 from raytune_fsdp.model.precision.quantized import quantize_layers

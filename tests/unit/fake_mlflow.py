@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.record.copies.mlflow_run import mlflow_name
 from raytune_fsdp.record.jsonl import read_metrics
 from raytune_fsdp.record.lines import is_number

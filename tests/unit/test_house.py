@@ -56,7 +56,7 @@ def test_a_rank_is_there_before_it_imports_transformers() -> None:
     """What Ray unpickles to start a rank: the driver waits for its first word, and transformers takes seconds."""
     pytest.importorskip("ray")
     fields = "from raytune_fsdp.launch.ray.rank import RankJob; from dataclasses import fields"
-    types = "import raytune_fsdp.config, raytune_fsdp.base.predicted"
+    types = "import raytune_fsdp.config, raytune_fsdp.base.measured"
     types += ", raytune_fsdp.launch.ray.board, raytune_fsdp.launch.shared_storage"
     code = f"{fields}; {types}; import sys; print('transformers' in sys.modules, *[f.name for f in fields(RankJob)])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

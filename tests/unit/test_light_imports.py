@@ -19,7 +19,7 @@ ENTRIES: dict[str, tuple[str, int]] = {
     "raytune_fsdp": (NOTHING, 20),
     "raytune_fsdp.base.errors": (NOTHING, 20),
     "raytune_fsdp.base.batch": (NOTHING, 20),
-    "raytune_fsdp.base.predicted": (NOTHING, 20),
+    "raytune_fsdp.base.measured": (NOTHING, 20),
     "raytune_fsdp.config": (CONFIG, 50),
     "raytune_fsdp.plan.plan": (CONFIG, 50),
     "raytune_fsdp.run.checks": (CONFIG, 50),

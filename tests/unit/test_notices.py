@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from raytune_fsdp.base.batch import Saved
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch import notices
 from raytune_fsdp.launch.notices import STOP_SECONDS, notices_of

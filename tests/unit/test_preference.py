@@ -14,7 +14,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import BinaryFormat, ChatFormat, PreferenceFormat, PythonFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
-from tests.unit.made_tokenizers import chat, convert, demo, pieces
+from tests.unit.made_tokenizers import chat, convert, demo, pieces, without_tags
 
 PAIR = PreferenceFormat(type="preference")
 PLAIN = PreferenceFormat(type="preference", style="plain")
@@ -111,6 +111,23 @@ def test_the_answer_is_what_both_do_not_share() -> None:
     assert "f:7: rejected: no token of the row can be trained on" in str(made(muted))
 
 
+@pytest.mark.parametrize("tags", [True, False])
+@pytest.mark.parametrize("name", ["chatml", "llama-2", "llama-3", "openassistant"])
+def test_a_side_has_the_tokens_and_the_mask_of_a_chat(name: str, tags: bool) -> None:
+    """In every template, whether it says what is generated or not."""
+    template = load_template(name) if tags else without_tags(load_template(name))
+    before = [WHAT, said("The GPU."), {"role": "user", "content": "Why? <|im_end|>"}]
+    row = {"prompt": before, "chosen": [said("Fast.")], "rejected": [said("So."), WHAT, said("No.")]}
+    for loss in ("assistant", "completion"):
+        found = made(row, PreferenceFormat(type="preference", loss=loss), template=template, special_tokens="escape")
+        assert isinstance(found, Document), found
+        muted = before if loss == "assistant" else [{**each, "train": False} for each in before]
+        for each, answer in zip(found.members, (row["chosen"], row["rejected"]), strict=True):
+            alone = made({"messages": [*muted, *answer]}, ChatFormat(), template=template, special_tokens="escape")
+            assert isinstance(alone, Document), alone
+            assert each.input_ids.tolist() == alone.input_ids.tolist() and each.labels.tolist() == alone.labels.tolist()
+
+
 def test_plain_texts_follow_one_another() -> None:
     row = {"prompt": "What?", "chosen": " The GPU.", "rejected": " No."}
     assert sides(row, PLAIN) == [[("What?", False), (f"{each}<|endoftext|>", True)] for each in (" The GPU.", " No.")]
@@ -163,7 +180,7 @@ ROW = {"prompt": "What?", "chosen": "The GPU.", "rejected": "No."}
         ),
         (
             {"prompt": [{**WHAT, "content": "Who?"}], "chosen": [WHAT, said("x")], "rejected": [WHAT, said("y")]},
-            PAIR, "wrong_prompt", "chosen begins with What? and not with the messages of prompt (Who?)",
+            PAIR, "wrong_prompt", "chosen begins with 'What?' and not with the messages of prompt ('Who?')",
         ),
         (
             {"prompt": "Who?", "chosen": [WHAT, said("x")], "rejected": [WHAT, said("y")]},

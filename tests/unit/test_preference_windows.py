@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, PackedSample, Role
-from raytune_fsdp.base.errors import RowError
+from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, Cursor, PackedSample, Role
+from raytune_fsdp.base.errors import DataError, RowError
+from raytune_fsdp.cli.plan import plan_in_words
+from raytune_fsdp.cli.plan_rows import _Seen
 from raytune_fsdp.config import DatasetConfig
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.census import census, groups_of_steps
+from raytune_fsdp.data.duplicates import in_either
 from raytune_fsdp.data.groups import cut_to, partners
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.open import open_data
@@ -26,7 +29,10 @@ from raytune_fsdp.data.packing import Packing, pack
 from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import NO_OTHER, Windows
+from raytune_fsdp.plan.counts import GroupsOfSteps
+from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.record.report.data import documents_of, preview, stats
+from raytune_fsdp.record.report.history import census_of, data_of
 from tests.rows import all_samples, demo_tokenizer, make_windows
 from tests.runs import make_config
 
@@ -67,7 +73,7 @@ def test_a_pair_never_leaves_its_sample(lengths: Any, packing: Packing, in_order
             seen[number] += 1
     assert seen == Counter(range(len(documents))) and samples.groups.sum() == len(documents)
     # What a loss is told, document by document: chosen, rejected, chosen, rejected ...
-    targets = to_batch(samples[:], index=0, after=None).targets  # type: ignore[arg-type]
+    targets = to_batch(samples[:], index=0, after=Cursor()).targets
     assert [each[0] for each in targets.columns] == [1.0, 2.0] * len(documents)
 
 
@@ -222,20 +228,33 @@ def test_counts_say_documents_and_groups(tmp_path: Path) -> None:
     assert sum(total.lengths.values()) == 40, "of what must fit: the sums"
     # Pairs a step, in the order of the run.
     stream = Stream(windows, seed=7)
-    order = [each.sample for k in range(windows.count(0)) for each in stream.section(_start(), k)]
+    order = [each.sample for k in range(windows.count(0)) for each in stream.section(Cursor(), k)]
     of_samples = [len(documents_of(sample)) // 2 for sample in order]
     steps = [sum(of_samples[at : at + 3]) for at in range(0, len(order) - len(order) % 3, 3)]
     found = groups_of_steps(windows, 7, 3)
     assert found is not None and (found.least, found.most) == (min(steps), max(steps))
     assert found.mean == pytest.approx(3 * 40 / len(order))
     lines = list(stats(counted, title="train", groups=found, kind=windows.kind))
-    assert any(line.startswith("40 pairs, each of two documents that stay together, ") for line in lines)
+    assert f"40 pairs, each of two documents that stay together, {found.words}" in lines
+    assert found.words == f"{found.mean:.1f} a step, {min(steps)} to {max(steps)}"
+    # The run's own record of its data.
+    (tmp_path / "data.json").write_text(data_of(counted))
+    assert census_of(tmp_path / "data.json").total == total
 
 
-def _start() -> Any:
-    from raytune_fsdp.base.batch import Cursor
-
-    return Cursor()
+def test_a_plan_says_how_many_pairs_a_step_has(tmp_path: Path) -> None:
+    dataset = write(tmp_path, judged(4), type="binary").model_dump(mode="json")
+    config = make_config(tmp_path, data={"train": [dataset], "eval": []}, train={"objective": {"type": "kto"}})
+    seen = _Seen(rows=4, samples=2, groups=4, of_rows=(40,)).estimate(48, 1.0, config.train.global_batch)
+    many = config.train.global_batch * 2
+    for counted, said in (
+        (seen, f"about {many:.1f} a step"),
+        (replace(seen, read=40, groups=GroupsOfSteps(mean=many, least=3, most=30)), f"{many:.1f} a step, 3 to 30"),
+    ):
+        plan = plan_in_words(config, resolve(config, 1, counted.census), tmp_path, counted)
+        assert f"\nanswers    {said}\n" in plan
+        fields = counted.as_data(lambda census: resolve(config, 1, census), {})
+        assert counted.groups is not None and fields["groups_of_steps"] == asdict(counted.groups)
 
 
 def test_people_see_which_document_is_which(tmp_path: Path) -> None:
@@ -269,6 +288,18 @@ def test_more_targets_make_other_windows_and_nothing_else_does(tmp_path: Path) -
     assert "over_all" not in make_windows([others], cache=tmp_path, over_all=True).identity
 
 
+@given(st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), min_size=1, max_size=20), st.integers(0, 20))
+def test_rows_of_a_prompt_and_equal_rows_are_together(rows: list[tuple[int, int]], cut: int) -> None:
+    one, other = (np.split(np.array(each, dtype=np.int64), [min(cut, len(rows))]) for each in zip(*rows, strict=True))
+    found = np.concatenate(in_either(one, other))
+    near = [
+        [a == b or any(x == y >= 0 for x, y in zip(rows[a], rows[b], strict=True)) for b in range(len(rows))]
+        for a in range(len(rows))
+    ]
+    reached = np.linalg.matrix_power(np.array(near, dtype=float), len(rows)) > 0
+    assert np.array_equal(found[:, None] == found[None, :], reached)
+
+
 @pytest.mark.parametrize("wanted", [{"fraction": 0.25}, {"rows": 9}])
 def test_all_pairs_of_a_prompt_are_held_out_or_none(tmp_path: Path, wanted: dict[str, Any]) -> None:
     rows = [{"prompt": f"Q {i // 3}:", "chosen": f" yes {i}", "rejected": " no"} for i in range(36)]
@@ -290,3 +321,23 @@ def test_all_pairs_of_a_prompt_are_held_out_or_none(tmp_path: Path, wanted: dict
     )
     assert not trained.keys() & measured.keys() and len(trained) + len(measured) == 12
     assert 7 <= measured.total() <= 10 and trained.total() + measured.total() in (37, 38), "an equal row less"
+
+
+def test_pairs_under_another_format_are_pointed_out(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "yes"}]
+    pair = {"chosen": turns, "rejected": [turns[0], {**turns[1], "content": "no"}], "margin": 2.0}
+
+    def opened(name: str, row: dict[str, Any], kind: str) -> Windows:
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+        dataset = DatasetConfig.model_validate({"path": str(tmp_path / name), "format": {"type": kind}})
+        return make_windows([dataset], cache=tmp_path, seq_len=60)
+
+    both = opened("both.jsonl", {"messages": turns, **pair}, "chat")
+    assert [(each.column, each.read_by) for each in both.unread] == [
+        ("chosen", "format.type=preference"), ("rejected", "format.type=preference"),
+    ]  # fmt: skip
+    assert [(each.column, each.read_by) for each in opened("pair.jsonl", pair, "preference").unread] == [
+        ("margin", "format.margin")
+    ]
+    with pytest.raises(DataError, match="has no column 'messages'.*set the dataset's format to {type: preference}"):
+        opened("pair.jsonl", pair, "chat").get(0, 0)

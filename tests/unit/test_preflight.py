@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict import prediction, preflight

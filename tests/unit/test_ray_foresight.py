@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("ray")
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted
 from raytune_fsdp.launch.ray import driver, rank
 from raytune_fsdp.launch.ray import driver as module
 from raytune_fsdp.launch.ray.driver import Foresight

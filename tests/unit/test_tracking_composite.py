@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.errors import Interrupted, TrainingError
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.record.tracker import Composite, RunStart, Status, Tracker, flatten
 
 

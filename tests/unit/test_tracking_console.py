@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.record.console import ConsoleTracker, curve, duration, event_in_words, short
 from raytune_fsdp.record.names import perplexity, with_perplexity
 from raytune_fsdp.record.screen_messages import Looks, read_message

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.base.batch import Digest, StepMetrics
 from raytune_fsdp.base.errors import RaytuneError, TrainingError
+from raytune_fsdp.base.measured import Digest, StepMetrics
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, read_metrics, read_trajectory
 from raytune_fsdp.record.tracker import RunStart
 

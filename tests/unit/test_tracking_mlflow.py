@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raytune_fsdp.base.batch import ParameterCount
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.plan.run_dir import mlflow_database
 from raytune_fsdp.record.copies import following, mlflow_extras
 from raytune_fsdp.record.copies import mlflow as tracking_mlflow

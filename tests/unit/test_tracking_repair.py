@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from raytune_fsdp.base.batch import Digest, StepMetrics
 from raytune_fsdp.base.errors import ResumeError, TrainingError
+from raytune_fsdp.base.measured import Digest, StepMetrics
 from raytune_fsdp.record.copies.following import Position, RecordReader, Sent
 from raytune_fsdp.record.jsonl import JsonlTracker, read_evaluations, read_metrics
 from raytune_fsdp.record.lines import WHOLE_STEP, read_line, step_of

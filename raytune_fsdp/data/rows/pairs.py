@@ -149,8 +149,8 @@ def _texts(row: dict[str, Any], format: GroupFormat, columns: Sequence[str], whe
     tools = None if format.tools is None else row.get(format.tools)
     if tools not in (None, [], {}, ""):
         raise RowError(
-            f"{where}: {format.tools}={shorten(tools)}: format.style=plain has no place for tools; set the dataset's "
-            "format.tools to null, or format.style to chat",
+            f"{where}: {format.tools}={shorten(repr(tools))}: format.style=plain has no place for tools; set the "
+            "dataset's format.tools to null, or format.style to chat",
             "wrong_type",
         )
     given = _prompt_of(row, format)
@@ -327,8 +327,8 @@ class _Messages:
         if given is None or str(given).strip() in (str(each).strip() for each in words):
             return
         raise self._error(
-            f"begin with other messages than the prompt ({self._format.prompt}={shorten(given)}); correct or remove "
-            "the row, or set the dataset's format.prompt to null if the column is something else",
+            f"begin with other messages than the prompt ({self._format.prompt}={shorten(repr(given))}); correct or "
+            "remove the row, or set the dataset's format.prompt to null if the column is something else",
             "wrong_prompt",
         )
 
@@ -340,10 +340,12 @@ class _Messages:
         first = int(own[0]["role"] in _SYSTEM and asked.messages[0]["role"] not in _SYSTEM)
         end = first + len(asked.messages)
         if own[first:end] != asked.messages:
-            begins = shorten(own[first]["content"]) if first < len(own) else "nothing"
+            wanted, begins = (
+                shorten(repr(each["content"])) for each in (asked.messages[0], own[min(first, len(own) - 1)])
+            )
             raise self._error(
                 f"{read.column} begins with {begins} and not "
-                f"with the messages of {asked.column} ({shorten(asked.messages[0]['content'])}); correct or remove the "
+                f"with the messages of {asked.column} ({wanted}); correct or remove the "
                 "row, or set the dataset's format.prompt to null: then the prompt is what the answers have in common",
                 "wrong_prompt",
                 columns=(),

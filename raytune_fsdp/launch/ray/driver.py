@@ -26,7 +26,7 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError
 from raytune_fsdp.base.hushed import is_verbose
 from raytune_fsdp.base.lease import TakenOverError, lease_of
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.census import Places, build_here

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.record.lines import step_lines
 from raytune_fsdp.record.names import labelled, node_values, step_values, with_perplexity
 from raytune_fsdp.record.tracker import Tracker

@@ -38,8 +38,8 @@ from raytune_fsdp.record.screen_messages import Looks
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from raytune_fsdp.base.batch import Saved, StepBatches, Stop
-    from raytune_fsdp.base.predicted import NotPredicted, Predicted
+    from raytune_fsdp.base.batch import StepBatches, Stop
+    from raytune_fsdp.base.measured import NotPredicted, Predicted, Saved
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.shared_storage import Token
     from raytune_fsdp.plan.run_dir import RunDir
@@ -298,7 +298,7 @@ def _device(job: RankJob, rank: int, node: str) -> Any:
 
 def _as_placed(predicted: Predicted | NotPredicted | None, world: int) -> Predicted | NotPredicted | None:
     """Drop the time that is predicted if there are several nodes: the driver does not know where Ray puts ranks."""
-    from raytune_fsdp.base.predicted import Predicted
+    from raytune_fsdp.base.measured import Predicted
 
     if isinstance(predicted, Predicted) and ray.train.get_context().get_local_world_size() < world:
         return replace(predicted, seconds=None)

@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, ParameterCount, StepBatches, Targets
+from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig, TrainConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts

@@ -16,8 +16,8 @@ from typing import Any
 import xxhash
 import yaml
 
-from raytune_fsdp.base.batch import ParameterCount
 from raytune_fsdp.base.errors import RaytuneError, in_one_line
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.base.redaction import redact, redact_shapes, redact_text
 from raytune_fsdp.base.untrusted import MIB, UnsoundError, printable, read_json, reason
 from raytune_fsdp.base.urls import is_url

@@ -14,11 +14,13 @@ from raytune_fsdp.config.sections.eval import ConversationConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.windows import Windows
+from raytune_fsdp.model.objective.figures import values_of
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
-from raytune_fsdp.run.evaluation.tasks import measure_tasks
+from raytune_fsdp.run.evaluation.tasks import measure_tasks, metrics_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +87,14 @@ class Evaluation:
             return []
         longest = self.max_new_tokens
         return answers(model, tokenizer, self.prompts, max_new_tokens=longest, device=device, attention=attention)
+
+
+def metrics_of_run(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions]) -> list[str]:
+    """Return the metrics of a run's evaluations."""
+    found = [name for task in tasks for name in metrics_of(task)]
+    for name, windows in evals.items():
+        if windows.kind is not None:
+            found += [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
+        else:
+            found += [evaluation_loss(name), evaluation_accuracy(name)]
+    return found

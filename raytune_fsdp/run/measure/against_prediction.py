@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytune_fsdp.base.batch import StepMetrics
-from raytune_fsdp.base.predicted import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted, StepMetrics
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
 

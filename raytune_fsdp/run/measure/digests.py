@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raytune_fsdp.base.batch import StepMetrics
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.checkpoint.saver import Saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config.sections.run import RunConfig

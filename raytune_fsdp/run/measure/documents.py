@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from raytune_fsdp.base.batch import StepMetrics
 from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.durable import make_private, open_private
 from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.untrusted import lines_of, parse_json
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.record.lines import is_number

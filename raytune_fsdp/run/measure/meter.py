@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raytune_fsdp.base.batch import Cursor, StepBatches, StepMetrics
+from raytune_fsdp.base.batch import Cursor, StepBatches
 from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.checkpoint.catalogue import ways_out_of_divergence
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice, SftObjective
 from raytune_fsdp.model.objective.figures import PAIRS_RIGHT, group_values

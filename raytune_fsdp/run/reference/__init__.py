@@ -4,5 +4,6 @@ find.py     which model it is
 network.py  what decides its values, and a network of its own that has them
 passes.py   a pass over the data, by all ranks, window by window; one that was killed goes on where it was
 during.py   a reference that is asked in every step instead
+loss.py     the loss that compares
 attempt.py  what an attempt has of it, and computes before it trains
 """

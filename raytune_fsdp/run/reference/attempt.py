@@ -23,9 +23,8 @@ from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
 from raytune_fsdp.run.fetching import Say, brought
 from raytune_fsdp.run.reference.network import build_reference, decided_by
 from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
-from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.starting_weights import fill_mode
+from raytune_fsdp.run.starting_weights import ReferenceModel, fill_mode
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,21 +20,21 @@ from raytune_fsdp.model.adapters.attach import without_adapters_in
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.network import build_reference
-from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
+from raytune_fsdp.run.starting_weights import ReferenceModel
 from raytune_fsdp.step.parallel import release_gathered
 
 
 def asked_in_steps(
-    groups: GroupObjective | None,
+    groups: GroupObjective,
     config: FinetuneConfig,
     prepared: RunInputs,
     standing: ResumePoint,
     device: torch.device,
     say: Say,
-) -> GroupObjective | None:
+) -> GroupObjective:
     """Return a loss of groups that asks the reference in every step, if it is to. Collective."""
-    if groups is None or prepared.reference is None or config.reference.when != "during":
+    if prepared.reference is None or config.reference.when != "during":
         return groups
     if is_within(config, prepared.reference):
         return replace(groups, reference=During(objective=groups, other=None))

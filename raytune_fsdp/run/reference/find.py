@@ -15,9 +15,8 @@ from raytune_fsdp.data.sources.source import shorten
 from raytune_fsdp.model.directory.files import locate
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, fit_vocabulary, load_architecture
-from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import RunInputs
-from raytune_fsdp.run.starting_weights import find_origin
+from raytune_fsdp.run.starting_weights import ReferenceModel, find_origin
 from raytune_fsdp.run.trials.needs import network_needs
 
 BASE = "base"

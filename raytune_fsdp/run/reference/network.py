@@ -25,10 +25,9 @@ from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import named
 from raytune_fsdp.run.build import Site, build
 from raytune_fsdp.run.fetching import Say, brought
-from raytune_fsdp.run.reference_model import ReferenceModel
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.same_files import digests
-from raytune_fsdp.run.starting_weights import AdapterFiles, StartingWeights, fill_mode, first_weights
+from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, fill_mode, first_weights
 from raytune_fsdp.run.trials.computation import check_split_tokens
 from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.precision import compute_dtype
