@@ -32,7 +32,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 KTO: dict[str, dict[str, Any]] = {
     "kto": {"type": "kto", "beta": 0.2},
-    "kto weighted": {"type": "kto", "beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.75},
+    "kto weighted": {"type": "kto", "beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.7},
 }
 COMPARING = ("dpo", "ipo", "kto")
 

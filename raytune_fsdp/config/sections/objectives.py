@@ -11,7 +11,7 @@ from raytune_fsdp.config.rules import Section
 
 class SftTerm(Section):
     weight: float = Field(default=0.0, ge=0)
-    """Add this times the cross-entropy of the chosen answers, over their tokens in the global batch."""
+    """Add this times the cross-entropy of the chosen answers, divided by their tokens in the global batch."""
 
     over: Literal["answer", "all"] = "answer"
     """The tokens of that cross-entropy: those of the answer, or all of the document, its prompt too."""
@@ -45,7 +45,7 @@ class DpoObjective(_PairObjective):
     """The loss of a pair. `robust` expects the fraction `label_smoothing` of the pairs to be the wrong way round."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """The probability that a pair is the wrong way round."""
+    """The probability that a pair is the wrong way round: with `sigmoid`, a smoothed (conservative) loss."""
 
     normalize: Literal["none", "length"] = "none"
     """`length`: log-probabilities are divided by the number of tokens of their answer."""
@@ -89,7 +89,8 @@ class SimpoObjective(_PairObjective):
     """The scale of the difference."""
 
     gamma: float = Field(default=1.0, ge=0)
-    """How far apart, after scaling by beta, the answers are to be."""
+    """How far apart, after scaling by beta, the answers are to be: the paper's gamma, beta times its
+    `gamma_beta_ratio`."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """The probability that a pair is the wrong way round."""
@@ -129,7 +130,7 @@ class OrpoObjective(_PairObjective):
     """ORPO: the odds of the chosen answer against those of the rejected one, and cross-entropy; no reference."""
 
     beta: float = Field(default=0.1, gt=0)
-    """The weight of the odds."""
+    """The weight of the loss of the odds; the cross-entropy has `sft.weight`."""
 
     sft: SftTerm = Field(default_factory=lambda: SftTerm(weight=1.0, over="all"))
     """The term of cross-entropy."""
@@ -146,7 +147,7 @@ class KtoObjective(Section):
     """How closely the model is held to the reference."""
 
     desirable_weight: float | Literal["auto"] = 1.0
-    """The weight of desirable answers. `auto`: that which makes both kinds weigh the same, by a count of the data."""
+    """The weight of desirable answers. `auto`: that which makes both kinds weigh the same, by a count of the first epoch."""
 
     undesirable_weight: float = Field(default=1.0, gt=0)
     """The weight of undesirable answers."""

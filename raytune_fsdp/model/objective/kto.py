@@ -45,7 +45,8 @@ class KtoLoss:
         assert not isinstance(self._desirable, str), "nobody has counted the answers"
         gains = answers - documents.reference[::2]
         apart = torch.where(good, gains - kl, kl - gains)
-        weight = documents.weight[::2] * torch.where(good, self._desirable, self._undesirable)
+        weight = documents.weight[::2]
+        weight = torch.where(good, self._desirable * weight, self._undesirable * weight)
         losses = weight * torch.sigmoid(-self._beta * apart)  # 1 - sigmoid(x), with all its digits
         rewards = self._beta * gains.detach()
         figures = figures_of(

@@ -5,6 +5,7 @@ All ranks must call these together: a sharded model needs every rank for a forwa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -26,6 +27,8 @@ from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, eval
 from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
+
+logger = logging.getLogger(__name__)
 
 
 def losses(
@@ -55,6 +58,11 @@ def losses(
             batches = to_device((own_part(batch, layout, rank) for batch in whole), device)
             if groups is not None and windows.kind is not None:
                 compared = not groups.config.compares or (groups.reference or told) is not None
+                if not compared and rank == 0:
+                    logger.warning(
+                        "%s: the run that compares with a reference is not at hand, so log-probabilities are all that "
+                        "is measured; evaluate the run or one of its checkpoints", name,
+                    )  # fmt: skip
                 values = _of_groups(model, batches, groups, device, compared=compared, exact=exact)
                 results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
                 continue
