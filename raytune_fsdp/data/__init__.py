@@ -19,5 +19,6 @@ stream.py          the endless sequence of packed samples, the same at every wor
 targets.py         which of their tokens are predicted, document by document
 batches.py         the samples of one rank, as tensors; to_device.py copies them before they are needed
 shared_batches.py  micro-batches that several ranks share
+reference.py       the log-probabilities that a reference gives to documents, kept beside the windows
 questions.py       questions with known answers
 """

@@ -22,6 +22,7 @@ On every rank:
     build.py             the network and its optimizer: every feature in one order, for predictions, too
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
+    reference/           what an objective of preferences compares with
     evaluation/          what the model is worth
     saving.py            when a save begins, and what is recorded of it
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub

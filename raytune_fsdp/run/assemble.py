@@ -126,7 +126,9 @@ def assemble(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
     )  # fmt: skip
-    _report(tracker, built, saves.saver, hooks.predicted, reference)
+    _report(tracker, built, saves.saver, hooks.predicted)
+    if reference is not None:
+        tracker.event(names.REFERENCE, **reference.event())
     own = None
     if plan.layout.world > 1:
         modules = [module for unit in built.units for module in unit.modules]
@@ -209,16 +211,8 @@ def _meter(
     )  # fmt: skip
 
 
-def _report(
-    tracker: Tracker,
-    built: Build,
-    saver: Saver,
-    predicted: Predicted | NotPredicted | None,
-    reference: Reference | None,
-) -> None:
-    """Report how the attempt uses the memory of devices and nodes, and what it compares with. Collective."""
-    if reference is not None:
-        tracker.event(names.REFERENCE, **reference.event())
+def _report(tracker: Tracker, built: Build, saver: Saver, predicted: Predicted | NotPredicted | None) -> None:
+    """Report how the attempt uses the memory of devices and nodes. Collective."""
     match predicted:
         case Predicted():
             tracker.event(

@@ -175,7 +175,7 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     listed = shown(capsys, "list").splitlines()
     assert [line.split()[0] for line in listed] == ["recipe", *(path.stem for path in RECIPES)]
     about = "  The demo: a tiny Llama learns 181 conversations about training large models, on this machine, in about a"
-    assert listed[1].endswith(f"{about} minute")
+    assert any(line.startswith("demo ") and line.endswith(f"{about} minute") for line in listed)
     begins = [listed[0].index(head) for head in ("columns", "what it is")]
     columns = {line.split()[0]: line[begins[0] : begins[1]].strip() for line in listed}
     assert columns["llama2-70b-full-16xa100"] == "content"

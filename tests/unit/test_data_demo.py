@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from raytune_fsdp.demo import CONVERSATIONS, HELDOUT, TOKENIZER
+from raytune_fsdp.demo import CONVERSATIONS, HELDOUT, PREFERENCES, TOKENIZER
+from raytune_fsdp.demo.make_preferences import first_part, pairs
 from raytune_fsdp.demo.make_tokenizer import make_tokenizer
 
 
@@ -49,3 +50,16 @@ def test_heldout_asks_in_other_words() -> None:
 
     assert len(conversations(CONVERSATIONS)) >= 160 and 12 <= len(conversations(HELDOUT)) <= 20
     assert not set(questions(CONVERSATIONS)) & set(questions(HELDOUT))
+
+
+def test_preferences_can_be_made_again_and_are_for_short_answers() -> None:
+    rows = [json.loads(line) for line in PREFERENCES.read_text(encoding="utf-8").splitlines()]
+    assert rows == list(pairs()) and len(rows) == len(conversations(CONVERSATIONS))
+    for row, (*prompt, _) in zip(rows, conversations(CONVERSATIONS), strict=True):
+        (short,), (long,) = ([each["content"] for each in row[side]] for side in ("chosen", "rejected"))
+        assert row["prompt"] == prompt and len(short) < len(long)
+    assert sum(row["chosen"][0]["content"] not in row["rejected"][0]["content"] for row in rows) >= 20, (
+        "parts of answers"
+    )
+    assert first_part("It is fast, and safe.") == "It is fast."
+    assert first_part("No. It is safe.") is None and first_part("Fast, small, and safe.") is None

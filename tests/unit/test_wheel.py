@@ -26,8 +26,10 @@ LIGHT = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "t
 WANTED = [
     "py.typed",
     "demo/conversations.jsonl",
+    "demo/preferences.jsonl",
     "demo/tokenizer/tokenizer.json",
     "recipes/demo.yaml",
+    "recipes/demo-preferences.yaml",
     "record/report/page.html.jinja",
     "record/report/page.css",
     "record/report/page.js",
