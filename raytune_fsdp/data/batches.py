@@ -13,14 +13,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from raytune_fsdp.base.batch import (
-    IGNORE,
-    PADDING,
-    Cursor,
-    MicroBatch,
-    PackedSample,
-    StepBatches,
-)
+from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, MicroBatch, PackedSample, StepBatches
 from raytune_fsdp.data.stream import Stream, StreamSample
 from raytune_fsdp.data.targets import borders_of, columns_of, targets_of
 from raytune_fsdp.data.windows import Windows

@@ -55,7 +55,9 @@ def test_a_plain_loop_and_all_worlds_agree(tmp_path: Path, name: str, packing: s
 def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
     """In fp32, where sums would show their order; with two datasets, and evaluations of rows that were held out."""
     sections: dict[str, Any] = {
-        "parallel": {"precision": "fp32"}, "eval": {"every": 3}, "data": EVAL,
+        "parallel": {"precision": "fp32"}, "data": EVAL,
+        "eval": {"every": 3, "early_stop": {"metric": "eval/held_out/margins", "patience": 3}},
+        "checkpoint": {"best": "eval/held_out/accuracy"},
     }  # fmt: skip
     runs = {}
     for world in (1, 2, 3):

@@ -67,6 +67,20 @@ def test_copies_to_the_host_take_their_time() -> None:
     assert weights.seconds.update > here.update  # a host's memory is slower
 
 
+def test_preferences_take_the_head_twice_and_kto_the_network() -> None:
+    def step(objective: str, format: str) -> float:
+        rows = [{"path": "rows.jsonl", "format": {"type": format}}]
+        found = planned(2, data={"train": rows, "seq_len": 64}, train={"objective": {"type": objective}})
+        assert found.seconds.inside == pytest.approx(
+            usual.seconds.inside * (1.25 if objective == "kto" else 1), rel=0.01
+        )
+        return found.seconds.compute / usual.seconds.compute
+
+    usual = planned()
+    assert 1.0 < step("simpo", "preference") == step("dpo", "preference") < 1.1
+    assert 1.2 < step("kto", "binary") < 1.4
+
+
 def test_a_step_is_inside_of_its_interval() -> None:
     for found in (
         planned(),

@@ -67,10 +67,7 @@ _KIND = {"mlflow.experimentKind": "custom_model_development"}
 _VIEW = "raytune_fsdp"
 """The name of a view of an experiment's curves, kept in a tag of the experiment as those are that people share. Without
 it the curves are in the order of the alphabet, and the training's after those of evaluations and speed."""
-_FIRST_CURVES = (
-    "train/loss", "train/token_accuracy", "train/rewards/accuracies", "train/rewards/margins", "train/lr",
-    "train/grad_norm",
-)  # fmt: skip
+_FIRST_CURVES = ("train/loss", "train/token_accuracy", "train/lr", "train/grad_norm")
 
 
 class RefusedError(Exception):
