@@ -137,7 +137,8 @@ class Theirs:
     def __init__(self, directory: Path, rows: list[Row], batch: int) -> None:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        from trl import DPOConfig, DPOTrainer
+        from trl.trainer.dpo_config import DPOConfig
+        from trl.trainer.dpo_trainer import DPOTrainer
 
         self._clock, self._batch = _Clock(), batch
         options = DPOConfig(
