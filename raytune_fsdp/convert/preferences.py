@@ -13,8 +13,8 @@ from raytune_fsdp.convert.rules import Translation, in_words, number, words
 PAIRS = "preference"
 JUDGED = "binary"
 TOO_LONG = (
-    "what does not fit is cut off the end of an answer there, and off the start of the prompt here; a row whose answers "
-    "alone do not fit is left out"
+    "what does not fit is cut off the end of an answer there, and off the start of the prompt here; a row whose answers"
+    " alone do not fit is left out"
 )
 TWO_DOCUMENTS = {
     PAIRS: "the limit of a document there, and a sample holds both answers with their prompts",
