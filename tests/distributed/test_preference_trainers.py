@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def make_adapter(directory: Path) -> Path:
     base = AutoModelForCausalLM.from_pretrained(directory / "model")
     modules = ["q_proj", "v_proj", "down_proj"]
     options = LoraConfig(r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(base, options).save_pretrained(directory / "adapter")
+    get_peft_model(base, options).save_pretrained(str(directory / "adapter"))
     return directory / "adapter"
 
 
@@ -176,12 +177,7 @@ def trainer_of(directory: Path, case: Case, adapter: Path | None) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if case.trainer in ("DPO", "KTO"):
-        import trl as place
-    elif case.trainer == "ORPO":
-        import trl.experimental.orpo as place
-    else:
-        import trl.experimental.cpo as place
+    place = import_module("trl" if case.trainer in ("DPO", "KTO") else f"trl.experimental.{case.trainer.lower()}")
     options = getattr(place, f"{case.trainer}Config")(
         output_dir=str(directory / "theirs"), use_cpu=True, bf16=False, gradient_checkpointing=False,
         per_device_train_batch_size=BATCH, max_steps=STEPS, max_length=LENGTH, lr_scheduler_type="linear",
