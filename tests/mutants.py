@@ -233,6 +233,61 @@ FAULTS = (
         'if kind == "linear":\n        return {"type": "cosine"}',
         "unit/test_convert.py",
     ),
+    # preferences
+    Fault(
+        "model/objective/groups.py",
+        "per_group=targets / groups",
+        "per_group=targets / targets",
+        "distributed/test_preference.py::test_a_plain_loop_and_all_worlds_agree[dpo and sft-best_fit-worlds0]",
+    ),
+    Fault(
+        "model/objective/groups.py",
+        "answers=position >= skipped[document]",
+        "answers=position >= 0",
+        "unit/test_preference_loss.py::test_values_and_gradients_are_those_of_the_book",
+    ),
+    Fault(
+        "model/objective/kto.py",
+        "return (sum_ / groups).clamp(min=0)",
+        "return sum_ / groups",
+        "unit/test_preference_loss.py::test_values_and_gradients_are_those_of_the_book",
+    ),
+    Fault(
+        "data/groups.py",
+        "members = [_from(each, gone) for each in document.members]",
+        "members = [_from(document, gone), *document.others]",
+        "unit/test_preference_windows.py::test_a_pair_that_is_too_long_loses_its_prompt_on_both_sides",
+    ),
+    Fault(
+        "data/reference.py",
+        "ids[here].tobytes() + labels[here].tobytes()",
+        "ids[here].tobytes()",
+        "unit/test_reference.py::test_a_document_is_its_tokens_and_which_of_them_count",
+    ),
+    Fault(
+        "data/reference.py",
+        "if head != self._head(epoch, k, many):",
+        "if not head:",
+        "unit/test_reference.py::test_a_file_is_read_as_it_was_written_and_no_other_way",
+    ),
+    Fault(
+        "run/reference/attempt.py",
+        "if not found.is_complete and not (model.is_start and standing.checkpoint is None):",
+        "if not found.is_complete and not model.is_start:",
+        "distributed/test_reference.py::test_the_reference_of_a_run_from_an_adapter_is_the_adapted_model",
+    ),
+    Fault(
+        "run/reference/attempt.py",
+        "if before not in (None, values):",
+        "if False:",
+        "distributed/test_reference.py::test_other_values_are_refused_by_name",
+    ),
+    Fault(
+        "run/reference/passes.py",
+        "key=lambda part: part[0])",
+        "key=lambda part: -part[0])",
+        "distributed/test_reference.py::test_values_do_not_depend_on_the_number_of_ranks",
+    ),
 )
 
 
