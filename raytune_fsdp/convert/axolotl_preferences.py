@@ -121,7 +121,7 @@ def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
         made |= {name: column for name, column in _TYPES[rows][variant].items() if column != name or name == "system"}
     elif not kind or kind.startswith("passthrough"):
         made["style"] = "plain"
-        c.tell_default(key, None, "rows go on as they are: texts plain, messages by the chat template")
+        c.tell_default(key, None, "rows go on as they are: this is for texts; for messages set format.style=chat")
     else:
         why = f"no format of ours; {', '.join(_TYPES[rows])} after chatml or llama3 are, and chat_template.default"
         c.say(key, "refused", f"{why}; see `format` of type python for rows of any kind", prefix.rstrip("."))

@@ -38,9 +38,7 @@ from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, named_data, pr
 
 _LR = 1e-6
 _LENGTH = 1024
-_SEES = (
-    "TRL looks at the rows: texts are read as they are, messages by the chat template; see `raytune-fsdp data preview`"
-)
+_SEES = "TRL looks at the rows: this is for texts; for messages set format.style=chat; see `raytune-fsdp data preview`"
 
 
 def _prepare(c: Translation, rows: str) -> None:

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 
 from raytune_fsdp.base.batch import IGNORE, PADDING, Cursor, PackedSample
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.data.stream import Stream
@@ -233,3 +235,41 @@ def test_an_objective_is_trl_s(name: str, adapted: bool, tmp_path: Path) -> None
         assert found["lr"] == pytest.approx(wanted["learning_rate"], rel=1e-6)
     again = STEPS - DIFFERENT // BATCH  # a step of the first one's rows
     assert abs(steps[again]["loss"] / steps[0]["loss"] - 1) > 5e-4, "it has learned something"
+
+
+@pytest.mark.slow
+def test_a_converted_file_is_the_same_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file for `trl dpo --config`, by TRL as it is and by us as `convert` makes it; all rows are in every step."""
+    trl, scripts = import_module("trl"), import_module("trl.scripts.utils")
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024, max_position_embeddings=2 * LENGTH)
+    rows = rows_of(CASES["dpo"])[:DIFFERENT]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    theirs = {
+        "model_name_or_path": str(tmp_path / "model"), "dtype": "float32", "bf16": False,
+        "datasets": [{"path": "json", "data_files": str(tmp_path / "rows.jsonl")}],
+        "output_dir": str(tmp_path / "theirs"), "max_length": LENGTH, "max_steps": 6, "beta": 0.2,
+        "loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0, 0.3], "precompute_ref_log_probs": True,
+        "per_device_train_batch_size": DIFFERENT, "gradient_checkpointing": False, "logging_steps": 1,
+        "learning_rate": 2e-3, "save_strategy": "no", "report_to": "none", **ADAM,
+    }  # fmt: skip
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(theirs))
+    ours = tmp_path / "ours.yaml"
+    assert main(["convert", str(file), "--gpus", "1", "--out", str(ours)]) == 0, capsys.readouterr().err
+    changes = ["--cluster.device", "cpu", "--tracking.mlflow.enabled", "false", "--train.micro_batch", "4"]
+    config = load_config(ours, [*changes, "--data.train.0.format.style", "chat"])  # rows of messages, as `convert` says
+
+    parser = trl.TrlParser((trl.ScriptArguments, trl.DPOConfig, trl.ModelConfig, scripts.DatasetMixtureConfig))
+    _, options, model, mixture = parser.parse_args_and_config(["--config", str(file), "--use_cpu", "true"])
+    options.model_init_kwargs, options.disable_tqdm = {"dtype": model.dtype}, True
+    data = trl.get_dataset(mixture)["train"]
+    trainer = trl.DPOTrainer(model=model.model_name_or_path, args=options, train_dataset=data)
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+
+    steps = trajectory(config, world=2)
+    assert len(steps) == len(logged) == 6
+    for found, wanted in zip(steps, logged, strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert found["lr"] == pytest.approx(wanted["learning_rate"], rel=1e-6)
