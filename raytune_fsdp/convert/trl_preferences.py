@@ -104,7 +104,8 @@ def _kto(c: Translation) -> None:
     weights = {f"{kind}_weight": (f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable")}
     carry_objective(c, "kto", {"beta": ("beta", 0.1), **weights})
     c.tell_default("train.objective", {"type": "kto"}, "KTO's KL is that of a micro-batch there, of a step here")
-    c.default("data.shuffle", "none", "train_sampling_strategy=sequential by default")
+    if "train_sampling_strategy" not in c.given:
+        c.default("data.shuffle", "none", "train_sampling_strategy=sequential by default")
 
 
 def _orpo(c: Translation) -> None:

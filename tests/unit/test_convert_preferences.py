@@ -347,6 +347,11 @@ def test_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reference" not in converted(tmp_path, "trl-dpo", {**TRL_LORA, "precompute_ref_log_probs": True}).tree
 
 
+def test_the_order_of_kto_is_that_of_the_rows_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    assert field(converted(tmp_path, "trl-kto", {}), "data.shuffle") == "none"
+    assert "shuffle" not in converted(tmp_path, "trl-kto", {"train_sampling_strategy": "random"}).tree["data"]
+
+
 def test_the_command_of_trl_is_guessed_where_a_key_tells_it(tmp_path: Path) -> None:
     least = {key: LEAST["trl"][key] for key in ("model_name_or_path", "dataset_name")}
     for options, project in (
