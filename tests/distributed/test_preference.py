@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_metrics
@@ -98,3 +100,35 @@ def test_ranks_that_share_samples_and_layers_learn_what_one_learns(
         assert largest_difference(runs["alone"][0], runs["shared"][0], key) <= bound
     for alone, shared in zip(runs["alone"][1], runs["shared"][1], strict=True):
         assert shared == pytest.approx(alone, rel=1e-7)
+
+
+def measured(values: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """What an evaluation measures before training, with the reference and where nobody knows it."""
+    from raytune_fsdp.run.assemble import assemble
+    from tests.runs import prepare_on_rank0
+
+    config, device = FinetuneConfig.model_validate(values), torch.device("cpu")
+    parts = assemble(config, *prepare_on_rank0(config), device)
+    with_reference, without = (
+        exam.values(
+            parts.model, parts.tokenizer, micro_batch=2, layout=parts.plan.layout, device=device, attention="eager"
+        )
+        for exam in (parts.exam, replace(parts.exam, given=None))
+    )
+    parts.saves.leave()
+    parts.tracker.finish("interrupted")
+    return with_reference, without
+
+
+@pytest.mark.parametrize("objective", [PAIRS["dpo"], KTO["kto"]], ids=["dpo", "kto"])
+def test_without_a_reference_log_probabilities_are_all_that_is_measured(
+    tmp_path: Path, objective: dict[str, Any]
+) -> None:
+    """Where it is known, all rewards are 0 before training."""
+    config = preference_config(tmp_path, objective, eval={"every": 3}, data=EVAL, train={"max_steps": 3})
+    both = resident_ranks(measured, 2, config.model_dump())
+    assert both[0] == both[1]
+    known, unknown = both[0]
+    assert unknown.keys() == {"eval/held_out/logps_chosen", "eval/held_out/logps_rejected"}
+    assert unknown.items() <= known.items() and known["eval/held_out/rewards_chosen"] == 0.0
+    assert known["eval/held_out/loss"] > 0.4

@@ -67,6 +67,7 @@ def test_copies_to_the_host_take_their_time() -> None:
     assert weights.seconds.update > here.update  # a host's memory is slower
 
 
+@pytest.mark.thorough
 def test_preferences_take_the_head_twice_and_kto_the_network() -> None:
     def step(objective: str, format: str) -> float:
         rows = [{"path": "rows.jsonl", "format": {"type": format}}]
