@@ -127,7 +127,7 @@ def assemble(
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
     )  # fmt: skip
     _report(tracker, built, saves.saver, hooks.predicted)
-    if reference is not None:
+    if given is not None and reference is not None:
         tracker.event(names.REFERENCE, **reference.event())
     own = None
     if plan.layout.world > 1:

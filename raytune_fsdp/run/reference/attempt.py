@@ -20,7 +20,9 @@ from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, digest_of_
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
+from raytune_fsdp.run.described import computed_on
 from raytune_fsdp.run.fetching import Say, brought
+from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.run.reference.network import build_reference, decided_by
 from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -61,10 +63,11 @@ class Reference:
                 )  # fmt: skip
         self.seconds += time.perf_counter() - started
         if self.is_complete:
-            self.record = self._checked()
+            self.record = {REFERENCE_OF: self.of, **(self._checked() if self.tasks else {})}
 
-    def given(self) -> Given:
-        return Given(Known.of((task.known.names, task.known.values) for task in self.tasks))
+    def given(self) -> Given | None:
+        """Return its values; None: every step asks for its own."""
+        return Given(Known.of((task.known.names, task.known.values) for task in self.tasks)) if self.tasks else None
 
     def _checked(self) -> dict[str, str]:
         """Return what checkpoints record of it, after comparing that with what they have recorded. Collective."""
@@ -82,7 +85,7 @@ class Reference:
                 "with: they were computed anew, with other kernels or on another kind of device, and it would not be "
                 "the same run; restore the files from before, or start again under another run.name"
             )
-        return {REFERENCE_OF: self.of, REFERENCE_VALUES: values}
+        return {REFERENCE_VALUES: values}
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the event that describes it."""
@@ -100,14 +103,18 @@ def open_reference(
 
     What is lacking is computed here, by a network of its own, unless the run begins now and from the reference itself.
     """
-    model = prepared.reference
-    if model is None or config.reference.when != "before":
+    model, kept = prepared.reference, config.reference.when == "before"
+    if model is None or (not kept and is_within(config, model)):
         return None
     of = _of(config, prepared, standing, model, device, say)
-    tasks = [
-        Task(name=name, windows=windows, places=places, files=ReferenceFiles.of(windows, {"of": of}))
-        for name, windows, places in _data(config, prepared, standing)
-    ]
+    tasks = (
+        []
+        if not kept
+        else [
+            Task(name=name, windows=windows, places=places, files=ReferenceFiles.of(windows, {"of": of}))
+            for name, windows, places in _data(config, prepared, standing)
+        ]
+    )
     for task in tasks:
         look(task)
     found = Reference(config=config, standing=standing, of=of, tasks=tasks, say=say, device=device)
@@ -144,7 +151,7 @@ def _of(
     before = standing.state.identity.get(REFERENCE_OF)
     if before is None:
         return _now(config, prepared, model, device, say)
-    if not model.is_start:  # a name in the config, which may lead to another model today
+    if not model.is_start or config.reference.when != "before":  # it is read now, and may be another model today
         _check_unchanged(str(before), _now(config, prepared, model, device, say), model)
     return str(before)
 
@@ -154,12 +161,20 @@ def _now(config: FinetuneConfig, prepared: RunInputs, model: ReferenceModel, dev
     origin, adapter = brought(model.config, model.origin, model.adapter_files(), say)
     alone = fill_mode(model.config, origin, adapter) == "rank0"
     which = decided_by(model, prepared.identity, origin, adapter, alone=alone)
-    how = {
-        "precision": config.parallel.precision, "fp8_scaling": config.parallel.fp8_scaling,
-        "micro_batch": config.train.micro_batch, "attention": config.model.attention, "loss": config.model.loss,
-        "device": device.type,
-    }  # fmt: skip
+    how = on_rank0(lambda: _how(config, device), what="find out what it computes with")
     return "-".join(xxhash.xxh3_64_hexdigest(json.dumps(each, sort_keys=True).encode()) for each in (which, how))
+
+
+def _how(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
+    """Return what decides the last digits of values, but for what the network itself decides."""
+    parallel, computed = config.parallel, computed_on(device, {})
+    if not config.run.exact:  # ranks have other threads at each world, and only exact runs keep theirs
+        del computed["threads"]
+    return {
+        **computed, "precision": parallel.precision, "fp8_scaling": parallel.fp8_scaling, "tf32": parallel.tf32,
+        "mesh": [parallel.mesh.sequence, parallel.mesh.tensor], "micro_batch": config.train.micro_batch,
+        "attention": config.model.attention, "loss": config.model.loss,
+    }  # fmt: skip
 
 
 def _check_unchanged(before: str, now: str, model: ReferenceModel) -> None:

@@ -4,19 +4,20 @@ the adapter that the run begins with."""
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from raytune_fsdp.base.errors import ConfigError, ModelError
+from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.data.sources.source import shorten
 from raytune_fsdp.model.directory.files import locate
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, fit_vocabulary, load_architecture
 from raytune_fsdp.run.resume_point import RunInputs
-from raytune_fsdp.run.starting_weights import ReferenceModel, find_origin
+from raytune_fsdp.run.starting_weights import ReferenceModel, StartingWeights, find_origin
 from raytune_fsdp.run.trials.needs import network_needs
 
 BASE = "base"
@@ -30,10 +31,22 @@ def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None
     if not config.train.objective.compares:
         return prepared
     start = ReferenceModel(
-        config=config, hf_config=prepared.hf_config, needs=prepared.needs, origin=prepared.origin,
-        directory=directory, added=prepared.added, adapted=prepared.adapted, is_start=True,
+        config=config, hf_config=prepared.hf_config, needs=prepared.needs,
+        origin=prepared.origin or _begun(config, prepared), directory=directory, added=prepared.added, adapted=prepared.adapted, is_start=True,
     )  # fmt: skip
     return replace(prepared, reference=find_reference(config, start, prepared.tokenizer))
+
+
+def _begun(config: FinetuneConfig, prepared: RunInputs) -> StartingWeights | None:
+    """Return what a run began with that has its own checkpoints now, and needs it for its reference alone.
+
+    None: it is gone, or there never was any.
+    """
+    with suppress(RaytuneError):  # a new token's row would be another mean, of which only the run's beginning knew
+        if config.model.init != "pretrained" or prepared.added:
+            return None
+        return find_origin(config, build_network(copy.deepcopy(prepared.hf_config), config), {})
+    return None
 
 
 def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: PreTrainedTokenizerBase) -> ReferenceModel:

@@ -48,9 +48,8 @@ def decided_by(
     config = reference.config
     if origin is None and config.model.init == "pretrained":
         raise ResumeError(
-            f"model.path={config.model.path}: the log-probabilities of the reference are incomplete, and the "
-            "checkpoint that the run began with is not there to compute the rest: restore it, or the directory "
-            "`reference` of data.cache.path"
+            f"model.path={config.model.path}: the checkpoint that the run began with is not there any more, and not "
+            "all that the reference has to say is kept: restore it, or the directory `reference` of data.cache.path"
         )
     text = reference.hf_config.to_diff_dict()
     if reference.is_start:
@@ -65,12 +64,16 @@ def decided_by(
                 "method": method,
                 "weights": {"seed": config.run.seed} if origin is None else _content(origin, alone=alone),
                 "adapter": None if adapter is None else digests(adapter.files, alone=alone),
-                "added": {} if origin is None else {name: sorted(rows) for name, rows in origin.added.items()},
+                "added": {} if origin is None else _added(origin),
             },
             default=str,
         )
     )
     return decided
+
+
+def _added(origin: StartingWeights) -> dict[str, dict[str, list[int]]]:
+    return {name: {str(row): list(like) for row, like in rows.items()} for name, rows in origin.added.items()}
 
 
 def _content(origin: StartingWeights, *, alone: bool) -> dict[str, Any]:
