@@ -32,7 +32,8 @@ def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None
         return prepared
     start = ReferenceModel(
         config=config, hf_config=prepared.hf_config, needs=prepared.needs,
-        origin=prepared.origin or _begun(config, prepared), directory=directory, added=prepared.added, adapted=prepared.adapted, is_start=True,
+        origin=prepared.origin or _begun(config, prepared), directory=directory,
+        added=prepared.added, adapted=prepared.adapted, is_start=True,
     )  # fmt: skip
     return replace(prepared, reference=find_reference(config, start, prepared.tokenizer))
 
