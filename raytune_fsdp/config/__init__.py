@@ -174,7 +174,7 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
-        check_groups(self.train.objective, self.data, self.reference)
+        check_groups(self.train.objective, self.data, self.reference, self.eval)
         return self
 
     @model_validator(mode="after")

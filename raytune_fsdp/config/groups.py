@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raytune_fsdp.config.sections.data import DataConfig, HeldOutConfig
+from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.formats import groups_of
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice
 from raytune_fsdp.config.sections.reference import ReferenceConfig
@@ -13,7 +14,9 @@ _WAYS = {
 }
 
 
-def check_groups(objective: ObjectiveChoice, data: DataConfig, reference: ReferenceConfig) -> None:
+def check_groups(
+    objective: ObjectiveChoice, data: DataConfig, reference: ReferenceConfig, evaluation: EvalConfig
+) -> None:
     """Refuse rows that the objective is not of, what would part the answers of a row, and a reference for nothing."""
     _check_rows(objective, data)
     whole = "the answers of a row stay whole and together"
@@ -25,6 +28,11 @@ def check_groups(objective: ObjectiveChoice, data: DataConfig, reference: Refere
         raise ValueError(
             f"data.long_documents=split with train.objective.type={objective.type}: {whole}; set long_documents to error, "
             "drop or truncate"
+        )
+    if reference.when == "during" and evaluation.where == "task" and data.eval:
+        raise ValueError(
+            "reference.when=during with eval.where=task: a task has no reference to compare with: set eval.where=ranks, or "
+            "when to before"
         )
     if not objective.compares and reference != ReferenceConfig():
         raise ValueError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,11 @@ class Known:
             values.append(theirs)
         found, first = np.unique(np.concatenate(names), return_index=True)
         return cls(found, np.concatenate(values)[first])
+
+    def with_new(self, names: Names, values: Values) -> Known:
+        """Return these and others, none of which is known; theirs are sorted, too."""
+        places = np.searchsorted(self.names, names)
+        return Known(np.insert(self.names, places, names), np.insert(self.values, places, values))
 
     def has(self, names: Names) -> Any:
         """Return for each of these documents whether its value is known."""
@@ -146,12 +150,9 @@ class ReferenceFiles:
                 "space, or set data.cache.path to another directory"
             ) from error
 
-    def remove(self, epoch: int, k: int) -> bool:
-        """Remove the file of a window that cannot be read; return whether there was one."""
-        with suppress(OSError):
-            self._path(epoch, k).unlink()
-            return True
-        return False
+    def name(self, epoch: int, k: int) -> str:
+        """Return the name of a window's file, by which checkpoints know it."""
+        return f"{self.key}/{self._path(epoch, k).stem}"
 
     def _head(self, epoch: int, k: int, documents: int) -> bytes:
         """Return what a file says about itself: it may have been copied or renamed by hand."""
@@ -162,9 +163,9 @@ class ReferenceFiles:
         return self.directory / f"e{epoch:03d}-w{k:08d}.values"
 
 
-def digest_of_values(part: tuple[Names, Values]) -> str:
+def digest_of_values(names: Names, values: Values) -> str:
     """Return one digest of the documents of a window and their values."""
-    return xxhash.xxh3_128_hexdigest(part[0].tobytes() + part[1].astype("<f8").tobytes())
+    return xxhash.xxh3_64_hexdigest(names.tobytes() + values.astype("<f8").tobytes())
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ _GONE = re.compile(
 random, the columns that `train.loss_columns` names already, and modules that are none of the user's."""
 
 REFERENCE_OF, REFERENCE_VALUES = "reference.of", "reference.values"
-"""Entries that ranks add: which model the reference is and how it computes, and a digest of values that it has given.
+"""Entries that ranks add: which model the reference is and how it computes, and digests of what it has said, by file.
 They are compared when the ranks have them (run/reference/)."""
 
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from raytune_fsdp.base.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.devices import Device
 from raytune_fsdp.predict.links import network_of
 from raytune_fsdp.predict.memory import Memory, memory_of
-from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, rates_of, seconds_of
+from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, forwards_of, rates_of, seconds_of
 from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
+from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.step.flops import training_flops
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.traffic import Traffic
@@ -152,7 +152,7 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
     )  # fmt: skip
     seconds = seconds_of(
         found, rates, network_of(device, cluster.per_node, cluster.between), plan, memory,
-        twice=config.train.objective.type == "kto",
+        further=forwards_of(config),
     )  # fmt: skip
     tokens = plan.division.global_batch * config.data.seq_len  # of full samples, each of one document
     offloaded = memory.sent // max(1, len(found.stands_for))
@@ -168,7 +168,7 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
             # (model/offload_activations.py).
             **({"back from the host": 2 * offloaded} if offloaded else {}),
         }
-    if config.reference.when == "during" and not isinstance(config.method, AdapterMethod):
+    if config.reference.when == "during" and not is_within(config):
         assumed["a copy of the weights, as the reference"] = memory.start.get("weights", 0)
     return Prediction(
         world=world,

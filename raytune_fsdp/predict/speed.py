@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.devices import Calibration, Device
 from raytune_fsdp.predict.links import Network, add_up, exchange, move
@@ -239,21 +240,25 @@ def rates_of(device: Device, *, compiled: bool, tf32: bool, itemsize: int, narro
     )
 
 
+def forwards_of(config: FinetuneConfig) -> int:
+    """Return how many passes without gradients a step makes: KTO looks ahead, and a reference may be asked."""
+    return (config.train.objective.type == "kto") + (config.reference.when == "during")
+
+
 def seconds_of(
-    trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory, *, twice: bool = False
+    trace: Trace, rates: Rates, network: Network, plan: Plan, memory: Memory, *, further: int = 0
 ) -> Seconds:
     """Return the seconds of a step of the whole network.
 
-    `twice`: a pass without gradients comes before that with them.
+    `further`: passes without gradients.
     """
     phases, passes = dict(phases_of(trace)), plan.division.full_rounds
     operations = of_all_passes(trace, {name: rates.seconds(each) for name, each in phases.items()}, passes)
     traffic = trace.traffic
-    if twice:
-        operations += of_all_passes(
-            trace, _forward({name: rates.seconds(each) for name, each in phases.items()}), passes
-        )
-        traffic = None if traffic is None else replace(traffic, gathered=traffic.gathered * 1.5)
+    if further:
+        forward = _forward({name: rates.seconds(each) for name, each in phases.items()})
+        operations += further * of_all_passes(trace, forward, passes)
+        traffic = None if traffic is None else replace(traffic, gathered=traffic.gathered * (1 + further / 2))
     update = rates.uncompiled().seconds(phases["update"])
     if trace.offloaded:  # the optimizer runs on the host
         update = sum(each.nbytes for each in phases["update"]) / network.host_memory * rates.reached

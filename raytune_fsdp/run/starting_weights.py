@@ -352,16 +352,9 @@ class ReferenceModel:
     hf_config: PretrainedConfig
     needs: KernelNeeds
     origin: StartingWeights | None
-    directory: Path | None
-    """Of its config and tokenizer."""
+    adapter: AdapterFiles | None = None
+    """The adapter that belongs to it."""
     added: Collection[int] = ()
     adapted: Collection[str] | None = None
     is_start: bool = False
     """Whether it is what the run itself starts from."""
-
-    def adapter_files(self) -> AdapterFiles | None:
-        """Return the adapter that belongs to it, after checking that it fits."""
-        if getattr(self.config.method, "adapter", None) is None:
-            return None
-        network = build_network(copy.deepcopy(self.hf_config), self.config, self.added, self.adapted)
-        return find_adapter(self.config, network, self.directory)

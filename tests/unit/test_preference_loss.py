@@ -217,3 +217,9 @@ def test_what_is_measured_without_a_reference() -> None:
     assert values == {"logps/chosen": 1.0, "logps/rejected": 1.0}
     assert group_values([0.0] * len(KINDS), config) == {}
     assert {"loss", "rewards/accuracies", "rewards/margins"} < {*values_of(config)} and "kl" not in values_of(config)
+
+
+def test_a_negative_divergence_counts_as_none() -> None:
+    """The estimate by mismatched answers may be negative, and what it estimates never is."""
+    loss, groups = KtoLoss(KtoObjective(type="kto")), torch.tensor(4.0)
+    assert loss.estimate(torch.tensor(-3.0), groups) == 0.0 and loss.estimate(torch.tensor(3.0), groups) == 0.75

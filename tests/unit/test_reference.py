@@ -83,7 +83,6 @@ def test_a_file_is_read_as_it_was_written_and_no_other_way(tmp_path: Path) -> No
     other.directory.mkdir()
     (other.directory / path.name).write_bytes(content)
     assert other.read(0, 3) is None and own.read(0, 3) is not None, "another reference's, copied"
-    assert own.remove(0, 3) and not own.remove(0, 3) and own.read(0, 3) is None
 
 
 def test_a_window_that_has_nothing_new_has_a_file_too(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.predict.advise.alternatives import Alternative, change_in_words
 from raytune_fsdp.predict.prediction import Prediction
+from raytune_fsdp.predict.speed import forwards_of
 from raytune_fsdp.predict.stopping import Stopping
 
 
@@ -144,7 +145,7 @@ def _of_notice(config: FinetuneConfig, found: Prediction, stopping: Stopping | N
 
 
 def _of_reference(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]:
-    objective, forward = config.train.objective, found.seconds.compute / 3
+    objective, forward = config.train.objective, found.seconds.compute / (3 + forwards_of(config))
     source = "this plan; a forward pass is a third of what a step computes"
     if objective.compares and config.reference.when == "before":
         hours = forward * found.plan.steps / max(1.0, config.train.epochs or 1.0) / 3600

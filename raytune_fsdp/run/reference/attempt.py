@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, digest_of_values
+from raytune_fsdp.data.reference import REFERENCE, Given, Known, ReferenceFiles
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
@@ -43,7 +43,7 @@ class Reference:
     seconds: float = 0.0
     computed: int = 0
     """Windows that this attempt has computed."""
-    record: dict[str, str] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
     """What checkpoints record of it, once it is complete."""
 
     @property
@@ -63,29 +63,26 @@ class Reference:
                 )  # fmt: skip
         self.seconds += time.perf_counter() - started
         if self.is_complete:
-            self.record = {REFERENCE_OF: self.of, **(self._checked() if self.tasks else {})}
+            self.record = {REFERENCE_OF: self.of, **({REFERENCE_VALUES: self._checked()} if self.tasks else {})}
 
     def given(self) -> Given | None:
         """Return its values; None: every step asks for its own."""
         return Given(Known.of((task.known.names, task.known.values) for task in self.tasks)) if self.tasks else None
 
     def _checked(self) -> dict[str, str]:
-        """Return what checkpoints record of it, after comparing that with what they have recorded. Collective."""
-        first = self.tasks[0]
-
-        def read() -> str:
-            part = first.files.read(*first.places[0])
-            return "" if part is None else digest_of_values(part)
-
-        values = on_rank0(read, what="read the log-probabilities of the reference")
-        before = self.standing.state.identity.get(REFERENCE_VALUES)
-        if before not in (None, values):
-            raise ResumeError(
-                f"{first.files.directory}: the log-probabilities of the reference are not those that this run began "
-                "with: they were computed anew, with other kernels or on another kind of device, and it would not be "
-                "the same run; restore the files from before, or start again under another run.name"
-            )
-        return {REFERENCE_VALUES: values}
+        """Return the digests of all values that the run has ever used, by file. Refuse others than checkpoints name."""
+        recorded = self.standing.state.identity.get(REFERENCE_VALUES)
+        before: dict[str, str] = recorded if isinstance(recorded, dict) else {}
+        now = {name: digest for task in self.tasks for name, digest in task.digests.items()}
+        for name, digest in now.items():
+            if before.get(name, digest) != digest:
+                raise ResumeError(
+                    f"{self.tasks[0].files.root / REFERENCE / name}: these log-probabilities of the reference are not "
+                    "those that this run began with: they were computed anew, with other kernels or on another kind of "
+                    "device, and it would not be the same run; restore the file from before, or start again under "
+                    "another run.name"
+                )
+        return {**before, **now}
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the event that describes it."""
@@ -104,7 +101,7 @@ def open_reference(
     What is lacking is computed here, by a network of its own, unless the run begins now and from the reference itself.
     """
     model, kept = prepared.reference, config.reference.when == "before"
-    if model is None or (not kept and is_within(config, model)):
+    if model is None or (not kept and is_within(config)):
         return None
     of = _of(config, prepared, standing, model, device, say)
     tasks = (
@@ -133,7 +130,10 @@ def _data(
     config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint
 ) -> Iterator[tuple[str, Windows, list[tuple[int, int]]]]:
     """Yield the data that is compared: names, windows, and which of these the run reads."""
-    yield "the training data", prepared.train, places_of_run(prepared.train, standing.plan, config.run.seed)
+    train, plan = prepared.train, standing.plan
+    # By rank 0 alone: it reads every window, to count its samples.
+    places = on_rank0(lambda: places_of_run(train, plan, config.run.seed), what="read the prepared data")
+    yield "the training data", train, places
     for name, windows in ({} if prepared.dry else prepared.evals).items():
         if windows.kind is not None:
             yield name, windows, places_of_evaluation(windows)
@@ -158,7 +158,7 @@ def _of(
 
 def _now(config: FinetuneConfig, prepared: RunInputs, model: ReferenceModel, device: torch.device, say: Say) -> str:
     """Return the digest of the reference and of how it computes, as they are now. Collective."""
-    origin, adapter = brought(model.config, model.origin, model.adapter_files(), say)
+    origin, adapter = brought(model.config, model.origin, model.adapter, say)
     alone = fill_mode(model.config, origin, adapter) == "rank0"
     which = decided_by(model, prepared.identity, origin, adapter, alone=alone)
     how = on_rank0(lambda: _how(config, device), what="find out what it computes with")

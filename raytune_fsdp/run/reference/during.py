@@ -19,9 +19,9 @@ from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.adapters.attach import without_adapters_in
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.run.fetching import Say
+from raytune_fsdp.run.reference.find import BASE
 from raytune_fsdp.run.reference.network import build_reference
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.starting_weights import ReferenceModel
 from raytune_fsdp.step.parallel import release_gathered
 
 
@@ -36,19 +36,19 @@ def asked_in_steps(
     """Return a loss of groups that asks the reference in every step, if it is to. Collective."""
     if prepared.reference is None or config.reference.when != "during":
         return groups
-    if is_within(config, prepared.reference):
+    if is_within(config):
         return replace(groups, reference=During(objective=groups, other=None))
     other, objective = build_reference(prepared.reference, prepared, standing, device, say)
     other.requires_grad_(False)
     return replace(groups, reference=During(objective=objective, other=other))
 
 
-def is_within(config: FinetuneConfig, reference: ReferenceModel) -> bool:
+def is_within(config: FinetuneConfig) -> bool:
     """Return whether the run's own network is its reference once its adapters are left out."""
     method = config.method
     return (
         isinstance(method, AdapterMethod)
-        and reference.config.model.path == config.model.path
+        and config.reference.model in (None, BASE)
         and method.adapter is None
         and getattr(method, "init", "zero") == "zero"  # otherwise the base is another one, and adapters make up for it
         and not getattr(method, "train_added_tokens", False)

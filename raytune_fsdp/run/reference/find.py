@@ -10,14 +10,22 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError
+from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.data.sources.source import shorten
-from raytune_fsdp.model.directory.files import locate
+from raytune_fsdp.model.attention.choose import positions_of
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, fit_vocabulary, load_architecture
+from raytune_fsdp.run.network_checks import check_packed
 from raytune_fsdp.run.resume_point import RunInputs
-from raytune_fsdp.run.starting_weights import ReferenceModel, StartingWeights, find_origin
+from raytune_fsdp.run.starting_weights import (
+    AdapterFiles,
+    ReferenceModel,
+    StartingWeights,
+    find_adapter,
+    find_origin,
+    model_directory,
+)
 from raytune_fsdp.run.trials.needs import network_needs
 
 BASE = "base"
@@ -32,7 +40,8 @@ def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None
         return prepared
     start = ReferenceModel(
         config=config, hf_config=prepared.hf_config, needs=prepared.needs,
-        origin=prepared.origin or _begun(config, prepared), directory=directory,
+        origin=prepared.origin or _begun(config, prepared),
+        adapter=prepared.adapter or _adapter(config, prepared, directory),
         added=prepared.added, adapted=prepared.adapted, is_start=True,
     )  # fmt: skip
     return replace(prepared, reference=find_reference(config, start, prepared.tokenizer))
@@ -50,6 +59,15 @@ def _begun(config: FinetuneConfig, prepared: RunInputs) -> StartingWeights | Non
     return None
 
 
+def _adapter(config: FinetuneConfig, prepared: RunInputs, directory: Path | None) -> AdapterFiles | None:
+    """Return the adapter that a run began with, which goes on; None: it began with none, or it is gone."""
+    if getattr(config.method, "adapter", None) is not None:
+        with suppress(RaytuneError):
+            network = build_network(copy.deepcopy(prepared.hf_config), config, prepared.added, prepared.adapted)
+            return find_adapter(config, network, directory)
+    return None
+
+
 def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: PreTrainedTokenizerBase) -> ReferenceModel:
     """Return the model that the run's objective compares with. `start`: what the run starts from."""
     wanted = config.reference.model
@@ -57,7 +75,7 @@ def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: Pre
         return start
     if wanted == BASE:
         bare = config.model_copy(update={"method": config.method.model_copy(update={"adapter": None})})
-        return replace(start, config=bare, is_start=False)
+        return replace(start, config=bare, adapter=None, is_start=False)
     if config.model.add_tokens:
         raise ConfigError(
             f"reference.model={wanted} with model.add_tokens: the reference has no rows for the new tokens: leave "
@@ -70,22 +88,35 @@ def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: Pre
         }
     )  # fmt: skip
     other = config.model_copy(update={"model": model, "method": FullMethod()})
-    directory = locate(wanted, None, field="reference.model", weights=False)
+    directory = model_directory(other)
+    assert directory is not None, "it has a path"
     check_same_tokenizer(wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
     hf_config = load_architecture(model, directory)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=False)
+    if config.data.seq_len > (positions := positions_of(hf_config)):
+        raise ConfigError(
+            f"reference.model={wanted} knows {positions} positions, and data.seq_len is {config.data.seq_len}: lower "
+            "seq_len, or name another model"
+        )
     network = build_network(copy.deepcopy(hf_config), other)
-    return ReferenceModel(
-        config=other, hf_config=hf_config, needs=network_needs(other, hf_config, network),
-        origin=find_origin(other, network, {}), directory=directory,
-    )  # fmt: skip
+    needs = network_needs(other, hf_config, network)
+    check_packed(other, network, needs)
+    return ReferenceModel(config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}))
 
 
 def check_same_tokenizer(
     wanted: str, directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
     """Refuse a reference that means other tokens by the same ids."""
-    theirs = tokenizer_in(directory, trust_remote_code=trust_remote_code).get_vocab()
+    try:
+        theirs = tokenizer_in(directory, trust_remote_code=trust_remote_code).get_vocab()
+    except ModelError:
+        raise
+    except Exception as error:  # many libraries read tokenizers
+        raise ModelError(
+            f"reference.model={wanted}: no tokenizer could be loaded from {directory} ({first_line(error)}), so "
+            "nobody knows whether it has the run's tokens: put its tokenizer there"
+        ) from error
     differ = sorted(token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number)
     if differ:
         raise ModelError(

@@ -28,7 +28,7 @@ from raytune_fsdp.run.fetching import Say, brought
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.same_files import digests
 from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, fill_mode, first_weights
-from raytune_fsdp.run.trials.computation import check_split_tokens
+from raytune_fsdp.run.trials.computation import check_computation, check_split_tokens
 from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.precision import compute_dtype
 
@@ -46,17 +46,24 @@ def decided_by(
     `identity`: the run's. `alone`: only rank 0 sees the files.
     """
     config = reference.config
+    path = getattr(config.method, "adapter", None)
+    gone = f"method.adapter={path}: the adapter" if path is not None and adapter is None else None
     if origin is None and config.model.init == "pretrained":
+        gone = f"model.path={config.model.path}: the checkpoint"
+    if gone is not None:
         raise ResumeError(
-            f"model.path={config.model.path}: the checkpoint that the run began with is not there any more, and not "
-            "all that the reference has to say is kept: restore it, or the directory `reference` of data.cache.path"
+            f"{gone} that the run began with is not there any more, and not all that the reference has to say is kept: "
+            "restore it, or the directory `reference` of data.cache.path"
         )
     text = reference.hf_config.to_diff_dict()
     if reference.is_start:
         architecture = {key: value for key, value in identity.items() if key.startswith("model.")}
     else:
         architecture = {key: text[key] for key in text if key not in ("transformers_version", "_name_or_path", "dtype")}
+    # A new adapter adds nothing, so its rank is nobody's business; but the kinds of method keep weights in other types.
     method = named("method", config.method, exclude=("adapter",))
+    if adapter is None and getattr(config.method, "init", "zero") == "zero":
+        method = {key: value for key, value in method.items() if key in ("type", "quantization")}
     decided: dict[str, Any] = json.loads(
         json.dumps(
             {
@@ -103,10 +110,13 @@ def build_reference(
         added=reference.added, adapted=reference.adapted,
     )  # fmt: skip
     model, host = built.model, torch.device("cpu") if built.parallel.cpu_offload else None
-    origin, adapter = brought(config, reference.origin, reference.adapter_files(), say)
+    origin, adapter = brought(config, reference.origin, reference.adapter, say)
     mode = fill_mode(config, origin, adapter)
     weights, beginning = first_weights(config, origin, model, mode, adapter)
     fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
+    dtype = compute_dtype(config.parallel.precision)
+    if not reference.is_start:  # what the run starts from is checked as its own network
+        check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
-        check_split_tokens(model, built.groups.sequence, device, compute_dtype(config.parallel.precision))
+        check_split_tokens(model, built.groups.sequence, device, dtype)
     return model, GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)

@@ -20,7 +20,7 @@ from raytune_fsdp.base.batch import Cursor, MicroBatch
 from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.data.batches import filler, to_batch
-from raytune_fsdp.data.reference import Known, Names, ReferenceFiles, Values, names_of
+from raytune_fsdp.data.reference import Known, Names, ReferenceFiles, Values, digest_of_values, names_of
 from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.to_device import to_device
@@ -46,23 +46,25 @@ class Task:
     lacking: list[Place] = field(default_factory=list)
     """Those without a file."""
     known: Known = field(default_factory=lambda: Known.of(()))
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of the values in each file, by its name."""
 
 
 def places_of_run(windows: Windows, plan: Plan, seed: int) -> list[Place]:
     """Return the windows that a run reads to its end, each once, in its order. Windows that have none yet are built."""
     stream, needed = Stream(windows, seed=seed), plan.division.samples_before(plan.steps + 1)
-    found: dict[Place, None] = {}
-    number = 0
+    found: list[Place] = []
+    number = empty = 0
     while needed > 0:
         epoch, place = stream.place(Cursor(), number)
         if windows.repeats and epoch:
             break
-        k = stream.window_at(epoch, place)
-        found[epoch, k] = None
-        needed -= len(windows.get(epoch, k)[0].samples)
-        number += 1
-        stream.check_not_empty(number if not windows.get(epoch, k)[0].samples else 0)
-    return list(found)
+        found.append((epoch, stream.window_at(epoch, place)))
+        samples = len(windows.get(*found[-1])[0].samples)
+        empty = 0 if samples else empty + 1
+        stream.check_not_empty(empty)
+        needed, number = needed - samples, number + 1
+    return found
 
 
 def places_of_evaluation(windows: Windows) -> list[Place]:
@@ -72,22 +74,22 @@ def places_of_evaluation(windows: Windows) -> list[Place]:
 def look(task: Task) -> bool:
     """Find out which windows have a file, and read these, on every rank alike. Return whether all have. Collective.
 
-    A damaged file is removed, and counts as none.
+    A damaged file counts as none, and is replaced.
     """
 
-    def read() -> tuple[Known, list[Place]]:
+    def read() -> tuple[Known, list[Place], dict[str, str]]:
         parts: list[tuple[Names, Values]] = []
-        lacking = []
+        lacking, digests = [], {}
         for place in task.places:
             part = task.files.read(*place)
             if part is None:
-                task.files.remove(*place)
                 lacking.append(place)
             else:
                 parts.append(part)
-        return Known.of(parts), lacking
+                digests[task.files.name(*place)] = digest_of_values(*part)
+        return Known.of(parts), lacking, digests
 
-    task.known, task.lacking = on_rank0(read, what="read the log-probabilities of the reference")
+    task.known, task.lacking, task.digests = on_rank0(read, what="read the log-probabilities of the reference")
     return not task.lacking
 
 
@@ -103,7 +105,6 @@ def compute(
 ) -> None:
     """Compute what is lacking, and keep it. Collective."""
     said, total = time.monotonic(), len(task.lacking)
-    parts = [(task.known.names, task.known.values)]
     with evaluating(model):
         for done, place in enumerate(list(task.lacking)):
             names, values = _of_window(task, place, model, objective, micro_batch, layout, device)
@@ -114,9 +115,8 @@ def compute(
                     "reference.model"
                 )
             on_rank0(lambda: task.files.write(*place, names, values), what="keep what the reference said")  # noqa: B023
-            parts.append((names, values))
-            task.known = Known.of(parts)
-            parts = [(task.known.names, task.known.values)]
+            task.known = task.known.with_new(names, values)
+            task.digests[task.files.name(*place)] = digest_of_values(names, values)
             task.lacking.remove(place)
             if dist.get_rank() == 0 and time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
