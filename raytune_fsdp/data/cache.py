@@ -5,6 +5,7 @@
     <cache>/<fingerprint>/e000-w00000012.arrow      window 12 of epoch 0
     <cache>/<fingerprint>/locks/0012                held while window 12, or 12 plus a multiple of 1024, is built
     <cache>/files/<key>/                            rows prepared by `sources`
+    <cache>/reference/<key>/                        what a reference says of documents (data/reference.py)
 
 A file appears under its name complete or not at all; two processes that write the same window write the same bytes.
 Nothing is synced to disk: a file that a crash of the machine truncates is found by its digest and built again.
@@ -43,7 +44,7 @@ FORMAT = 1
 """Version of the bytes: an Arrow stream with one record batch, then its xxh3_128 (16 bytes)."""
 
 _DIGEST_BYTES = 16
-FILES = "files"
+FILES, REFERENCE = "files", "reference"
 _ABOUT = "about.json"
 _TEMPORARY = ".tmp"
 _LOCKS = 1024
@@ -319,13 +320,15 @@ class Entry:
     used: float
     """When it was last written or read, in seconds since 1970."""
     is_files: bool = False
-    """Whether it holds prepared rows; otherwise it is a window."""
+    """Whether it holds prepared rows, or what a reference says; otherwise it is a window."""
 
 
 def entries(root: Path) -> Iterator[Entry]:
-    """Yield all windows and prepared rows in a cache directory, except those being written right now."""
-    for directory in _named_by_us(root / FILES):
-        if directory.suffix != _TEMPORARY and "identity" not in _json_of(directory / "meta.json"):
+    """Yield everything in a cache directory that can be made again, except what is being written right now."""
+    said = [each for each in _named_by_us(root / REFERENCE) if "reference" in _json_of(each / _ABOUT)]
+    for directory in [*_named_by_us(root / FILES), *said]:
+        known = directory in said or "identity" in _json_of(directory / "meta.json")
+        if directory.suffix != _TEMPORARY and not known:
             continue
         with suppress(OSError):
             found = [path.stat() for path in directory.rglob("*") if path.is_file()]

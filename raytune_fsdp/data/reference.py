@@ -6,14 +6,16 @@
 A document is known by its tokens, which of them count, and nothing else: where its row lies, in which epoch and on how
 many ranks it is trained on changes neither its name here nor its value. Files appear under their names complete or not
 at all, say where they belong, and end with a digest. They are never removed to make room, as they cost a pass over the
-data with the whole model.
+data with the whole model; `raytune-fsdp data clean` removes those that nobody has used for a while.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,12 @@ import xxhash
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, StepBatches
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.identity import REFERENCE_OF
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = "reference"
 FORMAT = 1
 """Version of the bytes: a line of JSON, 16 bytes a document (its name), 8 bytes a document (fp64), their xxh3_128."""
 
@@ -92,8 +94,8 @@ class Known:
         """Return the values of documents. Raise DataError if one is not known."""
         if not self.has(names).all():
             raise DataError(
-                "the reference has no log-probability for a document of this run: its files were changed while it "
-                f"trained; start the same command again, which computes what is missing (<data.cache.path>/{REFERENCE})"
+                "the reference has no log-probability for a document of this run, which it was not asked about when "
+                "the run started: the prepared data was changed meanwhile; start the same command again"
             )
         return self.values[np.searchsorted(self.names, names)]
 
@@ -131,6 +133,8 @@ class ReferenceFiles:
         many = len(rest) // (_NAME.itemsize + 8)
         if head != self._head(epoch, k, many):
             return None
+        with suppress(OSError):
+            os.utime(self._path(epoch, k))  # `data clean` removes what nobody has used for a while
         names = np.frombuffer(rest, dtype=_NAME, count=many)
         values = np.frombuffer(rest, dtype="<f8", offset=names.nbytes).astype(np.float64)
         return names, values

@@ -17,7 +17,7 @@ import pytest
 
 from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
-from raytune_fsdp.data.reference import REFERENCE
+from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints

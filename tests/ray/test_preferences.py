@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytune_fsdp.data.reference import REFERENCE
+from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.record.jsonl import read_evaluations, read_metrics, read_trajectory
 from tests.preferences import KTO, PAIRS, preference_config
 from tests.ray.jobs import Command, events

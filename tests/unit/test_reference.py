@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.batches import to_batch
+from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, names_of
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -90,6 +92,19 @@ def test_a_window_that_has_nothing_new_has_a_file_too(tmp_path: Path) -> None:
     own.write(2, 0, names_of(micro_batch()), np.empty(0))
     found = own.read(2, 0)
     assert found is not None and not len(found[0])
+
+
+def test_clean_up_removes_what_nobody_has_used_and_eviction_does_not(tmp_path: Path) -> None:
+    own = replace(files(tmp_path), about={"reference": {}})
+    own.write(0, 0, names_of(micro_batch()), np.empty(0))
+    (path,) = own.directory.glob("*.values")
+    long_ago = path.stat().st_mtime - 30 * 86400
+    for each in own.directory.iterdir():
+        os.utime(each, (long_ago, long_ago))
+    assert remove(tmp_path, files=False) == []
+    assert own.read(0, 0) is not None and remove(tmp_path, unused_for=86400) == [], "it was read just now"
+    os.utime(path, (long_ago, long_ago))
+    assert [each.path for each in remove(tmp_path, unused_for=86400)] == [own.directory] and not own.directory.exists()
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.reference import REFERENCE, Given, Known, ReferenceFiles
+from raytune_fsdp.data.cache import REFERENCE
+from raytune_fsdp.data.reference import Given, Known, ReferenceFiles
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
