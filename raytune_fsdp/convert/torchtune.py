@@ -46,7 +46,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 _PAIRS = {"DPOLoss": "beta", "RSOLoss": "gamma"}
 """Losses of pairs, and what they call the scale of the difference."""
-OTHER_FORM = "reads files of another form: name the model's Hugging Face files"
+_OTHER_FORM = "reads files of another form: name the model's Hugging Face files"
 _LOSSES = ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss", "CrossEntropyLoss")
 
 
@@ -95,7 +95,7 @@ def _model(c: Translation) -> None:
     """Carry the weights, which the checkpointer names, and the adapters, which are a part of the model's name there."""
     key, named = "checkpointer.checkpoint_dir", _made_by(c, "checkpointer")
     if named and not named.endswith("HFCheckpointer"):
-        c.say("checkpointer._component_", "refused", OTHER_FORM)
+        c.say("checkpointer._component_", "refused", _OTHER_FORM)
     c.say("checkpointer._component_", "same", "weights are read from Hugging Face files")
     c.carry(key, "model.path", c.get(key, text, ""))
     if "model.path" not in c.fields:
@@ -228,7 +228,7 @@ def _reference(c: Translation) -> None:
     part, key = "ref_checkpointer", "ref_checkpointer.checkpoint_dir"
     named, where = _made_by(c, part), c.get(key, text, "")
     if named and not named.endswith("HFCheckpointer"):
-        c.say(f"{part}._component_", "refused", OTHER_FORM)
+        c.say(f"{part}._component_", "refused", _OTHER_FORM)
     c.say(f"{part}._component_", "same", "weights are read from Hugging Face files")
     if where.rstrip("/") == c.get("checkpointer.checkpoint_dir", text, "").rstrip("/"):
         c.say(key, "same", "the reference is what the run starts from")
