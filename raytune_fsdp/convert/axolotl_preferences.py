@@ -82,7 +82,7 @@ def _dpo(c: Translation) -> None:
     weight += c.get("rpo_alpha", number, 0.0)
     if weight:
         made["sft"] = {"weight": weight}
-    note = "TRL itself reads it for the loss robust only, since 1.0" if pair != "robust" else ""
+    note = "of these losses TRL itself reads it for robust alone, since 0.29" if pair != "robust" else ""
     carry_objective(c, "ipo" if pair == "ipo" else "dpo", numbers, {"label_smoothing": note}, **made)
     for key in ("rpo_alpha", "dpo_loss_weights"):
         c.say(key, "carried", in_words("train.objective.sft.weight", weight))

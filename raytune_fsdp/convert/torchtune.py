@@ -7,7 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import NOT_BIT_EQUAL
-from raytune_fsdp.convert.preferences import PAIRS, carry_objective, sample_of_two
+from raytune_fsdp.convert.preferences import PAIRS, TOO_LONG, carry_objective, sample_of_two
 from raytune_fsdp.convert.rules import (
     Project,
     Translation,
@@ -46,6 +46,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 _PAIRS = {"DPOLoss": "beta", "RSOLoss": "gamma"}
 """Losses of pairs, and what they call the scale of the difference."""
+_OTHER_FORM = "reads files of another form: name the model's Hugging Face files"
 _LOSSES = ("CEWithChunkedOutputLoss", "LinearCrossEntropyLoss", "CrossEntropyLoss")
 
 
@@ -94,7 +95,7 @@ def _model(c: Translation) -> None:
     """Carry the weights, which the checkpointer names, and the adapters, which are a part of the model's name there."""
     key, named = "checkpointer.checkpoint_dir", _made_by(c, "checkpointer")
     if named and not named.endswith("HFCheckpointer"):
-        c.say("checkpointer._component_", "refused", "reads files of another form: name the model's Hugging Face files")
+        c.say("checkpointer._component_", "refused", _OTHER_FORM)
     c.say("checkpointer._component_", "same", "weights are read from Hugging Face files")
     c.carry(key, "model.path", c.get(key, text, ""))
     if "model.path" not in c.fields:
@@ -218,6 +219,21 @@ def _objective(c: Translation) -> None:
     made: dict[str, Any] = {} if name == "DPOLoss" else {"loss": "hinge"}
     carry_objective(c, "dpo", numbers, **made)
     c.say("loss._component_", "carried", in_words("train.objective", c.fields["train.objective"]))
+    if not re.match(r"q?lora_", _made_by(c, "model")):  # their recipe for adapters turns these off, and reads no other
+        _reference(c)
+
+
+def _reference(c: Translation) -> None:
+    """Carry the model that a loss of pairs compares with, if it is not the one that the run starts from."""
+    part, key = "ref_checkpointer", "ref_checkpointer.checkpoint_dir"
+    named, where = _made_by(c, part), c.get(key, text, "")
+    if named and not named.endswith("HFCheckpointer"):
+        c.say(f"{part}._component_", "refused", _OTHER_FORM)
+    c.say(f"{part}._component_", "same", "weights are read from Hugging Face files")
+    if where.rstrip("/") == c.get("checkpointer.checkpoint_dir", text, "").rstrip("/"):
+        c.say(key, "same", "the reference is what the run starts from")
+    elif where:
+        c.carry(key, "reference.model", where)
 
 
 def _betas(c: Translation, key: str) -> None:
@@ -339,11 +355,23 @@ _OPTIONS = (
         "a run of another trainer cannot be continued; name its weights as the model",
     ),
     same("checkpointer", "it names the model"),
+    settled(
+        "ref_checkpointer._component_ ref_checkpointer.checkpoint_dir",
+        "`reference.model` of DPO with every weight, if it is not the model itself; Meta's own files are refused",
+    ),
+    refuse("ref_checkpointer.recipe_checkpoint ref_checkpointer.adapter_checkpoint", "name weights as the reference"),
+    leave(
+        "ref_checkpointer ref_checkpointer.checkpoint_files ref_checkpointer.checkpoint_files.* "
+        "ref_checkpointer.output_dir ref_checkpointer.model_type ref_checkpointer.safe_serialization "
+        "ref_checkpointer.keep_last_n_checkpoints",
+        "the files of a model are found",
+    ),
 )
 
 
 # Datasets and the tokenizer: rows, their format, and how long a document may be.
 
+_STACK_EXCHANGE = "stack_exchange_paired_dataset"
 _KNOWN: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"hub": "tatsu-lab/alpaca", "all": True},
     "alpaca_cleaned_dataset": {"hub": "yahma/alpaca-cleaned", "all": True},
@@ -351,6 +379,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "chat_dataset": {},
     "slimorca_dataset": {"hub": "Open-Orca/SlimOrca-Dedup", "messages": "conversations"},
     "preference_dataset": {},
+    _STACK_EXCHANGE: {"hub": "lvwerra/stack-exchange-paired"},
     "text_completion_dataset": {},
     "wikitext_dataset": {"hub": "EleutherAI/wikitext_document_level", "text": "page"},
 }
@@ -380,7 +409,8 @@ def _data(c: Translation) -> None:
         if _made_by(c, "loss") in _PAIRS:
             sample_of_two(c, key, length, PAIRS)
         c.carry(key, "data.seq_len", length)
-        c.default("data.long_documents", "truncate", "what torchtune does with more than max_seq_len tokens")
+        why = TOO_LONG if _made_by(c, "loss") in _PAIRS else "what torchtune does with more than max_seq_len tokens"
+        c.default("data.long_documents", "truncate", why)
     _packing(c, train)
 
 
@@ -411,6 +441,8 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
     source = c.get(f"{prefix}source", text, known.get("hub", ""))
     files = c.get(f"{prefix}data_files", text, "")
     found: dict[str, Any] = {"path": files} if source in BUILDERS and files else place(source)
+    if name == _STACK_EXCHANGE:
+        found = _stack_exchange(c, prefix)
     if not source or (source in BUILDERS and not files):
         c.say(key, "refused", "where its rows are is missing: set source, and data_files with a source such as json")
     if "hub" in found:
@@ -430,6 +462,17 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
     return found
 
 
+def _stack_exchange(c: Translation, prefix: str) -> dict[str, Any]:
+    """Return where the rows of Stack Exchange are: torchtune reads one of the directories of that dataset."""
+    hub = _KNOWN[_STACK_EXCHANGE]["hub"]
+    if c.get(f"{prefix}source", text, hub) == hub:
+        c.say(f"{prefix}source", "carried", "its directory data/rl, as there")
+    for each in ("source", "data_files"):
+        why = "this dataset reads data/rl of its source: leave this out, and set the dataset's path in the result"
+        c.say(prefix + each, "refused", why)
+    return {"path": f"hf://datasets/{hub}/data/rl/*"}
+
+
 def _format(c: Translation, prefix: str, name: str, known: dict[str, Any]) -> dict[str, Any]:
     columns = {str(each): str(value) for each, value in c.get(f"{prefix}column_map", a_map, {}).items()}
     everything = c.get(f"{prefix}train_on_input", flag, bool(known.get("all")))
@@ -445,13 +488,21 @@ def _format(c: Translation, prefix: str, name: str, known: dict[str, Any]) -> di
     elif name == "preference_dataset":
         made = {"type": PAIRS, "prompt": None}
         made |= {each: columns[each] for each in ("chosen", "rejected") if columns.get(each, each) != each}
+    elif name == _STACK_EXCHANGE:
+        columns = columns or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+        made = {"type": PAIRS, **{each: columns.get(each, each) for each in ("prompt", "chosen", "rejected")}}
     elif name in ("text_completion_dataset", "wikitext_dataset"):
         made = {"type": "completion", "text": c.get(f"{prefix}column", text, known.get("text", "text"))}
     else:
         column = c.get(f"{prefix}conversation_column", text, known.get("messages", "messages"))
         made = {"type": "chat", "messages": column, "loss": "all" if everything else "assistant"}
+    if made["type"] == PAIRS:
+        c.say(f"{prefix}train_on_input", "same", "a prompt that both answers have adds nothing to their difference")
+    elif "loss" not in made:
+        c.say(f"{prefix}train_on_input", "same", "every token of a text is trained on")
+    told = ", ".join(f"format.{field}={value}" for field, value in made.items() if value is not None)
     for each in ("column_map", "column", "conversation_column", "conversation_style", "train_on_input"):
-        c.say(prefix + each, "carried", f"format.type={made['type']}, format.loss={made.get('loss', 'all')}")
+        c.say(prefix + each, "carried", told)
     return made
 
 

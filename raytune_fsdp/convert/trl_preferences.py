@@ -38,7 +38,10 @@ from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, named_data, pr
 
 _LR = 1e-6
 _LENGTH = 1024
-_SEES = "TRL looks at the rows: this is for texts; for messages set format.style=chat; see `raytune-fsdp data preview`"
+_SEES = (
+    "TRL looks at the rows: this is for texts; for messages set format.style=chat, where only "
+    "the answer and its end count, not what the template writes around them; see `raytune-fsdp data preview`"
+)
 
 
 def _prepare(c: Translation, rows: str) -> None:
@@ -70,12 +73,10 @@ def _dpo(c: Translation) -> None:
         numbers["label_smoothing"] = ("label_smoothing", 0.0)
     elif pair == "robust":
         made = {}  # without smoothing it is the plain loss
-    c.say(
-        "label_smoothing",
-        "left",
-        "TRL reads it for the loss robust only; in older versions sigmoid had it, too: then set "
-        "train.objective.label_smoothing",
-    )
+        c.say("label_smoothing", "same", "none, with which robust is sigmoid")
+    else:
+        why = f"{pair} does not read it in TRL 1.16; in older versions sigmoid did: set train.objective.label_smoothing"
+        c.say("label_smoothing", "left", why)
     kind = _without_reference(c, pair) or ("ipo" if pair == "ipo" else "dpo")
     weight += c.get("rpo_alpha", number, 0.0)
     if weight or kind == "cpo":
@@ -104,7 +105,14 @@ def _kto(c: Translation) -> None:
     weights = {f"{kind}_weight": (f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable")}
     carry_objective(c, "kto", {"beta": ("beta", 0.1), **weights})
     c.tell_default("train.objective", {"type": "kto"}, "KTO's KL is that of a micro-batch there, of a step here")
-    if "train_sampling_strategy" not in c.given:
+    key = "train_sampling_strategy"
+    if c.get(key, text, "sequential") != "sequential":
+        c.say(
+            key,
+            "refused",
+            "TRL's KTO takes sequential only, for its KL; for another order set data.shuffle",
+        )
+    if key not in c.given:
         c.default("data.shuffle", "none", "train_sampling_strategy=sequential by default")
 
 

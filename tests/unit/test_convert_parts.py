@@ -17,6 +17,7 @@ from raytune_fsdp.convert.file import convert
 from tests.unit.test_convert import LEAST, Expected, ours, write
 
 PAIRS_OF_TORCHTUNE = {"_component_": "x.preference_dataset", "source": "a/b", "column_map": {"chosen": "good"}}
+STACK_EXCHANGE = {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"}
 TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
     ({"model": {"_component_": "torchtune.models.qwen3.lora_qwen3_8b"}}, "refused"),
     ({"model": {"_component_": "x.qlora_llama3_8b", "lora_attn_modules": ["q_proj"]}}, ("method.quantization", "nf4")),
@@ -76,6 +77,48 @@ TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
         {"loss": {"_component_": "x.DPOLoss"}, "dataset": PAIRS_OF_TORCHTUNE},
         ("data.train.0.format", {"type": "preference", "prompt": None, "chosen": "good"}),
     ),
+    (
+        {"loss": {"_component_": "x.DPOLoss"}, "dataset": STACK_EXCHANGE},
+        (
+            "data.train.0",
+            {
+                "path": "hf://datasets/lvwerra/stack-exchange-paired/data/rl/*",
+                "format": {
+                    "type": "preference",
+                    "prompt": "question",
+                    "chosen": "response_j",
+                    "rejected": "response_k",
+                },
+            },
+        ),
+    ),
+    (
+        {"loss": {"_component_": "x.DPOLoss"}, "dataset": {**STACK_EXCHANGE, "column_map": {"chosen": "good"}}},
+        ("data.train.0.format.chosen", "good"),
+    ),
+    ({"loss": {"_component_": "x.DPOLoss"}, "dataset": {**STACK_EXCHANGE, "source": "a/b"}}, "refused"),
+    (
+        {"loss": {"_component_": "x.DPOLoss"}, "dataset": STACK_EXCHANGE, "ref_checkpointer": {"checkpoint_dir": "r"}},
+        ("reference.model", "r"),
+    ),
+    (
+        {
+            "loss": {"_component_": "x.DPOLoss"},
+            "dataset": STACK_EXCHANGE,
+            "checkpointer": {"checkpoint_dir": "m/"},
+            "ref_checkpointer": {"checkpoint_dir": "m"},
+        },
+        "same",
+    ),
+    (
+        {
+            "loss": {"_component_": "x.DPOLoss"},
+            "dataset": STACK_EXCHANGE,
+            "ref_checkpointer": {"_component_": "x.FullModelMetaCheckpointer", "checkpoint_dir": "r"},
+        },
+        "refused",
+    ),
+    ({"ref_checkpointer": {"checkpoint_dir": "r"}}, "left"),
     ({"clip_grad_norm": 0.5}, ("optim.max_grad_norm", 0.5)),
     ({"device": "mps"}, "refused"),
     ({"metric_logger": {"_component_": "x.WandBLogger", "project": "p"}}, ("tracking.wandb.project", "p")),
@@ -83,6 +126,17 @@ TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
     ({"optimizer": {"_component_": "torch.optim.SGD"}}, ("optim.lr", 1e-3)),
     ({"tokenizer": {"max_seq_len": None}}, "left"),
 ]
+
+
+def test_a_report_of_pairs_names_what_the_result_has(tmp_path: Path) -> None:
+    """And what is trained on decides nothing between two answers with one prompt."""
+    dataset = {**PAIRS_OF_TORCHTUNE, "train_on_input": True}
+    found = convert(
+        write(tmp_path, {**LEAST["torchtune"], "loss": {"_component_": "x.DPOLoss"}, "dataset": dataset}), gpus=1
+    )
+    said = {line.key: line.said for line in found.lines}
+    assert said["dataset.column_map"].text == "format.type=preference, format.chosen=good"
+    assert said["dataset.train_on_input"].fate == "same"
 
 
 def warmed_up(kind: str, **params: Any) -> dict[str, Any]:

@@ -197,6 +197,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("trl-kto", {"loss_type": "apo_zero_unpaired"}, "loss_type", "apo_zero_unpaired is not here"),
     ("trl-cpo", {"loss_type": "ipo"}, "loss_type", "ipo is not here without a reference"),
     ("trl-cpo", {"alpha": 0.1}, "alpha", "the log-probability itself"),
+    ("trl-kto", {"train_sampling_strategy": "random"}, "train_sampling_strategy", "set data.shuffle"),
     ("trl", {"loss_type": ["sigmoid"]}, "loss_type", "needs --from trl-dpo, trl-kto or trl-cpo"),
     ("axolotl", {"rl": "grpo"}, "rl", "grpo is not here; dpo, ipo, orpo, simpo, kto are"),
     ("axolotl", {**LORA, "lora_model_dir": "out/adapter"}, "lora_model_dir", "set method.adapter in the result"),
@@ -319,6 +320,16 @@ def test_a_sample_holds_two_documents(tmp_path: Path, monkeypatch: pytest.Monkey
     for how in ("keep_start", "keep_end"):
         found = converted(tmp_path, "trl-dpo", {"truncation_mode": how})
         assert found.problems == [] and field(found, "data.long_documents") == "truncate"
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "fate"), [("robust", 0.1, "carried"), ("robust", 0, "same"), ("sigmoid", 0.1, "left")]
+)
+def test_smoothing_is_reported_as_it_is_carried(loss: str, value: float, fate: str, tmp_path: Path) -> None:
+    found = converted(tmp_path, "trl-dpo", {"loss_type": loss, "label_smoothing": value})
+    (line,) = (line for line in found.lines if line.key == "label_smoothing")
+    assert line.said.fate == fate
+    assert ("label_smoothing" in field(found, "train.objective")) == (fate == "carried")
 
 
 def test_dropout_of_adapters_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
