@@ -23,6 +23,7 @@ from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.census import census, groups_of_steps
 from raytune_fsdp.data.duplicates import in_either
 from raytune_fsdp.data.groups import cut_to, partners
+from raytune_fsdp.data.groups import judged as with_mismatched
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.packing import Packing, pack
@@ -93,14 +94,32 @@ def test_a_pair_that_is_too_long_loses_its_prompt_on_both_sides(shape: Any, leng
         assert answer.tolist() == [each.input_ids[-1]] * answers[int(each.columns[0]) - 1], "all of the answer"
 
 
-def test_a_mismatched_answer_is_cut_at_its_end_and_a_judged_one_never() -> None:
-    """It is not the row's own, so the row is not left out for it."""
+def test_a_mismatched_answer_loses_its_end_before_anything_is_cut() -> None:
     whole = group(0, 4, (5, 30))
-    whole = replace(whole, others=(replace(whole.others[0], columns=(float(Role.MISMATCHED), 1.0, 0.0, 0.0)),))
-    found = cut_to(whole, 20)
-    assert found is not None and found.length == 20
-    assert [each.input_ids.tolist() for each in found.members] == [[-1] + [0] * 5, [-1] + [1] * 13]
-    assert cut_to(whole, 8) is not None and cut_to(whole, 7) is None, "one token of it must be left"
+    other = replace(whole.others[0], columns=(float(Role.MISMATCHED), 1.0, 0.0, 0.0))
+    fits = with_mismatched(replace(whole, others=()), other, 20)
+    assert fits.length == 20, "all of the prompt, and 7 tokens of the other answer"
+    assert [each.input_ids.tolist() for each in fits.members] == [[-1] * 4 + [0] * 5, [-1] * 4 + [1] * 7]
+    least = with_mismatched(replace(whole, others=()), other, 12)
+    assert least.length == 14 and least.others[0].target_tokens == 1
+    found = cut_to(least, 12)
+    assert found is not None and [len(each.input_ids) for each in found.members] == [8, 4], "then the prompt"
+    assert cut_to(least, 8) is not None and cut_to(least, 7) is None, "of its own answer nothing"
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate"])
+def test_no_row_is_too_long_because_of_the_answer_of_another(tmp_path: Path, policy: str) -> None:
+    rows = [*judged(3), {"prompt": "Q 3:", "completion": " 3" * 20, "label": 0}]
+    options: Any = {"cache": tmp_path, "shuffle": "none", "packing": "none", "long_documents": policy}
+    dataset = write(tmp_path, rows, type="binary")
+    whole = sorted(own for own, _ in pairs_in(all_samples(make_windows([dataset], seq_len=200, **options))))
+    longest = max(len(demo_tokenizer()(own)["input_ids"]) for own in whole)
+    windows = make_windows([dataset], seq_len=longest + 8, **options)
+    found = pairs_in(all_samples(windows))
+    assert sorted(own for own, _ in found) == whole and len(found) == 4
+    assert all(own.startswith("Q ") and other.startswith(own[:4]) for own, other in found), "with their prompts"
+    counted = windows.get(0, 0)[0].counts.datasets[0]
+    assert (counted.dropped, counted.truncated) == ({}, 0)
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=20), st.integers(0, 2**64 - 1))
