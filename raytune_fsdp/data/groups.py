@@ -21,7 +21,7 @@ def judged(document: Document, mismatched: Document, length: int) -> Document:
     """
     least = int(np.argmax(mismatched.labels[1:] != IGNORE)) + 2
     mismatched = mismatched.cut(max(least, length - len(document.input_ids)))
-    return replace(document, others=(mismatched,), shared=shared_of((document, mismatched), whole=False))
+    return replace(document, others=(mismatched,), shared=shared_of((document, mismatched)))
 
 
 def length_of(document: Document) -> str:

@@ -18,7 +18,7 @@ from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, Cursor, Pack
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.cli.plan import plan_in_words
 from raytune_fsdp.cli.plan_rows import _Seen
-from raytune_fsdp.config import DatasetConfig
+from raytune_fsdp.config import DatasetConfig, PreferenceFormat
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.census import census, groups_of_steps
 from raytune_fsdp.data.duplicates import in_either
@@ -27,7 +27,8 @@ from raytune_fsdp.data.groups import judged as with_mismatched
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.packing import Packing, pack
-from raytune_fsdp.data.rows.formats import Document
+from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.pairs import trained_tokens
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import NO_OTHER, Windows
 from raytune_fsdp.plan.counts import GroupsOfSteps
@@ -92,6 +93,41 @@ def test_a_pair_that_is_too_long_loses_its_prompt_on_both_sides(shape: Any, leng
         assert each.input_ids.tolist() == before.input_ids.tolist()[gone:]
         answer = each.labels[1:][each.labels[1:] != IGNORE][int(each.columns[3]) :]
         assert answer.tolist() == [each.input_ids[-1]] * answers[int(each.columns[0]) - 1], "all of the answer"
+
+
+def test_turns_of_the_prompt_may_be_cut_and_turns_of_an_answer_never() -> None:
+    """With `loss: assistant`, where the prompt has targets, too, and answers begin alike."""
+
+    def read(prompt: int, **answers: list[dict[str, Any]]) -> Document:
+        turns = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}"} for at in range(prompt)]
+        format = PreferenceFormat(type="preference", loss="assistant")
+        formatter = Formatter(format, tokenizer=demo_tokenizer(), vocab_size=2000, template=None)
+        (found,) = formatter.documents([{"prompt": turns, **answers}], ["f:7"])
+        assert isinstance(found, Document), found
+        return found
+
+    def said(*words: str) -> list[dict[str, Any]]:
+        return [{"role": ("assistant", "user")[at % 2], "content": each} for at, each in enumerate(words)]
+
+    alike, chosen = ("the answer is yes", "Why?"), "the answer is yes"
+    for whole, turns in (
+        (read(3, chosen=said(*alike, "So."), rejected=said(*alike, "No.")), 1),
+        (read(1, chosen=said(chosen), rejected=said("the answer is no")), 0),
+        (read(1, chosen=said(*alike, "So."), rejected=said(*alike, "So.", "Go", "on")), 0),
+    ):
+        kept = [found for length in range(whole.length) if (found := cut_to(whole, length)) is not None]
+        assert kept, "it can be cut"
+        for found in kept:
+            for each, before in zip(found.members, whole.members, strict=True):
+                own, all_of_it = (
+                    demo_tokenizer().decode(trained_tokens(side)).split("<|endoftext|>") for side in (each, before)
+                )
+                assert own[-len(all_of_it) + turns :] == all_of_it[turns:], "every turn of the answer is whole"
+    # A prompt's targets are not enough: both sides need one.
+    muted = read(3, chosen=said("a"), rejected=[{**said("b")[0], "train": False}])
+    for length in range(muted.length):
+        found = cut_to(muted, length)
+        assert found is None or all(each.target_tokens for each in found.members)
 
 
 def test_a_mismatched_answer_loses_its_end_before_anything_is_cut() -> None:

@@ -382,13 +382,10 @@ class _Messages:
 # The documents of the sides become a group.
 
 
-def joined(
-    answers: Answers, documents: Sequence[Document], where: str, *, whole: bool, over_all: bool
-) -> Document | RowError:
+def joined(answers: Answers, documents: Sequence[Document], where: str, *, over_all: bool) -> Document | RowError:
     """Return the first document of a group with the others, or what is wrong with them.
 
-    `whole`: whether all turns of the assistant are targets, those of the prompt, too. `over_all`: whether all tokens of
-    a chosen document are.
+    `over_all`: whether all tokens of a chosen document are targets.
     """
     first, *others = documents
     if others and np.array_equal(trained_tokens(first), trained_tokens(others[0])):
@@ -397,7 +394,7 @@ def joined(
             "neither is to be preferred; correct or remove the row",
             "equal_answers",
         )
-    shared = shared_of(documents, whole=whole)
+    shared = shared_of(documents, turns=_turns_of(answers.sides[0]))
     skipped = 0
     if over_all:
         widened = _over_all(first, where)
@@ -423,19 +420,37 @@ def trained_tokens(document: Document) -> Any:
     return labels[labels != IGNORE]
 
 
-def shared_of(documents: Sequence[Document], *, whole: bool) -> int:
-    """Return how many tokens at the start these documents have in common, without a target of any of them.
+def shared_of(documents: Sequence[Document], *, turns: int = 0) -> int:
+    """Return how many tokens at the start these documents have in common, without a target of an answer.
 
-    One is left in front of the first target, which it predicts. `whole`: targets in it do not matter.
+    One is left in front of the answer's first target, which it predicts. `turns`: how many turns of the prompt are
+    targets, too.
     """
+    return max(0, min(_parting(documents), *(_answer_in(each, turns) for each in documents)) - 1)
+
+
+def _turns_of(side: Side) -> int:
+    """Return how many turns of the prompt are trained on."""
+    if isinstance(side, Texts):
+        return 0
+    asked = zip(side.messages[: side.answer], side.train, strict=False)
+    return sum(train and message["role"] == "assistant" for message, train in asked)
+
+
+def _parting(documents: Sequence[Document]) -> int:
+    """Return the place of the first token that is not the same in all documents."""
     least = min(len(each.input_ids) for each in documents)
     same = np.ones(least, dtype=np.bool_)
     for each in documents[1:]:
         same &= each.input_ids[:least] == documents[0].input_ids[:least]
-    ends = [int(np.argmin(same)) if not same.all() else least]
-    if not whole or len(documents) == 1:
-        ends += [int(np.argmax(each.labels[1:] != IGNORE)) + 1 for each in documents]
-    return max(0, min(ends) - 1)
+    return least if same.all() else int(np.argmin(same))
+
+
+def _answer_in(document: Document, turns: int) -> int:
+    """Return the place of the answer's first target: that of the first run of targets behind the prompt's turns."""
+    trained = np.concatenate([[False], document.labels[1:] != IGNORE])
+    begins = np.flatnonzero(trained[1:] & ~trained[:-1]) + 1
+    return int(begins[turns]) if turns < len(begins) else len(trained)
 
 
 def _over_all(document: Document, where: str) -> tuple[Document, int] | RowError:
