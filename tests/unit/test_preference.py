@@ -14,6 +14,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import BinaryFormat, ChatFormat, PreferenceFormat, PythonFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
+from tests.unit.chat_structures import STRUCTURES
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, without_tags
 
 PAIR = PreferenceFormat(type="preference")
@@ -41,6 +42,7 @@ def sides(row: Any, format: Any = PAIR, **options: Any) -> list[list[tuple[str, 
 
 
 ASKED = "<|user|>What?<|assistant|>"
+ASKED_IN_CHATML = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
 EXPECTED = [[(ASKED, False), ("The GPU.<|endoftext|>", True)], [(ASKED, False), ("No.<|endoftext|>", True)]]
 
 
@@ -109,6 +111,39 @@ def test_the_answer_is_what_both_do_not_share() -> None:
     assert sides(several)[0] == every[0]
     muted = {"chosen": [*before, said("Fast.")], "rejected": [*before, {**said("No."), "train": False}]}
     assert "f:7: rejected: no token of the row can be trained on" in str(made(muted))
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "ends"),
+    [
+        ("qwen 3", ASKED_IN_CHATML, "<think>\n\n</think>\n\nNo.<|im_end|>"),
+        ("qwen 3.5, prompt opens the thought", f"{ASKED_IN_CHATML}<think>\n", "\n</think>\n\nNo.<|im_end|>"),
+        ("nemotron", f"{ASKED_IN_CHATML}<think>", "</think>No.<|im_end|>"),
+        ("glm 4.5", "[gMASK]<sop><|user|>\nWhat?<|assistant|>", "\n<think></think>\nNo.<|user|>"),
+    ],
+)
+def test_both_answers_count_from_where_they_part(name: str, begins: str, ends: str) -> None:
+    """Also where the template writes an empty thought, which no mask of a chat has, in front of one of them."""
+    template = STRUCTURES[name].template
+    thinking = {**said("Yes."), "reasoning_content": "Hm."}
+    row = {"prompt": [WHAT], "chosen": [thinking], "rejected": [said("No.")]}
+    for loss in ("completion", "assistant"):
+        chosen, rejected = sides(row, PreferenceFormat(type="preference", loss=loss), template=template)
+        assert chosen[0] == rejected[0] == (begins, False) and rejected[1] == (ends, True)
+        assert chosen[1][1] and chosen[1][0].endswith(f"Yes.{ends.partition('No.')[2]}") and "Hm." in chosen[1][0]
+    # Where both have it, it is of neither, as in a chat; nor does a turn count that is not to be trained on.
+    assert sides({**row, "chosen": [said("Yes.")]}, template=template)[1][1][0].startswith("No.")
+    muted = {**row, "rejected": [{**said("No."), "train": False}, WHAT, said("Never.")]}
+    assert sides(muted, template=template)[1][1][0].startswith("Never.")
+
+
+def test_a_prompt_never_counts_also_if_the_template_writes_it_in_two_ways() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    prompt = [WHAT, {**said(""), "tool_calls": [call], "reasoning_content": "Hm."}, {"role": "tool", "content": "3"}]
+    row = {"prompt": prompt, "chosen": [said("Yes.")], "rejected": [said("No."), WHAT, said("Never.")]}
+    chosen, rejected = sides(row, template=STRUCTURES["qwen 3"].template)
+    assert "Hm." in chosen[0][0] and "Hm." not in rejected[0][0], "Qwen drops thoughts before the last question"
+    assert [chosen[1][0], rejected[1][0]] == ["Yes.<|im_end|>", "No.<|im_end|>"]
 
 
 @pytest.mark.parametrize("tags", [True, False])

@@ -197,7 +197,8 @@ class PreferenceFormat(Section):
     after the prompt, without a template. Messages need `chat`."""
 
     loss: Literal["completion", "assistant"] = "completion"
-    """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant."""
+    """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant.
+    Where a template writes an empty thought in front of one answer only, that counts as the answer's, too."""
 
     ignore: list[str] = Field(default_factory=list)
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""

@@ -46,6 +46,11 @@ class Turns(Conversation):
     skipped: int = 0
     """How many messages of that column belong to the prompt."""
 
+    @property
+    def begins_trained(self) -> bool:
+        """Whether the answer begins with a turn that is trained on."""
+        return self.train[self.answer] and self.messages[self.answer]["role"] == "assistant"
+
     def place(self, index: int) -> str:
         if index >= self.answer:
             return f"{self.answers}[{index - self.answer + self.skipped}]"
@@ -387,14 +392,15 @@ def joined(answers: Answers, documents: Sequence[Document], where: str, *, over_
 
     `over_all`: whether all tokens of a chosen document are targets.
     """
-    first, *others = documents
+    turns = _turns_of(answers.sides[0])
+    first, *others = _from_parting(answers.sides, documents, turns)
     if others and np.array_equal(trained_tokens(first), trained_tokens(others[0])):
         return RowError(
             f"{where}: {' and '.join(answers.columns)} have the same {first.target_tokens} trained token(s), so "
             "neither is to be preferred; correct or remove the row",
             "equal_answers",
         )
-    shared = shared_of(documents, turns=_turns_of(answers.sides[0]))
+    shared = shared_of((first, *others), turns=turns)
     skipped = 0
     if over_all:
         widened = _over_all(first, where)
@@ -427,6 +433,27 @@ def shared_of(documents: Sequence[Document], *, turns: int = 0) -> int:
     targets, too.
     """
     return max(0, min(_parting(documents), *(_answer_in(each, turns) for each in documents)) - 1)
+
+
+def _from_parting(sides: Sequence[Side], documents: Sequence[Document], turns: int) -> Sequence[Document]:
+    """Return the documents with all tokens of their answers as targets from where they part.
+
+    A template may write an empty thought in front of one answer, and not of the other, which has its own: they answer
+    the same prompt only if that counts. `turns`: as in `shared_of`.
+    """
+    if len(documents) == 1 or not all(isinstance(each, Turns) and each.begins_trained for each in sides):
+        return documents
+    places = [_answer_in(each, turns) for each in documents]
+    start = min(_parting(documents), *places)
+    before = {int(each.input_ids[place - 1]) for each, place in zip(documents, places, strict=True)}
+    if start < min(places) and len(before) == 1:
+        return documents  # what differs is further ahead: a message of the prompt, which never counts
+    found = []
+    for each, place in zip(documents, places, strict=True):
+        labels = each.labels.copy()
+        labels[start:place] = each.input_ids[start:place]
+        found.append(replace(each, labels=labels))
+    return found
 
 
 def _turns_of(side: Side) -> int:
