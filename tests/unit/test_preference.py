@@ -13,6 +13,7 @@ from raytune_fsdp.base.batch import Role
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import BinaryFormat, ChatFormat, PreferenceFormat, PythonFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.row_keys import RowKeys
 from raytune_fsdp.data.rows.templates import load_template
 from tests.unit.chat_structures import STRUCTURES
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, without_tags
@@ -287,6 +288,18 @@ def test_rows_keep_their_order_among_bad_ones_and_in_other_processes() -> None:
         if isinstance(one, Document):
             assert [each.labels.tolist() for each in one.members] == [each.labels.tolist() for each in other.members]
             assert one.columns == other.columns and one.columns[3] > 0
+
+
+@pytest.mark.parametrize("format", [PAIR, PLAIN])
+def test_white_space_makes_no_other_prompt(format: PreferenceFormat) -> None:
+    """Some templates strip it, so the tokens may be the same; and rows of one prompt are held out together."""
+    keys = RowKeys(format, tokenizer=demo(), vocab_size=2000, template=None, prompts=True)
+    alike: list[Any] = [{**ROW, "prompt": prompt} for prompt in ("What?", "What? ", "\nWhat?\n")]
+    if format.style == "chat":
+        system = {"role": "system", "content": " "}
+        alike += [{**ROW, "prompt": [{**WHAT, "content": "What?\n"}]}, {**ROW, "prompt": [system, WHAT]}]
+    assert len(set(keys.keys(alike))) == 1
+    assert len(set(keys.keys([alike[0], {**ROW, "prompt": "What ?"}, {**ROW, "prompt": "Who?"}]))) == 3
 
 
 def test_a_function_may_make_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
