@@ -15,6 +15,7 @@ from raytune_fsdp.config import BinaryFormat, ChatFormat, PreferenceFormat, Pyth
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys
 from raytune_fsdp.data.rows.templates import load_template
+from tests.runs import make_config
 from tests.unit.chat_structures import STRUCTURES
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, without_tags
 
@@ -94,6 +95,30 @@ def test_columns_have_other_names_and_numbers_reach_the_loss() -> None:
         ("No.<|endoftext|>", True),
     ]
     assert sides({**row, "role": ""}, format) == EXPECTED
+
+
+@pytest.mark.parametrize("prompt", ["What?", [{"who": "Pupil", "says": "What?"}]])
+def test_messages_may_have_other_keys_and_roles(prompt: Any) -> None:
+    names: dict[str, Any] = {"role": "who", "content": "says", "roles": {"Pupil": "user", "Sage": "assistant"}}
+    row = {"prompt": prompt, "chosen": [{"who": "Sage", "says": "The GPU."}], "rejected": "No."}
+    assert sides(row, PreferenceFormat(type="preference", **names)) == EXPECTED
+    judged = {"prompt": prompt, "completion": row["chosen"], "label": True}
+    assert sides(judged, BinaryFormat(type="binary", **names)) == EXPECTED[:1]
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ({"type": "chat"}, "format.type=chat with train.objective.type=dpo.*or format.type=preference \\["),
+        (
+            {"type": "python", "function": "m:f"},
+            "format.then.type=chat with train.objective.type=dpo.*or format.then.type=preference \\[",
+        ),
+    ],
+)
+def test_a_function_is_kept_by_what_makes_its_rows_pairs(tmp_path: Path, format: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(tmp_path, data={"train": [{"path": "x", "format": format}]}, train={"objective": {"type": "dpo"}})
 
 
 def test_the_answer_is_what_both_do_not_share() -> None:
@@ -212,7 +237,7 @@ ROW = {"prompt": "What?", "chosen": "The GPU.", "rejected": "No."}
         ({"chosen": [said("x")], "rejected": [said("y")]}, PAIR, "no_prompt", "the row has no prompt"),
         (
             {"chosen": [WHAT, said("x")], "rejected": [{**WHAT, "content": "Who?"}, said("y")]},
-            PAIR, "wrong_prompt", "begin with different messages",
+            PAIR, "wrong_prompt", "or name the column of the prompt in the dataset's format.prompt",
         ),
         (
             {"prompt": [{**WHAT, "content": "Who?"}], "chosen": [WHAT, said("x")], "rejected": [WHAT, said("y")]},
@@ -234,6 +259,9 @@ ROW = {"prompt": "What?", "chosen": "The GPU.", "rejected": "No."}
         ({"prompt": "What?", "completion": "x", "label": 2}, JUDGED, "wrong_type", "label=2 is neither true"),
         ({"prompt": "What?", "completion": "x", "label": "good"}, JUDGED, "wrong_type", "format.label"),
         ({"prompt": "What?", "completion": "x"}, JUDGED, "missing_column", "has no column 'label'"),
+        ({"prompt": "What?", "completion": "x", "label": 1}, PAIR, "missing_column", "format to {type: binary}"),
+        (ROW, JUDGED, "missing_column", "set the dataset's format to {type: preference}"),
+        ({**ROW, "chosen": {"role": "Sage", "content": "x"}}, PAIR, "unknown_role", "be mapped by format.roles"),
         ({"completion": "x", "label": True}, JUDGED, "no_prompt", "completion is a text, and the row has no prompt"),
     ],
 )  # fmt: skip

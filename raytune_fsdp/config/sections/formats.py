@@ -179,6 +179,16 @@ class PreferenceFormat(Section):
     rejected: str = "rejected"
     """Column with the other answer, of the same kind."""
 
+    role: str | None = None
+    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+
+    content: str | None = None
+    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
+    common names need no entry."""
+
     system: str | None = None
     """Column with a system message. Null: none."""
 
@@ -216,6 +226,16 @@ class BinaryFormat(Section):
 
     label: str = "label"
     """Column with true (or 1) for a desirable answer, and false (or 0) for another."""
+
+    role: str | None = None
+    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+
+    content: str | None = None
+    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
+    common names need no entry."""
 
     system: str | None = None
     """Column with a system message. Null: none."""

@@ -214,9 +214,23 @@ def _and(columns: Sequence[str]) -> str:
 # Messages, which a chat template renders.
 
 
+def _format_of(column: str, format: GroupFormat, *, beside: bool) -> ChatFormat:
+    """Return how the messages of a column are read; `beside`: with tools and a system message of other columns."""
+    roles = tuple(format.roles.items())
+    tools, system = (format.tools, format.system) if beside else (None, None)
+    return _chat_format(column, format.role, format.content, roles, tools, system)
+
+
 @lru_cache(maxsize=64)
-def _format_of(column: str, tools: str | None = None, system: str | None = None) -> ChatFormat:
-    return ChatFormat(messages=column, tools=tools, system=system)
+def _chat_format(
+    column: str,
+    role: str | None,
+    content: str | None,
+    roles: tuple[tuple[str, Any], ...],
+    tools: str | None,
+    system: str | None,
+) -> ChatFormat:
+    return ChatFormat(messages=column, role=role, content=content, roles=dict(roles), tools=tools, system=system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +293,7 @@ class _Messages:
         """Return the messages of a column; a text is one message of this role."""
         place = f"{self._where}: {column}"
         if isinstance(given, str):
-            given = [{"role": role, "content": check_text(given, place)}]
+            given = [self._message(role, check_text(given, place))]
         elif isinstance(given, dict):
             given = [given]
         elif not isinstance(given, list):
@@ -287,8 +301,14 @@ class _Messages:
                 f"{place}={shorten(given)} is neither a text nor a list of messages; correct or remove the row",
                 "wrong_type",
             )
-        found = read_conversation({column: given}, _format_of(column), self._where, **self._options)
+        format = _format_of(column, self._format, beside=False)
+        found = read_conversation({column: given}, format, self._where, **self._options)
         return _Read(column, given, found.messages, found.train)
+
+    def _message(self, role: str, content: str) -> dict[str, str]:
+        """Return a message as the file would have it."""
+        named = next((name for name, meaning in self._format.roles.items() if meaning == role), role)
+        return {self._format.role or "role": named, self._format.content or "content": content}
 
     def _shared(self) -> int:
         """Return how many messages whole conversations have in common: all before the answer."""
@@ -312,7 +332,11 @@ class _Messages:
             pairs = zip(*messages, strict=False)
             many = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if not many:
-            raise self._error("begin with different messages, so there is no prompt", "wrong_prompt")
+            raise self._error(
+                "begin with different messages, so there is no prompt; correct or remove the row, or name the column "
+                "of the prompt in the dataset's format.prompt",
+                "wrong_prompt",
+            )
         if len(columns) > 1 and all(len(each) == many for each in messages):
             raise self._error("are equal, so neither is to be preferred; correct or remove the row", "equal_answers")
         for each in self._answers:
@@ -360,7 +384,7 @@ class _Messages:
 
     def _sides(self, column: str, prompt: list[Any], skipped: Sequence[int]) -> tuple[Side, ...]:
         row = {**self._row, column: prompt}
-        format = _format_of(column, self._format.tools, self._format.system)
+        format = _format_of(column, self._format, beside=True)
         asked = read_conversation(row, format, self._where, **self._options)
         counts = getattr(self._format, "loss", "completion") == "assistant"
         train = asked.train if counts else [False] * len(asked.train)
