@@ -192,6 +192,8 @@ def test_a_side_has_the_tokens_and_the_mask_of_a_chat(name: str, tags: bool) -> 
 def test_plain_texts_follow_one_another() -> None:
     row = {"prompt": "What?", "chosen": " The GPU.", "rejected": " No."}
     assert sides(row, PLAIN) == [[("What?", False), (f"{each}<|endoftext|>", True)] for each in (" The GPU.", " No.")]
+    for none in ("[]", " null ", "", [], None):
+        assert sides({**row, "tools": none}, PLAIN) == sides(row, PLAIN)
     hh = "\n\nHuman: What?\n\nAssistant:"
     transcripts = {"chosen": f"{hh} The GPU.", "rejected": f"{hh} The CPU."}
     assert sides(transcripts, PLAIN)[0] == [(hh, False), (" The GPU.<|endoftext|>", True)]
@@ -272,7 +274,10 @@ def test_bad_rows_say_what_is_wrong_in_a_line(row: Any, format: Any, reason: str
     assert str(error).startswith("f:7: ") and "\n" not in str(error)
 
 
-@pytest.mark.parametrize(("label", "role"), [(True, 3), (1, 3), ("True", 3), (1.0, 3), (False, 4), (0, 4), ("0", 4)])
+@pytest.mark.parametrize(
+    ("label", "role"),
+    [(True, 3), (1, 3), ("True", 3), (1.0, 3), ("1.0", 3), (False, 4), (0, 4), ("0", 4), ("0.0", 4)],
+)
 def test_a_judged_answer_is_desirable_or_not(label: Any, role: int) -> None:
     found = made({"prompt": "What?", "completion": "The GPU.", "label": label}, JUDGED)
     assert isinstance(found, Document) and found.columns == (role, 1.0, 0.0, 0.0)

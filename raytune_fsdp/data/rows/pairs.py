@@ -122,14 +122,14 @@ def read_group(
     )  # fmt: skip
 
 
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def _label(row: dict[str, Any], column: str, where: str) -> bool:
     value = read_column(row, column, "label", where)
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    # In CSV files all values are texts.
+    # In CSV files all values are texts, and pandas writes 1.0 for true in a column that has an empty place.
     if isinstance(value, str) and value.strip().lower() in _LABELS:
         return _LABELS[value.strip().lower()]
     raise RowError(
@@ -152,7 +152,8 @@ def _prompt_of(row: dict[str, Any], format: GroupFormat) -> Any:
 def _texts(row: dict[str, Any], format: GroupFormat, columns: Sequence[str], where: str) -> tuple[Side, ...]:
     answers = [_text(row[column], f"{where}: {column}") for column in columns]
     tools = None if format.tools is None else row.get(format.tools)
-    if tools not in (None, [], {}, ""):
+    none = (None, [], {}, "", "[]", "null")
+    if (tools.strip() if isinstance(tools, str) else tools) not in none:
         raise RowError(
             f"{where}: {format.tools}={shorten(repr(tools))}: format.style=plain has no place for tools; set the "
             "dataset's format.tools to null, or format.style to chat",
