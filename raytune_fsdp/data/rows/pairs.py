@@ -152,8 +152,7 @@ def _prompt_of(row: dict[str, Any], format: GroupFormat) -> Any:
 def _texts(row: dict[str, Any], format: GroupFormat, columns: Sequence[str], where: str) -> tuple[Side, ...]:
     answers = [_text(row[column], f"{where}: {column}") for column in columns]
     tools = None if format.tools is None else row.get(format.tools)
-    none = (None, [], {}, "", "[]", "null")
-    if (tools.strip() if isinstance(tools, str) else tools) not in none:
+    if (tools.strip() if isinstance(tools, str) else tools) not in (None, [], {}, "", "[]", "null"):
         raise RowError(
             f"{where}: {format.tools}={shorten(repr(tools))}: format.style=plain has no place for tools; set the "
             "dataset's format.tools to null, or format.style to chat",
