@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytune_fsdp.config.sections.data import DataConfig, HeldOutConfig
 from raytune_fsdp.config.sections.eval import EvalConfig
-from raytune_fsdp.config.sections.formats import groups_of
+from raytune_fsdp.config.sections.formats import Format, PythonFormat, groups_of
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice
 from raytune_fsdp.config.sections.reference import ReferenceConfig
 
@@ -42,18 +42,26 @@ def check_groups(
 
 
 def _check_rows(objective: ObjectiveChoice, data: DataConfig) -> None:
-    single = f"set train.objective.type=sft, or format.type={objective.rows}"
     for number, dataset in enumerate(data.train):
-        kind = groups_of(dataset.format)
+        kind, (field, made) = groups_of(dataset.format), _made_by(dataset.format)
         if kind != objective.rows:
+            single = f"set train.objective.type=sft, or {field}={objective.rows}"
             rows = "single documents" if objective.rows is None else f"{objective.rows} rows"
             raise ValueError(
-                f"data.train.{number}.format.type={dataset.format.type} with train.objective.type={objective.type}, which is "
+                f"data.train.{number}.{field}={made} with train.objective.type={objective.type}, which is "
                 f"of {rows}: {single if kind is None else _WAYS[kind]}"
             )
     for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
         if groups_of(measured.format) not in (None, objective.rows):
+            field, made = _made_by(measured.format)
             raise ValueError(
-                f"data.eval.{number}.format.type={measured.format.type} with train.objective.type={objective.type}, whose "
+                f"data.eval.{number}.{field}={made} with train.objective.type={objective.type}, whose "
                 "loss does not measure such rows: give it another format, or leave it out"
             )
+
+
+def _made_by(format: Format) -> tuple[str, str]:
+    """Return the field that says what rows become, and what that is."""
+    if isinstance(format, PythonFormat):
+        return "format.then.type", format.then.type
+    return "format.type", format.type

@@ -155,10 +155,9 @@ def groups_of_steps(windows: Windows, seed: int, global_batch: int) -> GroupsOfS
     of_samples = np.concatenate(found)
     whole = len(of_samples) - len(of_samples) % global_batch
     steps = of_samples[:whole].reshape(-1, global_batch).sum(axis=1)
-    mean = float(of_samples.mean()) * global_batch if len(of_samples) else 0.0
     if not len(steps):
-        return GroupsOfSteps(mean=mean)
-    return GroupsOfSteps(mean=mean, least=int(steps.min()), most=int(steps.max()))
+        return GroupsOfSteps(mean=float(of_samples.mean()) * global_batch if len(of_samples) else 0.0)
+    return GroupsOfSteps(mean=float(steps.mean()), least=int(steps.min()), most=int(steps.max()))
 
 
 # The rows that `data.bad_rows=skip` leaves out. Each is reported once: when the stream reaches its window.

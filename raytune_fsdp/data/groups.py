@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from raytune_fsdp.base.batch import IGNORE, Role
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.rows.formats import Document
 from raytune_fsdp.data.rows.pairs import shared_of
 
 
-def judged(document: Document, mismatched: Document) -> Document:
-    """Return a judged document with its mismatched one."""
-    return replace(document, others=(mismatched,), shared=shared_of((document, mismatched), whole=False))
+def judged(document: Document, mismatched: Document, length: int) -> Document:
+    """Return a judged document with its mismatched one, in so many tokens if they fit.
+
+    The mismatched answer is not the row's own, so its end is cut before anything else, down to one target: what becomes
+    of a row does not depend on another one.
+    """
+    least = int(np.argmax(mismatched.labels[1:] != IGNORE)) + 2
+    mismatched = mismatched.cut(max(least, length - len(document.input_ids)))
+    return replace(document, others=(mismatched,), shared=shared_of((document, mismatched)))
 
 
 def length_of(document: Document) -> str:
@@ -21,17 +29,16 @@ def length_of(document: Document) -> str:
     if not document.others:
         return f"{len(document.input_ids)} tokens"
     each = " and ".join(str(len(member.input_ids)) for member in document.members)
-    names = (
-        "its answer and the mismatched one" if document.columns[0] != Role.CHOSEN else "its chosen and rejected side"
-    )
+    names = "its chosen and rejected side"
+    if document.columns[0] != Role.CHOSEN:
+        names = "its answer and the first token of the mismatched one"
     return f"{each} tokens ({names}, which stay together), {document.length} in all"
 
 
 def cut_to(document: Document, length: int) -> Document | None:
     """Return a document, or a group, of at most so many tokens; None if no target would be left, or no whole answer.
 
-    A group loses the same tokens at the start of all its documents. Of a mismatched answer, which is not the row's own,
-    the end is cut where that is not enough.
+    A group loses the same tokens at the start of all its documents.
     """
     if not document.others:
         found = document.cut(length)
@@ -39,12 +46,7 @@ def cut_to(document: Document, length: int) -> Document | None:
     excess = max(0, document.length - length)
     gone = min(document.shared, -(-excess // len(document.members)))
     members = [_from(each, gone) for each in document.members]
-    excess -= gone * len(members)
-    if excess > 0 and members[-1].columns[0] == Role.MISMATCHED:
-        members[-1] = members[-1].cut(max(0, len(members[-1].input_ids) - excess))
-        if not members[-1].target_tokens:
-            return None
-    if sum(len(each.input_ids) for each in members) > length:
+    if gone * len(members) < excess or not all(each.target_tokens for each in members):
         return None
     return replace(members[0], others=tuple(members[1:]), shared=document.shared - gone)
 

@@ -342,7 +342,8 @@ class Windows:
         for place, (dataset, other, _) in zip(asked, made, strict=True):
             _, own, where = documents[place]
             assert isinstance(own, Document), "it is kept"
-            documents[place] = dataset, other if isinstance(other, RowError) else judged(own, other), where
+            whole = other if isinstance(other, RowError) else judged(own, other, self.seq_len)
+            documents[place] = dataset, whole, where
         return {place: self.sources[rows[place][0]].where(other_of[place]) for place in asked}
 
     def _elsewhere(self, dataset: int, row: int, answer: bytes) -> int | None:

@@ -13,7 +13,10 @@ from raytune_fsdp.base.batch import Role
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config import BinaryFormat, ChatFormat, PreferenceFormat, PythonFormat
 from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.row_keys import RowKeys
 from raytune_fsdp.data.rows.templates import load_template
+from tests.runs import make_config
+from tests.unit.chat_structures import STRUCTURES
 from tests.unit.made_tokenizers import chat, convert, demo, pieces, without_tags
 
 PAIR = PreferenceFormat(type="preference")
@@ -41,6 +44,7 @@ def sides(row: Any, format: Any = PAIR, **options: Any) -> list[list[tuple[str, 
 
 
 ASKED = "<|user|>What?<|assistant|>"
+ASKED_IN_CHATML = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
 EXPECTED = [[(ASKED, False), ("The GPU.<|endoftext|>", True)], [(ASKED, False), ("No.<|endoftext|>", True)]]
 
 
@@ -93,6 +97,30 @@ def test_columns_have_other_names_and_numbers_reach_the_loss() -> None:
     assert sides({**row, "role": ""}, format) == EXPECTED
 
 
+@pytest.mark.parametrize("prompt", ["What?", [{"who": "Pupil", "says": "What?"}]])
+def test_messages_may_have_other_keys_and_roles(prompt: Any) -> None:
+    names: dict[str, Any] = {"role": "who", "content": "says", "roles": {"Pupil": "user", "Sage": "assistant"}}
+    row = {"prompt": prompt, "chosen": [{"who": "Sage", "says": "The GPU."}], "rejected": "No."}
+    assert sides(row, PreferenceFormat(type="preference", **names)) == EXPECTED
+    judged = {"prompt": prompt, "completion": row["chosen"], "label": True}
+    assert sides(judged, BinaryFormat(type="binary", **names)) == EXPECTED[:1]
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ({"type": "chat"}, "format.type=chat with train.objective.type=dpo.*or format.type=preference \\["),
+        (
+            {"type": "python", "function": "m:f"},
+            "format.then.type=chat with train.objective.type=dpo.*or format.then.type=preference \\[",
+        ),
+    ],
+)
+def test_a_function_is_kept_by_what_makes_its_rows_pairs(tmp_path: Path, format: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(tmp_path, data={"train": [{"path": "x", "format": format}]}, train={"objective": {"type": "dpo"}})
+
+
 def test_the_answer_is_what_both_do_not_share() -> None:
     """Turns before it count only if all of the assistant's are asked for."""
     before = [WHAT, said("The GPU."), {"role": "user", "content": "Why?"}]
@@ -109,6 +137,39 @@ def test_the_answer_is_what_both_do_not_share() -> None:
     assert sides(several)[0] == every[0]
     muted = {"chosen": [*before, said("Fast.")], "rejected": [*before, {**said("No."), "train": False}]}
     assert "f:7: rejected: no token of the row can be trained on" in str(made(muted))
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "ends"),
+    [
+        ("qwen 3", ASKED_IN_CHATML, "<think>\n\n</think>\n\nNo.<|im_end|>"),
+        ("qwen 3.5, prompt opens the thought", f"{ASKED_IN_CHATML}<think>\n", "\n</think>\n\nNo.<|im_end|>"),
+        ("nemotron", f"{ASKED_IN_CHATML}<think>", "</think>No.<|im_end|>"),
+        ("glm 4.5", "[gMASK]<sop><|user|>\nWhat?<|assistant|>", "\n<think></think>\nNo.<|user|>"),
+    ],
+)
+def test_both_answers_count_from_where_they_part(name: str, begins: str, ends: str) -> None:
+    """Also where the template writes an empty thought, which no mask of a chat has, in front of one of them."""
+    template = STRUCTURES[name].template
+    thinking = {**said("Yes."), "reasoning_content": "Hm."}
+    row = {"prompt": [WHAT], "chosen": [thinking], "rejected": [said("No.")]}
+    for loss in ("completion", "assistant"):
+        chosen, rejected = sides(row, PreferenceFormat(type="preference", loss=loss), template=template)
+        assert chosen[0] == rejected[0] == (begins, False) and rejected[1] == (ends, True)
+        assert chosen[1][1] and chosen[1][0].endswith(f"Yes.{ends.partition('No.')[2]}") and "Hm." in chosen[1][0]
+    # Where both have it, it is of neither, as in a chat; nor does a turn count that is not to be trained on.
+    assert sides({**row, "chosen": [said("Yes.")]}, template=template)[1][1][0].startswith("No.")
+    muted = {**row, "rejected": [{**said("No."), "train": False}, WHAT, said("Never.")]}
+    assert sides(muted, template=template)[1][1][0].startswith("Never.")
+
+
+def test_a_prompt_never_counts_also_if_the_template_writes_it_in_two_ways() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    prompt = [WHAT, {**said(""), "tool_calls": [call], "reasoning_content": "Hm."}, {"role": "tool", "content": "3"}]
+    row = {"prompt": prompt, "chosen": [said("Yes.")], "rejected": [said("No."), WHAT, said("Never.")]}
+    chosen, rejected = sides(row, template=STRUCTURES["qwen 3"].template)
+    assert "Hm." in chosen[0][0] and "Hm." not in rejected[0][0], "Qwen drops thoughts before the last question"
+    assert [chosen[1][0], rejected[1][0]] == ["Yes.<|im_end|>", "No.<|im_end|>"]
 
 
 @pytest.mark.parametrize("tags", [True, False])
@@ -131,6 +192,8 @@ def test_a_side_has_the_tokens_and_the_mask_of_a_chat(name: str, tags: bool) -> 
 def test_plain_texts_follow_one_another() -> None:
     row = {"prompt": "What?", "chosen": " The GPU.", "rejected": " No."}
     assert sides(row, PLAIN) == [[("What?", False), (f"{each}<|endoftext|>", True)] for each in (" The GPU.", " No.")]
+    for none in ("[]", " null ", "", [], None):
+        assert sides({**row, "tools": none}, PLAIN) == sides(row, PLAIN)
     hh = "\n\nHuman: What?\n\nAssistant:"
     transcripts = {"chosen": f"{hh} The GPU.", "rejected": f"{hh} The CPU."}
     assert sides(transcripts, PLAIN)[0] == [(hh, False), (" The GPU.<|endoftext|>", True)]
@@ -176,7 +239,7 @@ ROW = {"prompt": "What?", "chosen": "The GPU.", "rejected": "No."}
         ({"chosen": [said("x")], "rejected": [said("y")]}, PAIR, "no_prompt", "the row has no prompt"),
         (
             {"chosen": [WHAT, said("x")], "rejected": [{**WHAT, "content": "Who?"}, said("y")]},
-            PAIR, "wrong_prompt", "begin with different messages",
+            PAIR, "wrong_prompt", "or name the column of the prompt in the dataset's format.prompt",
         ),
         (
             {"prompt": [{**WHAT, "content": "Who?"}], "chosen": [WHAT, said("x")], "rejected": [WHAT, said("y")]},
@@ -198,6 +261,9 @@ ROW = {"prompt": "What?", "chosen": "The GPU.", "rejected": "No."}
         ({"prompt": "What?", "completion": "x", "label": 2}, JUDGED, "wrong_type", "label=2 is neither true"),
         ({"prompt": "What?", "completion": "x", "label": "good"}, JUDGED, "wrong_type", "format.label"),
         ({"prompt": "What?", "completion": "x"}, JUDGED, "missing_column", "has no column 'label'"),
+        ({"prompt": "What?", "completion": "x", "label": 1}, PAIR, "missing_column", "format to {type: binary}"),
+        (ROW, JUDGED, "missing_column", "set the dataset's format to {type: preference}"),
+        ({**ROW, "chosen": {"role": "Sage", "content": "x"}}, PAIR, "unknown_role", "be mapped by format.roles"),
         ({"completion": "x", "label": True}, JUDGED, "no_prompt", "completion is a text, and the row has no prompt"),
     ],
 )  # fmt: skip
@@ -208,7 +274,10 @@ def test_bad_rows_say_what_is_wrong_in_a_line(row: Any, format: Any, reason: str
     assert str(error).startswith("f:7: ") and "\n" not in str(error)
 
 
-@pytest.mark.parametrize(("label", "role"), [(True, 3), (1, 3), ("True", 3), (1.0, 3), (False, 4), (0, 4), ("0", 4)])
+@pytest.mark.parametrize(
+    ("label", "role"),
+    [(True, 3), (1, 3), ("True", 3), (1.0, 3), ("1.0", 3), (False, 4), (0, 4), ("0", 4), ("0.0", 4)],
+)
 def test_a_judged_answer_is_desirable_or_not(label: Any, role: int) -> None:
     found = made({"prompt": "What?", "completion": "The GPU.", "label": label}, JUDGED)
     assert isinstance(found, Document) and found.columns == (role, 1.0, 0.0, 0.0)
@@ -252,6 +321,18 @@ def test_rows_keep_their_order_among_bad_ones_and_in_other_processes() -> None:
         if isinstance(one, Document):
             assert [each.labels.tolist() for each in one.members] == [each.labels.tolist() for each in other.members]
             assert one.columns == other.columns and one.columns[3] > 0
+
+
+@pytest.mark.parametrize("format", [PAIR, PLAIN])
+def test_white_space_makes_no_other_prompt(format: PreferenceFormat) -> None:
+    """Some templates strip it, so the tokens may be the same; and rows of one prompt are held out together."""
+    keys = RowKeys(format, tokenizer=demo(), vocab_size=2000, template=None, prompts=True)
+    alike: list[Any] = [{**ROW, "prompt": prompt} for prompt in ("What?", "What? ", "\nWhat?\n")]
+    if format.style == "chat":
+        system = {"role": "system", "content": " "}
+        alike += [{**ROW, "prompt": [{**WHAT, "content": "What?\n"}]}, {**ROW, "prompt": [system, WHAT]}]
+    assert len(set(keys.keys(alike))) == 1
+    assert len(set(keys.keys([alike[0], {**ROW, "prompt": "What ?"}, {**ROW, "prompt": "Who?"}]))) == 3
 
 
 def test_a_function_may_make_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

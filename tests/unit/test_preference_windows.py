@@ -18,15 +18,17 @@ from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, Cursor, Pack
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.cli.plan import plan_in_words
 from raytune_fsdp.cli.plan_rows import _Seen
-from raytune_fsdp.config import DatasetConfig
+from raytune_fsdp.config import DatasetConfig, PreferenceFormat
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.census import census, groups_of_steps
 from raytune_fsdp.data.duplicates import in_either
 from raytune_fsdp.data.groups import cut_to, partners
+from raytune_fsdp.data.groups import judged as with_mismatched
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.packing import Packing, pack
-from raytune_fsdp.data.rows.formats import Document
+from raytune_fsdp.data.rows.formats import Document, Formatter
+from raytune_fsdp.data.rows.pairs import trained_tokens
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import NO_OTHER, Windows
 from raytune_fsdp.plan.counts import GroupsOfSteps
@@ -93,14 +95,67 @@ def test_a_pair_that_is_too_long_loses_its_prompt_on_both_sides(shape: Any, leng
         assert answer.tolist() == [each.input_ids[-1]] * answers[int(each.columns[0]) - 1], "all of the answer"
 
 
-def test_a_mismatched_answer_is_cut_at_its_end_and_a_judged_one_never() -> None:
-    """It is not the row's own, so the row is not left out for it."""
+def test_turns_of_the_prompt_may_be_cut_and_turns_of_an_answer_never() -> None:
+    """With `loss: assistant`, where the prompt has targets, too, and answers begin alike."""
+
+    def read(prompt: int, **answers: list[dict[str, Any]]) -> Document:
+        turns = [{"role": ("user", "assistant")[at % 2], "content": f"turn {at}"} for at in range(prompt)]
+        format = PreferenceFormat(type="preference", loss="assistant")
+        formatter = Formatter(format, tokenizer=demo_tokenizer(), vocab_size=2000, template=None)
+        (found,) = formatter.documents([{"prompt": turns, **answers}], ["f:7"])
+        assert isinstance(found, Document), found
+        return found
+
+    def said(*words: str) -> list[dict[str, Any]]:
+        return [{"role": ("assistant", "user")[at % 2], "content": each} for at, each in enumerate(words)]
+
+    alike, chosen = ("the answer is yes", "Why?"), "the answer is yes"
+    for whole, turns in (
+        (read(3, chosen=said(*alike, "So."), rejected=said(*alike, "No.")), 1),
+        (read(1, chosen=said(chosen), rejected=said("the answer is no")), 0),
+        (read(1, chosen=said(*alike, "So."), rejected=said(*alike, "So.", "Go", "on")), 0),
+    ):
+        kept = [found for length in range(whole.length) if (found := cut_to(whole, length)) is not None]
+        assert kept, "it can be cut"
+        for found in kept:
+            for each, before in zip(found.members, whole.members, strict=True):
+                own, all_of_it = (
+                    demo_tokenizer().decode(trained_tokens(side)).split("<|endoftext|>") for side in (each, before)
+                )
+                assert own[-len(all_of_it) + turns :] == all_of_it[turns:], "every turn of the answer is whole"
+    # A prompt's targets are not enough: both sides need one.
+    muted = read(3, chosen=said("a"), rejected=[{**said("b")[0], "train": False}])
+    for length in range(muted.length):
+        found = cut_to(muted, length)
+        assert found is None or all(each.target_tokens for each in found.members)
+
+
+def test_a_mismatched_answer_loses_its_end_before_anything_is_cut() -> None:
     whole = group(0, 4, (5, 30))
-    whole = replace(whole, others=(replace(whole.others[0], columns=(float(Role.MISMATCHED), 1.0, 0.0, 0.0)),))
-    found = cut_to(whole, 20)
-    assert found is not None and found.length == 20
-    assert [each.input_ids.tolist() for each in found.members] == [[-1] + [0] * 5, [-1] + [1] * 13]
-    assert cut_to(whole, 8) is not None and cut_to(whole, 7) is None, "one token of it must be left"
+    other = replace(whole.others[0], columns=(float(Role.MISMATCHED), 1.0, 0.0, 0.0))
+    fits = with_mismatched(replace(whole, others=()), other, 20)
+    assert fits.length == 20, "all of the prompt, and 7 tokens of the other answer"
+    assert [each.input_ids.tolist() for each in fits.members] == [[-1] * 4 + [0] * 5, [-1] * 4 + [1] * 7]
+    least = with_mismatched(replace(whole, others=()), other, 12)
+    assert least.length == 14 and least.others[0].target_tokens == 1
+    found = cut_to(least, 12)
+    assert found is not None and [len(each.input_ids) for each in found.members] == [8, 4], "then the prompt"
+    assert cut_to(least, 8) is not None and cut_to(least, 7) is None, "of its own answer nothing"
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate"])
+def test_no_row_is_too_long_because_of_the_answer_of_another(tmp_path: Path, policy: str) -> None:
+    rows = [*judged(3), {"prompt": "Q 3:", "completion": " 3" * 20, "label": 0}]
+    options: Any = {"cache": tmp_path, "shuffle": "none", "packing": "none", "long_documents": policy}
+    dataset = write(tmp_path, rows, type="binary")
+    whole = sorted(own for own, _ in pairs_in(all_samples(make_windows([dataset], seq_len=200, **options))))
+    longest = max(len(demo_tokenizer()(own)["input_ids"]) for own in whole)
+    windows = make_windows([dataset], seq_len=longest + 8, **options)
+    found = pairs_in(all_samples(windows))
+    assert sorted(own for own, _ in found) == whole and len(found) == 4
+    assert all(own.startswith("Q ") and other.startswith(own[:4]) for own, other in found), "with their prompts"
+    counted = windows.get(0, 0)[0].counts.datasets[0]
+    assert (counted.dropped, counted.truncated) == ({}, 0)
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=20), st.integers(0, 2**64 - 1))
@@ -230,10 +285,10 @@ def test_counts_say_documents_and_groups(tmp_path: Path) -> None:
     stream = Stream(windows, seed=7)
     order = [each.sample for k in range(windows.count(0)) for each in stream.section(Cursor(), k)]
     of_samples = [len(documents_of(sample)) // 2 for sample in order]
-    steps = [sum(of_samples[at : at + 3]) for at in range(0, len(order) - len(order) % 3, 3)]
-    found = groups_of_steps(windows, 7, 3)
+    steps = [sum(of_samples[at : at + 4]) for at in range(0, len(order) - len(order) % 4, 4)]
+    found = groups_of_steps(windows, 7, 4)
     assert found is not None and (found.least, found.most) == (min(steps), max(steps))
-    assert found.mean == pytest.approx(3 * 40 / len(order))
+    assert len(order) % 4 and found.mean == pytest.approx(np.mean(steps)), "of the same steps"
     lines = list(stats(counted, title="train", groups=found, kind=windows.kind))
     assert f"40 pairs, each of two documents that stay together, {found.words}" in lines
     assert found.words == f"{found.mean:.1f} a step, {min(steps)} to {max(steps)}"

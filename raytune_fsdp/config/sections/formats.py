@@ -179,6 +179,16 @@ class PreferenceFormat(Section):
     rejected: str = "rejected"
     """Column with the other answer, of the same kind."""
 
+    role: str | None = None
+    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+
+    content: str | None = None
+    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
+    common names need no entry."""
+
     system: str | None = None
     """Column with a system message. Null: none."""
 
@@ -197,7 +207,8 @@ class PreferenceFormat(Section):
     after the prompt, without a template. Messages need `chat`."""
 
     loss: Literal["completion", "assistant"] = "completion"
-    """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant."""
+    """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant.
+    Where a template writes an empty thought in front of one answer only, that counts as the answer's, too."""
 
     ignore: list[str] = Field(default_factory=list)
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
@@ -215,6 +226,16 @@ class BinaryFormat(Section):
 
     label: str = "label"
     """Column with true (or 1) for a desirable answer, and false (or 0) for another."""
+
+    role: str | None = None
+    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+
+    content: str | None = None
+    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
+    common names need no entry."""
 
     system: str | None = None
     """Column with a system message. Null: none."""

@@ -155,12 +155,13 @@ _FORMATS = (
 MISSING_COLUMN = "missing_column"
 """Why a row cannot be used that lacks a column which its format reads."""
 _BY_DEFAULT = ("messages", "instruction", "output", "text", "input_ids")
+_OF_ANSWERS = ("chosen", "rejected", "completion", "label")
+"""By default, columns of pairs and of judged answers: what has chosen one takes the other."""
 
 
 def _other_format(row: dict[str, Any], name: str) -> str | None:
-    if name not in _BY_DEFAULT:
-        return None  # somebody has chosen a format
-    return next((said for columns, said in _FORMATS if all(map(row.__contains__, columns))), None)
+    formats = _FORMATS if name in _BY_DEFAULT else _FORMATS[:2] if name in _OF_ANSWERS else ()
+    return next((said for columns, said in formats if all(map(row.__contains__, columns))), None)
 
 
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:

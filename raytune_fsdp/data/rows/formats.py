@@ -314,7 +314,6 @@ class Formatter:
             begun += [self._side_or_error(side, place) for side, place in zip(group.sides, own, strict=True)]
             places += own
         made = iter(self._tokenized(begun, places))
-        whole = getattr(self.format, "loss", None) == "assistant"
         found: list[Document | RowError] = []
         for group, where in zip(groups, wheres, strict=True):
             if isinstance(group, RowError):
@@ -323,7 +322,7 @@ class Formatter:
             members = [next(made) for _ in group.sides]
             wrong = next((each for each in members if isinstance(each, RowError)), None)
             sound = [each for each in members if isinstance(each, Document)]
-            found.append(wrong or joined(group, sound, where, whole=whole, over_all=self._over_all))
+            found.append(wrong or joined(group, sound, where, over_all=self._over_all))
         return found
 
     def _tokenized(

@@ -46,6 +46,11 @@ class Turns(Conversation):
     skipped: int = 0
     """How many messages of that column belong to the prompt."""
 
+    @property
+    def begins_trained(self) -> bool:
+        """Whether the answer begins with a turn that is trained on."""
+        return self.train[self.answer] and self.messages[self.answer]["role"] == "assistant"
+
     def place(self, index: int) -> str:
         if index >= self.answer:
             return f"{self.answers}[{index - self.answer + self.skipped}]"
@@ -117,14 +122,14 @@ def read_group(
     )  # fmt: skip
 
 
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def _label(row: dict[str, Any], column: str, where: str) -> bool:
     value = read_column(row, column, "label", where)
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    # In CSV files all values are texts.
+    # In CSV files all values are texts, and pandas writes 1.0 for true in a column that has an empty place.
     if isinstance(value, str) and value.strip().lower() in _LABELS:
         return _LABELS[value.strip().lower()]
     raise RowError(
@@ -147,7 +152,7 @@ def _prompt_of(row: dict[str, Any], format: GroupFormat) -> Any:
 def _texts(row: dict[str, Any], format: GroupFormat, columns: Sequence[str], where: str) -> tuple[Side, ...]:
     answers = [_text(row[column], f"{where}: {column}") for column in columns]
     tools = None if format.tools is None else row.get(format.tools)
-    if tools not in (None, [], {}, ""):
+    if (tools.strip() if isinstance(tools, str) else tools) not in (None, [], {}, "", "[]", "null"):
         raise RowError(
             f"{where}: {format.tools}={shorten(repr(tools))}: format.style=plain has no place for tools; set the "
             "dataset's format.tools to null, or format.style to chat",
@@ -209,9 +214,23 @@ def _and(columns: Sequence[str]) -> str:
 # Messages, which a chat template renders.
 
 
+def _format_of(column: str, format: GroupFormat, *, beside: bool) -> ChatFormat:
+    """Return how the messages of a column are read; `beside`: with tools and a system message of other columns."""
+    roles = tuple(format.roles.items())
+    tools, system = (format.tools, format.system) if beside else (None, None)
+    return _chat_format(column, format.role, format.content, roles, tools, system)
+
+
 @lru_cache(maxsize=64)
-def _format_of(column: str, tools: str | None = None, system: str | None = None) -> ChatFormat:
-    return ChatFormat(messages=column, tools=tools, system=system)
+def _chat_format(
+    column: str,
+    role: str | None,
+    content: str | None,
+    roles: tuple[tuple[str, Any], ...],
+    tools: str | None,
+    system: str | None,
+) -> ChatFormat:
+    return ChatFormat(messages=column, role=role, content=content, roles=dict(roles), tools=tools, system=system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +293,7 @@ class _Messages:
         """Return the messages of a column; a text is one message of this role."""
         place = f"{self._where}: {column}"
         if isinstance(given, str):
-            given = [{"role": role, "content": check_text(given, place)}]
+            given = [self._message(role, check_text(given, place))]
         elif isinstance(given, dict):
             given = [given]
         elif not isinstance(given, list):
@@ -282,8 +301,14 @@ class _Messages:
                 f"{place}={shorten(given)} is neither a text nor a list of messages; correct or remove the row",
                 "wrong_type",
             )
-        found = read_conversation({column: given}, _format_of(column), self._where, **self._options)
+        format = _format_of(column, self._format, beside=False)
+        found = read_conversation({column: given}, format, self._where, **self._options)
         return _Read(column, given, found.messages, found.train)
+
+    def _message(self, role: str, content: str) -> dict[str, str]:
+        """Return a message as the file would have it."""
+        named = next((name for name, meaning in self._format.roles.items() if meaning == role), role)
+        return {self._format.role or "role": named, self._format.content or "content": content}
 
     def _shared(self) -> int:
         """Return how many messages whole conversations have in common: all before the answer."""
@@ -307,7 +332,11 @@ class _Messages:
             pairs = zip(*messages, strict=False)
             many = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if not many:
-            raise self._error("begin with different messages, so there is no prompt", "wrong_prompt")
+            raise self._error(
+                "begin with different messages, so there is no prompt; correct or remove the row, or name the column "
+                "of the prompt in the dataset's format.prompt",
+                "wrong_prompt",
+            )
         if len(columns) > 1 and all(len(each) == many for each in messages):
             raise self._error("are equal, so neither is to be preferred; correct or remove the row", "equal_answers")
         for each in self._answers:
@@ -355,7 +384,7 @@ class _Messages:
 
     def _sides(self, column: str, prompt: list[Any], skipped: Sequence[int]) -> tuple[Side, ...]:
         row = {**self._row, column: prompt}
-        format = _format_of(column, self._format.tools, self._format.system)
+        format = _format_of(column, self._format, beside=True)
         asked = read_conversation(row, format, self._where, **self._options)
         counts = getattr(self._format, "loss", "completion") == "assistant"
         train = asked.train if counts else [False] * len(asked.train)
@@ -382,22 +411,20 @@ class _Messages:
 # The documents of the sides become a group.
 
 
-def joined(
-    answers: Answers, documents: Sequence[Document], where: str, *, whole: bool, over_all: bool
-) -> Document | RowError:
+def joined(answers: Answers, documents: Sequence[Document], where: str, *, over_all: bool) -> Document | RowError:
     """Return the first document of a group with the others, or what is wrong with them.
 
-    `whole`: whether all turns of the assistant are targets, those of the prompt, too. `over_all`: whether all tokens of
-    a chosen document are.
+    `over_all`: whether all tokens of a chosen document are targets.
     """
-    first, *others = documents
+    turns = _turns_of(answers.sides[0])
+    first, *others = _from_parting(answers.sides, documents, turns)
     if others and np.array_equal(trained_tokens(first), trained_tokens(others[0])):
         return RowError(
             f"{where}: {' and '.join(answers.columns)} have the same {first.target_tokens} trained token(s), so "
             "neither is to be preferred; correct or remove the row",
             "equal_answers",
         )
-    shared = shared_of(documents, whole=whole)
+    shared = shared_of((first, *others), turns=turns)
     skipped = 0
     if over_all:
         widened = _over_all(first, where)
@@ -423,19 +450,58 @@ def trained_tokens(document: Document) -> Any:
     return labels[labels != IGNORE]
 
 
-def shared_of(documents: Sequence[Document], *, whole: bool) -> int:
-    """Return how many tokens at the start these documents have in common, without a target of any of them.
+def shared_of(documents: Sequence[Document], *, turns: int = 0) -> int:
+    """Return how many tokens at the start these documents have in common, without a target of an answer.
 
-    One is left in front of the first target, which it predicts. `whole`: targets in it do not matter.
+    One is left in front of the answer's first target, which it predicts. `turns`: how many turns of the prompt are
+    targets, too.
     """
+    return max(0, min(_parting(documents), *(_answer_in(each, turns) for each in documents)) - 1)
+
+
+def _from_parting(sides: Sequence[Side], documents: Sequence[Document], turns: int) -> Sequence[Document]:
+    """Return the documents with all tokens of their answers as targets from where they part.
+
+    A template may write an empty thought in front of one answer, and not of the other, which has its own: they answer
+    the same prompt only if that counts. `turns`: as in `shared_of`.
+    """
+    if len(documents) == 1 or not all(isinstance(each, Turns) and each.begins_trained for each in sides):
+        return documents
+    places = [_answer_in(each, turns) for each in documents]
+    start = min(_parting(documents), *places)
+    before = {int(each.input_ids[place - 1]) for each, place in zip(documents, places, strict=True)}
+    if start < min(places) and len(before) == 1:
+        return documents  # what differs is further ahead: a message of the prompt, which never counts
+    found = []
+    for each, place in zip(documents, places, strict=True):
+        labels = each.labels.copy()
+        labels[start:place] = each.input_ids[start:place]
+        found.append(replace(each, labels=labels))
+    return found
+
+
+def _turns_of(side: Side) -> int:
+    """Return how many turns of the prompt are trained on."""
+    if isinstance(side, Texts):
+        return 0
+    asked = zip(side.messages[: side.answer], side.train, strict=False)
+    return sum(train and message["role"] == "assistant" for message, train in asked)
+
+
+def _parting(documents: Sequence[Document]) -> int:
+    """Return the place of the first token that is not the same in all documents."""
     least = min(len(each.input_ids) for each in documents)
     same = np.ones(least, dtype=np.bool_)
     for each in documents[1:]:
         same &= each.input_ids[:least] == documents[0].input_ids[:least]
-    ends = [int(np.argmin(same)) if not same.all() else least]
-    if not whole or len(documents) == 1:
-        ends += [int(np.argmax(each.labels[1:] != IGNORE)) + 1 for each in documents]
-    return max(0, min(ends) - 1)
+    return least if same.all() else int(np.argmin(same))
+
+
+def _answer_in(document: Document, turns: int) -> int:
+    """Return the place of the answer's first target: that of the first run of targets behind the prompt's turns."""
+    trained = np.concatenate([[False], document.labels[1:] != IGNORE])
+    begins = np.flatnonzero(trained[1:] & ~trained[:-1]) + 1
+    return int(begins[turns]) if turns < len(begins) else len(trained)
 
 
 def _over_all(document: Document, where: str) -> tuple[Document, int] | RowError:

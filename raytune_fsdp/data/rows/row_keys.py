@@ -153,11 +153,13 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> Literal["", "words", "charac
 
 
 def _key_of_prompt(side: Side) -> bytes:
-    """Return a hash of what is read of a prompt."""
+    """Return a hash of what is read of a prompt, without white space around it, which templates may strip."""
     if isinstance(side, Texts):
-        return xxhash.xxh3_128_digest(side.prompt.encode("utf-8", "surrogatepass"), 1)
-    asked = json.dumps([side.messages[: side.answer], side.tools], default=str)
-    return xxhash.xxh3_128_digest(asked.encode("utf-8", "surrogatepass"), 2)
+        return xxhash.xxh3_128_digest(side.prompt.strip().encode("utf-8", "surrogatepass"), 1)
+    asked = [{**each, "content": each["content"].strip()} for each in side.messages[: side.answer]]
+    empty = [{"role": role, "content": ""} for role in ("system", "developer")]
+    said = json.dumps([[each for each in asked if each not in empty], side.tools], default=str)
+    return xxhash.xxh3_128_digest(said.encode("utf-8", "surrogatepass"), 2)
 
 
 def token_key(document: Document) -> bytes:
