@@ -54,6 +54,7 @@ TINY = {
     "packing": "--documents 100 --texts 20 --rounds 1",
     "planned_memory": '--only "tiny, alone"',
     "planned_sorts": "--only LoRA",
+    "preferences": "--rounds 1 --pairs 6 --batches 2",
     "productive": "",
     "published_speed": "--only qwen3-0.6b/1xRTX-A6000/8192",
     "recompute": "--rounds 1 --length 256",
@@ -65,7 +66,8 @@ TINY = {
 NEEDS = {
     "end_to_end": ("ray", "accelerate"), "fp8": ("torchao",), "hf_trainer_curve": ("accelerate", "matplotlib"),
     "kernels": ("peft",), "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",),
-    "planned_memory": ("peft",), "planned_sorts": ("peft",), "planned_time": ("peft",), "startup": ("ray",),
+    "planned_memory": ("peft",), "planned_sorts": ("peft",), "planned_time": ("peft",), "preferences": ("trl",),
+    "startup": ("ray",),
     "step": ("accelerate", "mlflow"), "stream": ("ray",),
 }  # fmt: skip
 """What none of our own dependencies brings, or only an extra."""
