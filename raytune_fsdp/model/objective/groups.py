@@ -139,7 +139,6 @@ class GroupObjective:
         group: ProcessGroup | None = None,
         *,
         judged: tuple[float, float] | None = None,
-        reference: Reference | None = None,
     ) -> Self:
         """Return the loss of an objective of groups.
 
@@ -147,7 +146,7 @@ class GroupObjective:
         """
         assert not isinstance(objective, SftObjective)
         formula = KtoLoss(objective, judged) if isinstance(objective, KtoObjective) else PairLoss(objective)
-        return cls(config=objective, formula=formula, group=group, reference=reference)
+        return cls(config=objective, formula=formula, group=group)
 
     def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
         """Return the loss in a step with these `StepCounts`. Collective."""

@@ -34,7 +34,6 @@ from raytune_fsdp.run.starting_weights import ReferenceModel, fill_mode
 class Reference:
     """The reference of an attempt: what of it is there, and what a pass has to compute."""
 
-    config: FinetuneConfig
     standing: ResumePoint
     of: str
     """A digest of everything that decides its values but the data."""
@@ -105,19 +104,16 @@ def open_reference(
     if model is None or (not kept and is_within(config)):
         return None
     of = _of(config, prepared, standing, model, device, say)
-    tasks = (
-        []
-        if not kept
-        else [
-            Task(name=name, windows=windows, places=places, files=ReferenceFiles.of(windows, {"of": of}))
-            for name, windows, places in _data(config, prepared, standing)
-        ]
-    )
+    tasks = [
+        Task(name=name, windows=windows, places=places, files=ReferenceFiles.of(windows, {"of": of}))
+        for name, windows, places in (_data(config, prepared, standing) if kept else ())
+    ]
     for task in tasks:
         look(task)
-    found = Reference(config=config, standing=standing, of=of, tasks=tasks, say=say, device=device)
+    found = Reference(standing=standing, of=of, tasks=tasks, say=say, device=device)
     if not found.is_complete and not (model.is_start and standing.checkpoint is None):
-        _check_unchanged(of, _now(config, prepared, model, device, say), model)
+        if model.is_start:  # of another model `_of` has hashed the files already
+            _check_unchanged(of, _now(config, prepared, model, device, say), model)
         network, objective = build_reference(model, prepared, standing, device, say)
         found.complete(network, objective)
         del network

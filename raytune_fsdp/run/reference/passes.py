@@ -71,8 +71,8 @@ def places_of_evaluation(windows: Windows) -> list[Place]:
     return [(0, k) for k in range(windows.count(0))]
 
 
-def look(task: Task) -> bool:
-    """Find out which windows have a file, and read these, on every rank alike. Return whether all have. Collective.
+def look(task: Task) -> None:
+    """Find out which windows have a file, and read these, on every rank alike. Collective.
 
     A damaged file counts as none, and is replaced.
     """
@@ -90,7 +90,6 @@ def look(task: Task) -> bool:
         return Known.of(parts), lacking, digests
 
     task.known, task.lacking, task.digests = on_rank0(read, what="read the log-probabilities of the reference")
-    return not task.lacking
 
 
 def compute(
