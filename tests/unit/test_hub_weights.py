@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -437,9 +438,10 @@ def test_refusals_name_the_machine_and_its_cache_before_anything_is_fetched(
     full, beforehand, fits = machines.ask(
         hub, home, ("fetch", NAME, COMMIT, larger), ("why", NAME, COMMIT, larger), ("why", NAME, COMMIT, sizes)
     )
-    assert full == beforehand and fits is None
+    full, beforehand = (re.sub(r"room for [\d.,]+ GB", "room for some", each) for each in (full, beforehand))
+    assert full == beforehand and fits is None  # but for what other tests have written meanwhile
     assert f"ModelError: model.path={NAME}: its weights need 1,000,000.0 GB more on " in full
-    assert f"HF_HOME={home} has room for " in full
+    assert f"HF_HOME={home} has room for some" in full
     (offline,) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes), HF_HUB_OFFLINE="1")
     assert "ModelError" in offline and "HF_HUB_OFFLINE is set on " in offline and f"HF_HOME={home}" in offline
     (stranger,) = machines.ask(hub, home, ("fetch", NAME, COMMIT, sizes), HF_TOKEN="hf_anotherToken")
