@@ -34,12 +34,14 @@ class Role(IntEnum):
     UNDESIRABLE = 4
     MISMATCHED = 5
     """The prompt of the document before it, with another row's answer."""
+    SCORED = 6
+    """Has a class or a score, and stands alone."""
 
 
 GROUP_COLUMNS = ("role", "weight", "margin", "skipped")
 """What a loss of groups is told of each document: its `Role`, the weight and the margin of its row, and how many of its
 first targets are not the answer's (those of the prompt, with `sft.over: all`). Where there is a reference, its
-log-probability of the answer follows."""
+log-probability of the answer follows. Of a scored document, the margin is its class's number, or its score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,18 @@ class Borders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """What a teacher predicts for targets: its most likely tokens, at the temperature of the run."""
+
+    ids: torch.Tensor
+    """int32 [targets, k]: these tokens, the most likely first."""
+    log_probabilities: torch.Tensor
+    """[targets, k], of these."""
+    rest: torch.Tensor
+    """[targets]: the logarithm of the probability of all other tokens together; minus infinity if there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     """The tokens of a micro-batch that are trained on, found on the host: only their predictions are ever computed."""
 
@@ -103,6 +117,8 @@ class Targets:
     """What a loss is told of each of these documents; empty: nothing."""
     before: int = 0
     """Of a part: how many targets of the micro-batch come before it."""
+    teacher: Taught | None = None
+    """What the teacher predicts in the place of each; of a part: in the part's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

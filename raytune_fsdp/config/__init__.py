@@ -3,7 +3,7 @@
     sections/      one file for each section
     rules.py       what all sections have in common, and checks that several of them share
     every.py       how often something is done
-    groups.py      whether an objective of groups suits the rest
+    objective.py   whether an objective suits the rest
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -23,7 +23,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.groups import check_groups
+from raytune_fsdp.config.objective import check_objective
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.schema import sections_of
@@ -40,6 +40,7 @@ from raytune_fsdp.config.sections.formats import (
     InstructionFormat,
     PreferenceFormat,
     PythonFormat,
+    ScoreFormat,
     TemplateFormat,
     TokensFormat,
 )
@@ -49,6 +50,7 @@ from raytune_fsdp.config.sections.optim import GroupConfig, OptimConfig
 from raytune_fsdp.config.sections.parallel import ParallelConfig
 from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
+from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
 
@@ -79,6 +81,9 @@ class FinetuneConfig(Section):
 
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     """What an objective of preferences compares the model with."""
+
+    teacher: TeacherConfig | None = None
+    """Whose predictions an objective of distillation learns from."""
 
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When and where the state is saved, and how much of it is kept."""
@@ -173,8 +178,8 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups(self) -> Self:
-        check_groups(self.train.objective, self.data, self.reference, self.eval)
+    def _objective(self) -> Self:
+        check_objective(self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher)
         return self
 
     @model_validator(mode="after")
@@ -218,6 +223,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PreferenceFormat",
+    "ScoreFormat",
     "ReferenceConfig",
     "RowsConfig",
     "RunConfig",

@@ -45,6 +45,8 @@ ABSENT: dict[str, Any] = {
     "model.add_tokens": [],
     # The class of transformers, or of code that comes with the model.
     "model.network": None,
+    # The base's own head, which predicts tokens.
+    "model.head": None,
     **{f"method.{type_}.routers": None for type_ in ("full", "lora", "qlora")},
     "method.lora.init": "zero",
     "method.lora.train_added_tokens": False,

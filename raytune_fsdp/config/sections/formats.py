@@ -254,8 +254,58 @@ class BinaryFormat(Section):
     """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
 
 
+class ScoreFormat(Section):
+    type: Literal["score"]
+    """Rows hold a text or a conversation, and its class or score."""
+
+    text: str | None = None
+    """Column with a text, which is tokenized as it is."""
+
+    messages: str | None = None
+    """Column with a conversation, a list of messages, rendered by the chat template."""
+
+    label: str | None = None
+    """Column with the class: one of `model.head.labels`, or its number."""
+
+    score: str | None = None
+    """Column with a number."""
+
+    role: str | None = None
+    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+
+    content: str | None = None
+    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
+    common names need no entry."""
+
+    weight: str | None = None
+    """Column with a number, at least 0: the weight of the row's loss. Null: 1."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        for one, other in (("text", "messages"), ("label", "score")):
+            if (getattr(self, one) is None) == (getattr(self, other) is None):
+                raise ValueError(
+                    f"{one}={getattr(self, one)} and {other}={getattr(self, other)}: name the column of exactly one of the "
+                    "two"
+                )
+        return self
+
+
 Returned = Annotated[
-    ChatFormat | InstructionFormat | CompletionFormat | TokensFormat | TemplateFormat | PreferenceFormat | BinaryFormat,
+    ChatFormat
+    | InstructionFormat
+    | CompletionFormat
+    | TokensFormat
+    | TemplateFormat
+    | PreferenceFormat
+    | BinaryFormat
+    | ScoreFormat,
     Field(discriminator="type"),
 ]
 
@@ -280,21 +330,27 @@ Format = Annotated[
     | TemplateFormat
     | PreferenceFormat
     | BinaryFormat
+    | ScoreFormat
     | PythonFormat,
     Field(discriminator="type"),
 ]
 
 
 def groups_of(format: Format) -> str | None:
-    """Return the kind of groups that rows of this format make: preference or binary; None: documents stand alone."""
+    """Return the kind of groups that rows of this format make: preference, binary, or score, of one document each; None:
+    a loss is told nothing of them."""
     returned = format.then if isinstance(format, PythonFormat) else format
-    return returned.type if isinstance(returned, PreferenceFormat | BinaryFormat) else None
+    return returned.type if isinstance(returned, PreferenceFormat | BinaryFormat | ScoreFormat) else None
 
 
 def becomes_chat(format: Format) -> bool:
     """Return whether rows of this format become conversations, which a chat template renders."""
     returned = format.then if isinstance(format, PythonFormat) else format
-    return isinstance(returned, ChatFormat) or getattr(returned, "style", None) == "chat"
+    return (
+        isinstance(returned, ChatFormat)
+        or getattr(returned, "style", None) == "chat"
+        or (isinstance(returned, ScoreFormat) and returned.messages is not None)
+    )
 
 
 COLUMNS: dict[str, tuple[list[str], list[str]]] = {
@@ -304,6 +360,7 @@ COLUMNS: dict[str, tuple[list[str], list[str]]] = {
     "tokens": (["input_ids"], ["labels", "mask"]),
     "preference": (["chosen", "rejected"], ["prompt", "system", "tools", "margin", "weight"]),
     "binary": (["completion", "label"], ["prompt", "system", "tools", "weight"]),
+    "score": (["text", "messages", "label", "score"], ["weight"]),
 }
 """For each type: the fields that name a column every row must have, and those that name an optional one."""
 
@@ -315,4 +372,5 @@ def needed_columns(format: Format) -> tuple[str, ...] | None:
     if isinstance(format, TemplateFormat):
         parts = (*parts_of(format.prompt), *parts_of(format.completion))
         return tuple(dict.fromkeys(name for _, name in parts if name is not None))
-    return tuple(getattr(format, field) for field in COLUMNS[format.type][0])
+    named = (getattr(format, field) for field in COLUMNS[format.type][0])
+    return tuple(name for name in named if name is not None)

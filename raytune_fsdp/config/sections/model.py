@@ -28,6 +28,37 @@ class NewToken(Section):
         return {"text": value} if isinstance(value, str) else value
 
 
+class HeadConfig(Section):
+    type: Literal["score"]
+    """`score`: one linear layer without bias, at the last token of a document: a reward, a score, or a class."""
+
+    outputs: int | None = Field(default=None, ge=1)
+    """How many numbers it returns. Null: as many as there are labels; without labels, 1."""
+
+    labels: list[str] = Field(default_factory=list)
+    """The names of the classes, in the order of the outputs."""
+
+    pad_token: str | None = None
+    """The token that whoever uses the model pads with. Its class in transformers scores a text at its last token that is
+    not this one, so no document may end with it. Null: the first of the tokenizer's special tokens that ends no text."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers it returns."""
+        return self.outputs or len(self.labels) or 1
+
+    @model_validator(mode="after")
+    def _labels(self) -> Self:
+        twice = next((label for label in self.labels if self.labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"model.head.labels names {twice!r} twice: leave one out")
+        if self.labels and len(self.labels) != self.size:
+            raise ValueError(
+                f"model.head.outputs={self.outputs} with {len(self.labels)} labels: each output has one: leave outputs out"
+            )
+        return self
+
+
 class ModelConfig(Section):
     path: Annotated[str, AfterValidator(model_place)] | None = None
     """Directory in Hugging Face format, the name of a model on the Hugging Face hub, or a committed checkpoint of another
@@ -53,6 +84,9 @@ class ModelConfig(Section):
     """`module:function`: a function of your own that is given the model's config and returns the network, a
     `transformers.PreTrainedModel`. A class will do. The module must be importable wherever ranks run. Its file, and the files
     of your own modules that it imports, belong to the run: a changed one is refused."""
+
+    head: HeadConfig | None = None
+    """A head beside the base, in the place of the one that predicts tokens. Null: the model predicts tokens."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""

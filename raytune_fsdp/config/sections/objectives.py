@@ -25,11 +25,17 @@ class SftObjective(Section):
     """The type of format whose rows make the groups that the objective is of; None: documents stand alone."""
     compares: ClassVar[bool] = False
     """Whether log-probabilities are compared with those of a reference."""
+    scores: ClassVar[bool] = False
+    """Whether it is of the numbers of `model.head`, at the last token of each document."""
+    learns: ClassVar[bool] = False
+    """Whether a teacher's predictions are learned from."""
 
 
 class _PairObjective(Section):
     rows: ClassVar[str | None] = "preference"
     compares: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
 
 
 class DpoObjective(_PairObjective):
@@ -139,6 +145,8 @@ class OrpoObjective(_PairObjective):
 class KtoObjective(Section):
     rows: ClassVar[str | None] = "binary"
     compares: ClassVar[bool] = True
+    scores: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
 
     type: Literal["kto"]
     """KTO: single answers that are desirable or not, measured from a reference."""
@@ -161,7 +169,77 @@ class KtoObjective(Section):
         return self
 
 
+class RewardObjective(_PairObjective):
+    scores: ClassVar[bool] = True
+
+    type: Literal["reward"]
+    """A reward model, by Bradley and Terry: the score of the chosen answer is to be above that of the rejected one."""
+
+    center: float = Field(default=0.0, ge=0)
+    """Add this times the mean square of the sum of a pair's scores, which draws scores to 0; usually 0.01."""
+
+
+class _ScoreObjective(Section):
+    rows: ClassVar[str | None] = "score"
+    compares: ClassVar[bool] = False
+    scores: ClassVar[bool] = True
+    learns: ClassVar[bool] = False
+
+
+class ClassificationObjective(_ScoreObjective):
+    type: Literal["classification"]
+    """The cross-entropy of a document's class."""
+
+    class_weights: list[Annotated[float, Field(ge=0)]] | None = None
+    """The weight of each class's documents, in the order of `model.head.labels`. Null: 1."""
+
+
+class RegressionObjective(_ScoreObjective):
+    type: Literal["regression"]
+    """The square of the difference between a document's score and what its row says."""
+
+
+class DistillObjective(Section):
+    rows: ClassVar[str | None] = None
+    compares: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
+    learns: ClassVar[bool] = True
+
+    type: Literal["distill"]
+    """Learn the predictions of `teacher`."""
+
+    forward: float = Field(default=1.0, ge=0)
+    """The weight of the divergence from the teacher to the student, sum of p log(p / q) over tokens, where p is the
+    teacher's: the student covers all that the teacher may say."""
+
+    reverse: float = Field(default=0.0, ge=0)
+    """The weight of the divergence from the student to the teacher, sum of q log(q / p): the student says what the teacher
+    is likely to say."""
+
+    cross_entropy: float = Field(default=0.0, ge=0)
+    """The weight of the cross-entropy of the data's own tokens."""
+
+    @model_validator(mode="after")
+    def _weights(self) -> Self:
+        if not self.forward and not self.reverse:
+            raise ValueError(
+                "train.objective.forward=0 and reverse=0 with type=distill: nothing of the teacher is learned: give one of "
+                "them a weight, or set type=sft"
+            )
+        return self
+
+
 ObjectiveChoice = Annotated[
-    SftObjective | DpoObjective | IpoObjective | SimpoObjective | CpoObjective | OrpoObjective | KtoObjective,
+    SftObjective
+    | DpoObjective
+    | IpoObjective
+    | SimpoObjective
+    | CpoObjective
+    | OrpoObjective
+    | KtoObjective
+    | RewardObjective
+    | ClassificationObjective
+    | RegressionObjective
+    | DistillObjective,
     Field(discriminator="type"),
 ]

@@ -1,0 +1,133 @@
+"""Whether an objective suits the rest of a config: its rows, what it is compared with, its head, its teacher."""
+
+from __future__ import annotations
+
+from raytune_fsdp.config.sections.data import DataConfig, HeldOutConfig
+from raytune_fsdp.config.sections.eval import EvalConfig
+from raytune_fsdp.config.sections.formats import Format, PythonFormat, ScoreFormat, groups_of
+from raytune_fsdp.config.sections.model import ModelConfig
+from raytune_fsdp.config.sections.objectives import ClassificationObjective, ObjectiveChoice
+from raytune_fsdp.config.sections.reference import ReferenceConfig
+from raytune_fsdp.config.sections.teacher import TeacherConfig
+
+_WAYS = {
+    "preference": "set train.objective.type to dpo, ipo, simpo, cpo, orpo or reward",
+    "binary": "set train.objective.type=kto",
+    "score": "set train.objective.type to classification or regression",
+}
+
+
+def check_objective(
+    objective: ObjectiveChoice,
+    data: DataConfig,
+    reference: ReferenceConfig,
+    evaluation: EvalConfig,
+    model: ModelConfig,
+    teacher: TeacherConfig | None,
+) -> None:
+    """Refuse rows that the objective is not of, what would part the answers of a row, a reference or a teacher for
+    nothing, and a head that it has no use for."""
+    _check_rows(objective, data)
+    _check_head(objective, data, model)
+    if objective.learns and teacher is None:
+        raise ValueError("train.objective.type=distill needs teacher.model: name the model to learn from")
+    if teacher is not None and not objective.learns:
+        raise ValueError(
+            f"teacher.model={teacher.model} with train.objective.type={objective.type}, which learns from no teacher: leave "
+            "the section out, or set the type to distill"
+        )
+    whole = "the answers of a row stay whole and together"
+    if objective.rows is not None and data.packing == "concat":
+        raise ValueError(
+            f"data.packing=concat with train.objective.type={objective.type}: {whole}; set packing to best_fit or none"
+        )
+    if objective.rows is not None and data.long_documents == "split":
+        raise ValueError(
+            f"data.long_documents=split with train.objective.type={objective.type}: {whole}; set long_documents to error, "
+            "drop or truncate"
+        )
+    if reference.when == "during" and evaluation.where == "task" and data.eval:
+        raise ValueError(
+            "reference.when=during with eval.where=task: a task has no reference to compare with: set eval.where=ranks, or "
+            "when to before"
+        )
+    if not objective.compares and reference != ReferenceConfig():
+        raise ValueError(
+            f"reference: train.objective.type={objective.type} compares with no reference: leave the section out, or set the "
+            "type to dpo, ipo or kto"
+        )
+
+
+def _check_rows(objective: ObjectiveChoice, data: DataConfig) -> None:
+    for number, dataset in enumerate(data.train):
+        kind, (field, made) = groups_of(dataset.format), _made_by(dataset.format)
+        if kind != objective.rows:
+            single = f"set train.objective.type=sft, or {field}={objective.rows}"
+            rows = "single documents" if objective.rows is None else f"{objective.rows} rows"
+            raise ValueError(
+                f"data.train.{number}.{field}={made} with train.objective.type={objective.type}, which is "
+                f"of {rows}: {single if kind is None else _WAYS[kind]}"
+            )
+    for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
+        if groups_of(measured.format) not in (None, objective.rows):
+            field, made = _made_by(measured.format)
+            raise ValueError(
+                f"data.eval.{number}.{field}={made} with train.objective.type={objective.type}, whose "
+                "loss does not measure such rows: give it another format, or leave it out"
+            )
+
+
+def _check_head(objective: ObjectiveChoice, data: DataConfig, model: ModelConfig) -> None:
+    head, kind = model.head, objective.type
+    if head is None:
+        if objective.scores:
+            raise ValueError(f"train.objective.type={kind} needs a head that scores: set model.head.type=score")
+        return
+    if not objective.scores:
+        raise ValueError(
+            f"model.head.type=score with train.objective.type={kind}, which is of predicted tokens: set the type to reward, "
+            "classification or regression, or leave model.head out"
+        )
+    for field, why in _WHY_NOT.items():
+        if (value := getattr(model, field)) not in ("auto", None, []):
+            shown = value if isinstance(value, str) else ", ".join(each.text for each in value)
+            raise ValueError(f"model.{field}={shown} with model.head: {why}: leave one of the two out")
+    if isinstance(objective, ClassificationObjective):
+        if head.size < 2:
+            raise ValueError(
+                f"model.head.outputs={head.size} with train.objective.type=classification: name two classes or more in "
+                "model.head.labels"
+            )
+        weights = objective.class_weights
+        if weights is not None and (len(weights) != head.size or not any(weights)):
+            raise ValueError(
+                f"train.objective.class_weights={weights}: must be {head.size} numbers, one for each class, not all of "
+                "them 0"
+            )
+    elif head.size != 1:
+        raise ValueError(
+            f"model.head.outputs={head.size} with train.objective.type={kind}, which is of one number: leave outputs and "
+            "labels out, or set the type to classification"
+        )
+    field = "label" if isinstance(objective, ClassificationObjective) else "score"
+    for number, dataset in enumerate(data.train):
+        returned = dataset.format.then if isinstance(dataset.format, PythonFormat) else dataset.format
+        if isinstance(returned, ScoreFormat) and getattr(returned, field) is None:
+            raise ValueError(
+                f"data.train.{number}.format names no {field} with train.objective.type={kind}: name the column of its "
+                f"{field}"
+            )
+
+
+_WHY_NOT = {
+    "loss": "it is of the head that predicts tokens",
+    "network": "its class in transformers is not known, so nobody could load what it has learned",
+    "add_tokens": "new tokens get rows in a head that predicts tokens, too, and this model has none",
+}
+
+
+def _made_by(format: Format) -> tuple[str, str]:
+    """Return the field that says what rows become, and what that is."""
+    if isinstance(format, PythonFormat):
+        return "format.then.type", format.then.type
+    return "format.type", format.type

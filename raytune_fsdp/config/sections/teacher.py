@@ -1,0 +1,25 @@
+"""`teacher`: the model whose predictions `train.objective.type=distill` learns from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from raytune_fsdp.config.rules import Section, model_place
+
+
+class TeacherConfig(Section):
+    model: Annotated[str, AfterValidator(model_place)]
+    """The teacher: a directory (an export, or what an earlier pass has kept), a checkpoint of another run, or a name on the
+    hub. Its tokenizer must be the run's."""
+
+    top_k: int = Field(default=64, ge=1)
+    """How many of the most likely tokens are kept for each token that is trained on; of all others, only their sum."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """What the logits of teacher and student are divided by before they are compared. Another temperature needs another
+    pass."""
+
+    dtype: Literal["auto", "fp32", "fp64"] = "auto"
+    """The type in which probabilities are kept. `auto`: fp32; fp64 with `parallel.precision=fp64`."""
