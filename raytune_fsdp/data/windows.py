@@ -85,9 +85,8 @@ class Windows:
     ) -> None:
         """`order_version`: the version of the run that continues; None or an unknown one for a new run. `newest_order`:
         the newest version when the run was begun, if it may have gained these datasets since. `sources`: those of the
-        datasets, if they are open already. `columns`: those that a loss of the user's own is told. `over_all`: whether
-        all tokens of chosen documents are targets (`sft.over`). `scoring`: how documents are scored, if they are.
-        """
+        datasets, if they are open. `columns`: those that a loss of the user's own is told. `over_all`: whether all
+        tokens of chosen documents are targets (`sft.over`). `scoring`: how documents are scored, if they are."""
         order = Order.of(order_version, newest_order)
         self._datasets, self.data, self.seed = datasets, data, seed
         self.kind = groups_of(datasets[0].format)
