@@ -7,6 +7,7 @@ from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.formats import Format, PythonFormat, ScoreFormat, groups_of
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.objectives import ClassificationObjective, ObjectiveChoice
+from raytune_fsdp.config.sections.parallel import ParallelConfig
 from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 
@@ -24,11 +25,14 @@ def check_objective(
     evaluation: EvalConfig,
     model: ModelConfig,
     teacher: TeacherConfig | None,
+    parallel: ParallelConfig,
 ) -> None:
     """Refuse rows that the objective is not of, what would part the answers of a row, a reference or a teacher for
     nothing, and a head that it has no use for."""
     _check_rows(objective, data)
     _check_head(objective, data, model)
+    if model.head is not None:
+        _check_without_tokens(data, evaluation, parallel)
     if objective.learns and teacher is None:
         raise ValueError("train.objective.type=distill needs teacher.model: name the model to learn from")
     if teacher is not None and not objective.learns:
@@ -116,6 +120,27 @@ def _check_head(objective: ObjectiveChoice, data: DataConfig, model: ModelConfig
             raise ValueError(
                 f"data.train.{number}.format names no {field} with train.objective.type={kind}: name the column of its "
                 f"{field}"
+            )
+
+
+def _check_without_tokens(data: DataConfig, evaluation: EvalConfig, parallel: ParallelConfig) -> None:
+    """Refuse what a head that predicts no tokens cannot do."""
+    if parallel.mesh.tensor > 1:
+        raise ValueError(
+            f"parallel.mesh.tensor={parallel.mesh.tensor} with model.head: ranks that share layers share the rows of a head "
+            "that predicts tokens, and this one has hardly any: set parallel.mesh.tensor=1"
+        )
+    for field in ("tasks", "prompts"):
+        if given := getattr(evaluation, field):
+            raise ValueError(
+                f"eval.{field} has {len(given)} with model.head: a model that scores texts writes none: leave eval.{field} out"
+            )
+    for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
+        if groups_of(measured.format) is None:
+            field, made = _made_by(measured.format)
+            raise ValueError(
+                f"data.eval.{number}.{field}={made} with model.head: the loss of predicted tokens is measured of such rows, "
+                "and this model predicts none: give it another format, or leave it out"
             )
 
 

@@ -192,8 +192,10 @@ OF_GROUPS = {
     "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margins",
     "rewards/chosen": "rewards_chosen", "rewards/rejected": "rewards_rejected", "nll_loss": "nll_loss", "kl": "kl",
     "logps/chosen": "logps_chosen", "logps/rejected": "logps_rejected",
+    "accuracy": "accuracy", "confidence": "confidence", "mae": "mae", "score": "score",
 }  # fmt: skip
-"""What is measured of pairs and of judged answers, eval/<dataset>/<name>, by what it is called in training."""
+"""What is measured of pairs, judged answers and scores, eval/<dataset>/<name>, by what it is called in training."""
+_ONLY_OF_GROUPS = ("logps_chosen", "kl", "score", "confidence")
 _HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen")
 
 
@@ -202,8 +204,8 @@ def evaluation_of_groups(dataset: str, kind: str) -> str:
 
 
 def is_of_groups(metric: str, measured: Collection[str]) -> bool:
-    """Return whether a metric is of a dataset of pairs or of judged answers, by what else was measured."""
-    return f"{metric.rpartition('/')[0]}/logps_chosen" in measured or f"{metric.rpartition('/')[0]}/kl" in measured
+    """Return whether a metric is of a dataset of pairs, of judged answers or of scores, by what else was measured."""
+    return any(f"{metric.rpartition('/')[0]}/{kind}" in measured for kind in _ONLY_OF_GROUPS)
 
 
 ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
