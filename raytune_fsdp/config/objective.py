@@ -30,9 +30,10 @@ def check_objective(
     """Refuse rows that the objective is not of, what would part the answers of a row, a reference or a teacher for
     nothing, and a head that it has no use for."""
     _check_rows(objective, data)
-    _check_head(objective, data, model)
-    if model.head is not None:
-        _check_without_tokens(data, evaluation, parallel)
+    _check_head(objective, model)
+    if objective.scores:
+        _check_scored(objective, data, evaluation)
+        _check_without_tokens(data, parallel)
     if objective.learns and teacher is None:
         raise ValueError("train.objective.type=distill needs teacher.model: name the model to learn from")
     if teacher is not None and not objective.learns:
@@ -41,6 +42,8 @@ def check_objective(
             "the section out, or set the type to distill"
         )
     whole = "the answers of a row stay whole and together"
+    if objective.rows == "score":
+        whole = "a document that is scored stays whole"
     if objective.rows is not None and data.packing == "concat":
         raise ValueError(
             f"data.packing=concat with train.objective.type={objective.type}: {whole}; set packing to best_fit or none"
@@ -73,7 +76,8 @@ def _check_rows(objective: ObjectiveChoice, data: DataConfig) -> None:
                 f"of {rows}: {single if kind is None else _WAYS[kind]}"
             )
     for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
-        if groups_of(measured.format) not in (None, objective.rows):
+        kind = groups_of(measured.format)
+        if kind != objective.rows and (kind is not None or objective.scores):
             field, made = _made_by(measured.format)
             raise ValueError(
                 f"data.eval.{number}.{field}={made} with train.objective.type={objective.type}, whose "
@@ -81,7 +85,7 @@ def _check_rows(objective: ObjectiveChoice, data: DataConfig) -> None:
             )
 
 
-def _check_head(objective: ObjectiveChoice, data: DataConfig, model: ModelConfig) -> None:
+def _check_head(objective: ObjectiveChoice, model: ModelConfig) -> None:
     head, kind = model.head, objective.type
     if head is None:
         if objective.scores:
@@ -113,28 +117,35 @@ def _check_head(objective: ObjectiveChoice, data: DataConfig, model: ModelConfig
             f"model.head.outputs={head.size} with train.objective.type={kind}, which is of one number: leave outputs and "
             "labels out, or set the type to classification"
         )
+
+
+def _check_scored(objective: ObjectiveChoice, data: DataConfig, evaluation: EvalConfig) -> None:
+    """Refuse rows without what they are scored by, and what needs a model that predicts tokens."""
     field = "label" if isinstance(objective, ClassificationObjective) else "score"
-    for number, dataset in enumerate(data.train):
-        returned = dataset.format.then if isinstance(dataset.format, PythonFormat) else dataset.format
-        if isinstance(returned, ScoreFormat) and getattr(returned, field) is None:
+    measured = [] if isinstance(data.eval, HeldOutConfig) else data.eval
+    for place, datasets in (("data.train", data.train), ("data.eval", measured)):
+        for number, dataset in enumerate(datasets):
+            returned = dataset.format.then if isinstance(dataset.format, PythonFormat) else dataset.format
+            if isinstance(returned, ScoreFormat) and getattr(returned, field) is None:
+                raise ValueError(
+                    f"{place}.{number}.format names no {field} with train.objective.type={objective.type}: name the "
+                    f"column of its {field}"
+                )
+    for name in ("tasks", "prompts"):
+        if getattr(evaluation, name):
             raise ValueError(
-                f"data.train.{number}.format names no {field} with train.objective.type={kind}: name the column of its "
-                f"{field}"
+                f"eval.{name} with train.objective.type={objective.type}: a model with model.head predicts no token, so it "
+                f"answers nothing: leave {name} out"
             )
 
 
-def _check_without_tokens(data: DataConfig, evaluation: EvalConfig, parallel: ParallelConfig) -> None:
+def _check_without_tokens(data: DataConfig, parallel: ParallelConfig) -> None:
     """Refuse what a head that predicts no tokens cannot do."""
     if parallel.mesh.tensor > 1:
         raise ValueError(
             f"parallel.mesh.tensor={parallel.mesh.tensor} with model.head: ranks that share layers share the rows of a head "
             "that predicts tokens, and this one has hardly any: set parallel.mesh.tensor=1"
         )
-    for field in ("tasks", "prompts"):
-        if given := getattr(evaluation, field):
-            raise ValueError(
-                f"eval.{field} has {len(given)} with model.head: a model that scores texts writes none: leave eval.{field} out"
-            )
     for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
         if groups_of(measured.format) is None:
             field, made = _made_by(measured.format)
