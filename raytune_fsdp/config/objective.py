@@ -7,6 +7,7 @@ from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.formats import Format, PythonFormat, ScoreFormat, groups_of
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.objectives import ClassificationObjective, ObjectiveChoice
+from raytune_fsdp.config.sections.parallel import ParallelConfig
 from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 
@@ -24,6 +25,7 @@ def check_objective(
     evaluation: EvalConfig,
     model: ModelConfig,
     teacher: TeacherConfig | None,
+    parallel: ParallelConfig,
 ) -> None:
     """Refuse rows that the objective is not of, what would part the answers of a row, a reference or a teacher for
     nothing, and a head that it has no use for."""
@@ -31,6 +33,7 @@ def check_objective(
     _check_head(objective, model)
     if objective.scores:
         _check_scored(objective, data, evaluation)
+        _check_without_tokens(data, parallel)
     if objective.learns and teacher is None:
         raise ValueError("train.objective.type=distill needs teacher.model: name the model to learn from")
     if teacher is not None and not objective.learns:
@@ -133,6 +136,22 @@ def _check_scored(objective: ObjectiveChoice, data: DataConfig, evaluation: Eval
             raise ValueError(
                 f"eval.{name} with train.objective.type={objective.type}: a model with model.head predicts no token, so it "
                 f"answers nothing: leave {name} out"
+            )
+
+
+def _check_without_tokens(data: DataConfig, parallel: ParallelConfig) -> None:
+    """Refuse what a head that predicts no tokens cannot do."""
+    if parallel.mesh.tensor > 1:
+        raise ValueError(
+            f"parallel.mesh.tensor={parallel.mesh.tensor} with model.head: ranks that share layers share the rows of a head "
+            "that predicts tokens, and this one has hardly any: set parallel.mesh.tensor=1"
+        )
+    for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
+        if groups_of(measured.format) is None:
+            field, made = _made_by(measured.format)
+            raise ValueError(
+                f"data.eval.{number}.{field}={made} with model.head: the loss of predicted tokens is measured of such rows, "
+                "and this model predicts none: give it another format, or leave it out"
             )
 
 
