@@ -42,7 +42,7 @@ targets' tokens (int32), their log-probabilities, and the logarithms of what is 
 
 _ROW = np.dtype([("name", NAME), ("targets", "<u8"), ("digest", "<u8"), ("mass", "<f8"), ("largest", "<f8")])
 """`mass`: of all tokens that are not kept, summed over targets; `largest`: the largest of one target."""
-_FLOATS = {"fp32": np.dtype("<f4"), "fp64": np.dtype("<f8")}
+_FLOATS: Mapping[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp64": np.dtype("<f8")}
 _ID = np.dtype("<i4")
 _PART = re.compile(r"[0-9a-f]{32}")
 _ABOUT, _SUFFIX = "about.json", ".topk"
@@ -98,7 +98,7 @@ class Predictions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class KeptPart:
     """A file, and which documents' predictions are where in it."""
 
     name: str
@@ -162,18 +162,20 @@ class TeacherFiles:
     def kept(cls, directory: Path) -> TeacherFiles | None:
         """Return the files that a pass has left in a directory, which may be a copy; None: it has none."""
         try:
-            said = read_json(directory / _ABOUT, limit=MIB)
+            said: Any = read_json(directory / _ABOUT, limit=MIB)
             if not isinstance(said, dict) or TEACHER not in said:
                 return None
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise DataError(f"{directory / _ABOUT} cannot be read ({first_line(error)}): copy it again") from error
-        form = Form(**{key: said.get(key) for key in Form.__slots__})
-        texts = {key: said.get(key) for key in ("tokenizer", "model")}
-        numbers = [isinstance(each, int) and 0 < each < 2**31 for each in (form.top_k, form.vocabulary)]
-        whole = isinstance(form.temperature, float) and math.isfinite(form.temperature) and form.dtype in _FLOATS
-        sound = whole and all(numbers) and all(isinstance(each, str) for each in (said[TEACHER], *texts.values()))
+        numbers: dict[str, Any] = {key: said.get(key) for key in Form.__slots__}
+        texts: dict[str, Any] = {key: said.get(key) for key in ("tokenizer", "model")}
+        form = Form(**numbers)
+        counts = all(isinstance(each, int) and 0 < each < 2**31 for each in (form.top_k, form.vocabulary))
+        heat = isinstance(form.temperature, float) and 0 < form.temperature < math.inf
+        named = all(isinstance(each, str) for each in (said[TEACHER], form.dtype, *texts.values()))
+        sound = counts and heat and named and form.dtype in _FLOATS
         if said.get("format") != FORMAT or not sound:
             raise DataError(
                 f"{directory / _ABOUT} is not what this version writes there: copy it again, or name its model"
@@ -207,7 +209,7 @@ class TeacherFiles:
         self._put(self.path(part), head, table.tobytes(), *said)
         return part
 
-    def open(self, part: str) -> Part | None:
+    def open(self, part: str) -> KeptPart | None:
         """Return a part after verifying all of it; None if it is missing, damaged, renamed or another teacher's."""
         try:
             path = self.path(part)
@@ -222,7 +224,7 @@ class TeacherFiles:
             os.utime(path)  # `data clean` removes what nobody has used for a while
         return found
 
-    def _opened(self, handle: int, part: str, path: Path) -> Part | None:
+    def _opened(self, handle: int, part: str, path: Path) -> KeptPart | None:
         size = os.fstat(handle).st_size
         head, end, _ = os.pread(handle, _HEAD_BYTES, 0).partition(b"\n")
         documents = json.loads(head).get("documents") if end and head.startswith(b"{") else None
@@ -239,7 +241,7 @@ class TeacherFiles:
         starts = np.concatenate([[0], np.cumsum(sizes)]) + first + len(data)
         if starts[-1] != size or is_hollow(path, os.fstat(handle)) or _digest(handle, size) != part:
             return None
-        return Part(name=part, table=table, starts=starts)
+        return KeptPart(name=part, table=table, starts=starts)
 
     def read_window(self, fingerprint: str, epoch: int, k: int) -> WindowSaid | None:
         """Return what is known of a window of these; None if its file is missing, damaged or another's."""
@@ -337,14 +339,14 @@ class Lessons:
     """All predictions that are known, by document, and where they are. Of two in one document, the first counts."""
 
     files: TeacherFiles
-    parts: list[Part] = field(default_factory=list)
+    parts: list[KeptPart] = field(default_factory=list)
     known: Known = field(default_factory=lambda: Known(np.empty(0, dtype=NAME), np.empty(0, dtype=np.int64)))
     """Documents by name, each with its number among all documents of all parts."""
     _first: list[int] = field(default_factory=lambda: [0])
     """The number of each part's first document, and how many all parts have."""
     _handles: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[KeptPart]) -> None:
         """Add what is in these parts; one that is known already adds nothing."""
         have = {part.name for part in self.parts}
         for part in parts:
@@ -357,12 +359,12 @@ class Lessons:
             self.known = self.known.with_new(names[new], rows[new] + self._first[-1])
             self._first.append(self._first[-1] + len(part.table))
 
-    def place(self, number: int) -> tuple[Part, int]:
+    def place(self, number: int) -> tuple[KeptPart, int]:
         """Return the part and the row in it of a document."""
         at = bisect_right(self._first, number) - 1
         return self.parts[at], number - self._first[at]
 
-    def places(self, names: Names) -> list[tuple[Part, int]]:
+    def places(self, names: Names) -> list[tuple[KeptPart, int]]:
         """Return the part and the row in it of each of these documents. Raise DataError if one is not known."""
         if not self.known.has(names).all():
             raise DataError(
@@ -387,7 +389,7 @@ class Lessons:
             )
         return joined
 
-    def _bytes(self, part: Part, row: int) -> bytes:
+    def _bytes(self, part: KeptPart, row: int) -> bytes:
         """Return the bytes of a document."""
         first, end = int(part.starts[row]), int(part.starts[row + 1])
         path = self.files.path(part.name)
