@@ -8,7 +8,8 @@ judged.py           what the loss of a group is computed from
 preference.py       losses of pairs
 kto.py              the loss of answers that are desirable or not
 groups.py           losses of groups of documents in the place of cross-entropies
-figures.py          what is recorded of groups
+distillation.py     divergences from a teacher's predictions in their place; and what a network predicts
+figures.py          what is recorded of groups, and of what is learned from a teacher
 chunked_head.py     losses without the logits of a whole micro-batch
 documents.py        the losses of single documents
 routers.py          the losses that keep experts balanced
