@@ -194,16 +194,30 @@ OF_GROUPS = {
     "logps/chosen": "logps_chosen", "logps/rejected": "logps_rejected",
 }  # fmt: skip
 """What is measured of pairs and of judged answers, eval/<dataset>/<name>, by what it is called in training."""
-_HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen")
+_HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen", "f1", "auc", "r2", "pearson")
+_ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "mae")}
+"""What nothing else has."""
+_CALIBRATION = re.compile(r"eval/(.+)/calibration/([0-9]{2})/(confidence|right)")
 
 
 def evaluation_of_groups(dataset: str, kind: str) -> str:
-    return f"eval/{dataset}/{OF_GROUPS[kind]}"
+    return f"eval/{dataset}/{OF_GROUPS.get(kind, kind)}"
 
 
-def is_of_groups(metric: str, measured: Collection[str]) -> bool:
-    """Return whether a metric is of a dataset of pairs or of judged answers, by what else was measured."""
-    return f"{metric.rpartition('/')[0]}/logps_chosen" in measured or f"{metric.rpartition('/')[0]}/kl" in measured
+def measured_of(metric: str, measured: Collection[str]) -> str:
+    """Return what a metric is of, by what else was measured: `groups` (pairs or judged answers), `scores` (classes or
+    numbers), or `tokens`."""
+    place = metric.rpartition("/")[0]
+    for kind, only in _ONLY.items():
+        if any(f"{place}/{each}" in measured for each in only):
+            return kind
+    return "tokens"
+
+
+def of_calibration(metric: str) -> tuple[str, str, str] | None:
+    """Return the dataset, the tenth of confidence and the kind of a point on a reliability curve; None: it is none."""
+    found = _CALIBRATION.fullmatch(metric)
+    return None if found is None else (found[1], found[2], found[3])
 
 
 ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
@@ -244,7 +258,7 @@ def score(values: Mapping[str, float], metric: str | None) -> float | None:
 
 def is_cross_entropy(metric: str, measured: Collection[str]) -> bool:
     """Return whether a metric is a mean cross-entropy of tokens, whose exponential means something."""
-    return metric.endswith("/loss") and not is_of_groups(metric, measured)
+    return metric.endswith("/loss") and measured_of(metric, measured) == "tokens"
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
