@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, Cursor, Role
-from raytune_fsdp.base.errors import ConfigError, RowError
+from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.cli import main
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, PreferenceFormat, ScoreFormat
 from raytune_fsdp.config.sections.model import HeadConfig
@@ -433,6 +433,20 @@ def test_a_pair_that_is_too_long_loses_what_both_begin_with(tmp_path: Path) -> N
     assert kept > 2
 
 
+def test_texts_with_a_class_under_another_format_are_pointed_out(tmp_path: Path) -> None:
+    windows = make_windows([write(tmp_path, scored_rows(2), type="chat")], cache=tmp_path)
+    with pytest.raises(
+        DataError, match="no column 'messages'.*{type: score, text: text, label: label}, for train.objective"
+    ):
+        windows.get(0, 0)
+    dataset = write(tmp_path, scored_rows(2), **{**AS_SCORE, "weight": None})
+    path = tmp_path / "rows.jsonl"
+    path.write_text(path.read_text().replace('"w"', '"weight"'))
+    assert [each.read_by for each in make_windows([dataset], cache=tmp_path, scoring=scoring(*LABELS)).unread] == [
+        "format.weight"
+    ]
+
+
 def test_people_see_classes_and_scores(tmp_path: Path) -> None:
     dataset = write(tmp_path, scored_rows(5), **AS_SCORE)
     windows = make_windows([dataset], cache=tmp_path, seq_len=60, shuffle="none", scoring=scoring(*LABELS))
@@ -530,6 +544,7 @@ def test_rows_with_the_same_text_are_held_out_together_and_only_equal_ones_are_d
     places_by_the_book(evals[HELD_OUT])
 
 
+@pytest.mark.thorough
 def test_a_run_opens_shows_and_counts_its_scored_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = write(tmp_path, [*scored_rows(9), {"text": "x", "label": "fine", "w": 1}], **AS_SCORE).model_dump(
         mode="json"
