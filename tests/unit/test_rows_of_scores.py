@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, Cursor, Role
 from raytune_fsdp.base.errors import ConfigError, DataError, RowError
 from raytune_fsdp.cli import main
+from raytune_fsdp.cli.step import _lines
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, PreferenceFormat, ScoreFormat
 from raytune_fsdp.config.sections.model import HeadConfig
 from raytune_fsdp.data.batches import fill_up, to_batch
@@ -34,6 +35,7 @@ from raytune_fsdp.demo import TOKENIZER
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.step_counts import GROUPS, TERM_TOKENS
 from raytune_fsdp.record.report.data import documents_of, preview, stats
+from raytune_fsdp.tools.audit.past import PastSample, PastStep
 from tests.config_text import dump_config
 from tests.rows import all_samples, demo_tokenizer, make_windows
 from tests.runs import make_config
@@ -458,6 +460,14 @@ def test_people_see_classes_and_scores(tmp_path: Path) -> None:
     lines = shown(windows)
     assert lines[1].startswith("  -- document 1, class 'bad', rows: ") and lines[1].endswith(" tokens, 1 trained")
     assert lines[2] == "  word number 0«<|pad|>»" and "document 2, class 'good', weight 2, rows" in lines[3]
+    origins = windows.origins(0, 0)[0]
+    past = PastStep(
+        step=1, line=None, names=windows.names, columns=windows.columns, scoring=windows.scoring,
+        tokenizer=demo_tokenizer(), samples=[PastSample(sample=all_samples(windows)[0], at=Cursor(), origins=origins)],
+    )  # fmt: skip
+    of_step = list(_lines(past, None, "", text=True))
+    assert of_step[2].endswith(f"{tmp_path / 'rows.jsonl'}:1, class 'bad': 7 tokens, 1 trained")
+    assert of_step[3] == "  word number 0«<|pad|>»"
     assert classes_of(windows) == {"bad": 3, "good": 2, "so-so": 0}
     counted, steps = census(windows), groups_of_steps(windows, 7, 1)
     said = list(stats(counted, title="train", groups=steps, kind=windows.kind))
