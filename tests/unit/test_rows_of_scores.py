@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -371,6 +373,28 @@ def test_packed_documents_are_scored_where_transformers_scores_them(tmp_path: Pa
     counts = fill_up(1, [batch], division, windows, windows_built=0).counts
     assert counts[GROUPS] == batch.target_tokens == sum(len(documents_of(each)) for each in samples[:2])
     assert counts[TERM_TOKENS] == 0
+
+
+def test_rows_of_files_and_functions_of_all_kinds_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": f"Text, {i}", "label": i % 3, "score": i / 4} for i in range(6)]
+    lines = "".join(f'"{row["text"]}",{row["label"]},{row["score"]}\n' for row in rows)
+    (tmp_path / "rows.csv").write_text("text,label,score\n" + lines)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "own_rows.py").write_text("def read(row):\n    return {'t': row['text'], 'l': row['label']}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"type": "python", "function": "own_rows:read", "then": {"type": "score", "text": "t", "label": "l"}}
+
+    def read(name: str, how: Scoring, **format: Any) -> list[Any]:
+        dataset = DatasetConfig.model_validate({"path": str(tmp_path / name), "format": {"type": "score", **format}})
+        windows = make_windows([dataset], cache=tmp_path, seq_len=40, scoring=how)
+        return [(each.id, each.columns.tolist() if each.columns is not None else None) for each in all_samples(windows)]
+
+    files = ("rows.csv", "rows.jsonl", "rows.parquet")
+    for how, field in ((scoring(*LABELS), "label"), (scoring(), "score")):
+        first, *others = (read(name, how, text="text", **{field: field}) for name in files)
+        assert first and all(each == first for each in others)
+    assert read("rows.jsonl", scoring(*LABELS), **own) == read("rows.csv", scoring(*LABELS), text="text", label="label")
 
 
 def test_pairs_stay_together_and_are_scored_at_their_ends(tmp_path: Path) -> None:
