@@ -42,6 +42,7 @@ targets' tokens (int32), their log-probabilities, and the logarithms of what is 
 
 _ROW = np.dtype([("name", NAME), ("targets", "<u8"), ("digest", "<u8"), ("mass", "<f8"), ("largest", "<f8")])
 """`mass`: of all tokens that are not kept, summed over targets; `largest`: the largest of one target."""
+ROW_BYTES = _ROW.itemsize
 _FLOATS: Mapping[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp64": np.dtype("<f8")}
 _ID = np.dtype("<i4")
 _PART = re.compile(r"[0-9a-f]{32}")
@@ -195,18 +196,19 @@ class TeacherFiles:
         names = (path.name.removesuffix(_SUFFIX) for path in (self.directory / "parts").glob(f"*{_SUFFIX}"))
         return sorted(name for name in names if _PART.fullmatch(name))
 
-    def write(self, names: Names, said: Sequence[bytes], masses: Sequence[Rest]) -> str:
-        """Keep what the teacher predicts in these documents. Return the name of the part."""
+    def write(self, names: Names, said: Sequence[bytes], masses: Sequence[Rest]) -> KeptPart:
+        """Keep what the teacher predicts in these documents. Return the part."""
         table = np.empty(len(names), dtype=_ROW)
-        table["name"] = names
-        for row, (data, rest) in enumerate(zip(said, masses, strict=True)):
-            table[row] = (names[row], rest.targets, xxhash.xxh3_64_intdigest(data), rest.mass, rest.largest)
-        head = self._head(len(names)) + b"\n"
-        hashed = xxhash.xxh3_128(head + table.tobytes())
+        for row, (name, data, rest) in enumerate(zip(names, said, masses, strict=True)):
+            table[row] = (name, rest.targets, xxhash.xxh3_64_intdigest(data), rest.mass, rest.largest)
+        head = self._head(len(names)) + b"\n" + table.tobytes()
+        hashed = xxhash.xxh3_128(head)
         for data in said:
             hashed.update(data)
-        part = hashed.hexdigest()
-        self._put(self.path(part), head, table.tobytes(), *said)
+        part = KeptPart(
+            name=hashed.hexdigest(), table=table, starts=np.cumsum([len(head), *map(len, said)], dtype=np.int64)
+        )
+        self._put(self.path(part.name), head, *said)
         return part
 
     def open(self, part: str) -> KeptPart | None:

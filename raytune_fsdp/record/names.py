@@ -88,6 +88,10 @@ in which it was idle, and in which it only communicated."""
 REFERENCE = "reference"
 """The log-probabilities that preferences are compared with are there. Fields: path of their files, documents, windows,
 and of this attempt: computed (windows) and seconds."""
+TEACHER = "teacher"
+"""The predictions that a run of distillation learns are there. Fields: model, path of their files, top_k, temperature,
+documents, windows, not_kept (of the teacher's probability, by dataset: mean and largest of a token), and of this
+attempt: computed (windows) and seconds."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
 the weights, and everything, a digest with the optimizer's state and the place in the data."""

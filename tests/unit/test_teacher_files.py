@@ -49,7 +49,7 @@ def written(own: TeacherFiles, *documents: tuple[list[int], int, int], seed: int
     batch = micro_batch(*documents)
     said = [predictions(targets, seed + number, own.form) for number, (_, targets, _) in enumerate(documents)]
     data = [each.to_bytes(own.form) for each in said]
-    return own.write(names_of(batch, grouped=False), data, [rest_of(each.rest) for each in said]), said
+    return own.write(names_of(batch, grouped=False), data, [rest_of(each.rest) for each in said]).name, said
 
 
 def lessons(own: TeacherFiles, *parts: str) -> Lessons:
@@ -188,12 +188,12 @@ def test_tokens_that_do_not_exist_are_refused(tmp_path: Path, wrong: int) -> Non
     own, batch = files(tmp_path), micro_batch(DOCUMENTS[0])
     said = predictions(2)
     said.ids[1, 2] = wrong
-    part = own.write(names_of(batch), [said.to_bytes(FORM)], [rest_of(said.rest)])
+    part = own.write(names_of(batch), [said.to_bytes(FORM)], [rest_of(said.rest)]).name
     with pytest.raises(DataError, match="tokens that do not exist"):
         lessons(own, part).told(batch)
     said.ids[1, 2] = 0
     said.rest[0] = np.nan
-    part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)])
+    part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)]).name
     with pytest.raises(DataError, match="or of no number"):
         lessons(own, part).told(batch)
 
