@@ -186,12 +186,15 @@ class ConsoleTracker(Tracker):
 
 
 def _preferred(step: StepMetrics) -> Iterator[str]:
-    """Say how many pairs are right, and how far apart rewards are."""
+    """Say how many pairs are right, and how far apart rewards are; or how far the student is from its teacher."""
     found = {f"train/{key}": value for key, value in step.preferences}
     if names.PAIRS_RIGHT in found:
         yield f"right {100 * found[names.PAIRS_RIGHT]:5.1f}%"
     if names.REWARDS[2] in found:
         yield f"margin {found[names.REWARDS[2]]:7.3f}"
+    for name, said in zip(names.FROM_TEACHER, ("kl", "reverse kl", "nll"), strict=True):
+        if name in found:
+            yield f"{said} {found[name]:.4f}"
 
 
 def _about(run: RunStart) -> Iterator[str]:

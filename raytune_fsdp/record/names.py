@@ -21,6 +21,9 @@ PAIRS_RIGHT = "train/rewards/accuracies"
 are also train/rewards/chosen and /rejected (of KTO: those of desirable and of undesirable answers), their difference
 /margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's:
 the names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
+FROM_TEACHER = ("train/kl/forward", "train/kl/reverse", "train/nll")
+"""With `train.objective.type=distill`: the divergences from teacher to student and back, those that have a weight, at
+the temperature of `teacher`, in nats for each target; and the cross-entropy of the data's tokens."""
 REWARDS = ("train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect
@@ -290,7 +293,8 @@ def labelled(key: str) -> tuple[str, str]:
     if kind == "perf" or key in EXPERT_LOAD:
         of, figure = "", rest
     elif kind == "train":
-        figure = next((each for each in OF_GROUPS if "/" in each and rest.endswith(each)), figure)
+        longer = (*OF_GROUPS, *(name.removeprefix("train/") for name in FROM_TEACHER))
+        figure = next((each for each in longer if "/" in each and rest.endswith(each)), figure)
         of = rest.removesuffix(figure).removesuffix("/")
     return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 

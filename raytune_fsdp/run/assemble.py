@@ -29,6 +29,7 @@ from raytune_fsdp.model.adapters.attach import is_adapted, keep_initial_adapters
 from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
@@ -116,7 +117,7 @@ def assemble(
         check_split_tokens(model, built.groups.sequence, device, dtype)
     groups = loss_of_groups(config, prepared, standing, built, reference, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    objective = Objective.of(config.train, built.routers, documents, loss, groups)
+    objective = Objective.of(config.train, built.routers, documents, loss, groups, Distillation.of(config))
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")

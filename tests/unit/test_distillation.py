@@ -60,6 +60,12 @@ def found_by_us(ours: list[torch.Tensor], what: Distillation, targets: Targets, 
     return linear_cross_entropy(*ours, targets.ids, shape, Objective(distillation=what), lesson=lesson)
 
 
+def found_plainly(logits: torch.Tensor, what: Distillation, targets: Targets) -> Losses:
+    return what.lesson(targets, logits).losses(
+        logits, logits.log_softmax(-1), logits.argmax(-1)[targets.places] == targets.ids
+    )
+
+
 def logits_by_the_book(right: list[torch.Tensor], shape: Shape = PLAIN) -> torch.Tensor:
     logits = nn.functional.linear(*right) * shape.scale
     return shape.softcap * torch.tanh(logits / shape.softcap) if shape.softcap else logits
@@ -111,15 +117,13 @@ def test_both_ways_agree_where_a_part_is_kept(what: Distillation, monkeypatch: p
     right = [each.detach().requires_grad_() for each in ours]
     found = found_by_us(ours, what, targets)
     logits = logits_by_the_book(right)
-    lesson = what.lesson(targets, logits)
-    each = lesson.losses(logits, nn.functional.cross_entropy(logits, targets.ids, reduction="none"))
+    plain = found_plainly(logits, what, targets)
     (found.total * 0.125).backward()
-    (each.sum() * 0.125).backward()
-    assert torch.allclose(found.each, each, rtol=1e-12, atol=1e-12) and differs(ours, right) <= 1e-12
-    assert found.groups is not None
-    theirs = lesson.recorded(each.detach(), logits.argmax(-1) == targets.ids)
-    assert torch.allclose(found.groups.figures, theirs.figures, rtol=1e-12, atol=1e-12)
-    assert len(theirs.figures) == 3 + bool(what.forward) + bool(what.reverse)
+    (plain.total * 0.125).backward()
+    assert torch.allclose(found.each, plain.each, rtol=1e-12, atol=1e-12) and differs(ours, right) <= 1e-12
+    assert found.groups is not None and plain.groups is not None
+    assert torch.allclose(found.groups.figures, plain.groups.figures, rtol=1e-12, atol=1e-12)
+    assert len(plain.groups.figures) == 3 + bool(what.forward) + bool(what.reverse)
 
 
 @pytest.mark.parametrize("k", [1, 64])
@@ -134,12 +138,12 @@ def test_what_is_lost_with_the_others(k: int) -> None:
     among = [(each - own[:, None]).masked_fill(~out, 0) for each, own in zip((log_p, log_q), mass, strict=True)]
     for number, what in enumerate((Distillation(), Distillation(forward=0.0, reverse=1.0))):
         own, full = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        each = what.lesson(targets, logits).losses(own, torch.zeros(TARGETS, dtype=torch.float64))
+        plain = found_plainly(own, what, targets)
         whole = divergences(log_p, full.log_softmax(-1))[number]
         one, other = (among[number], among[1 - number])
         lost = mass[number].exp() * (one.exp() * out * (one - other)).sum(-1)
-        assert torch.allclose(whole - each, lost, rtol=1e-9, atol=1e-12) and bool((lost > 0).all())
-        each.sum().backward()
+        assert torch.allclose(whole - plain.each, lost, rtol=1e-9, atol=1e-12) and bool((lost > 0).all())
+        plain.total.backward()
         whole.sum().backward()
         if number == 0:
             apart = (own.grad - full.grad).abs().sum(-1)
@@ -159,13 +163,13 @@ def test_what_is_next_to_impossible() -> None:
     for what in (Distillation(), Distillation(forward=0.0, reverse=1.0)):
         wide = taught_in(torch.float64, targets)
         with_grad = logits.double().requires_grad_()
-        right = what.lesson(wide, with_grad).losses(with_grad, with_grad.new_zeros(2))
-        right.sum().backward()
+        plain = found_plainly(with_grad, what, wide)
+        plain.total.backward()
         found = logits.clone()
         each, _ = what.lesson(targets, found).losses_and_gradients(found, slice(0, 2), None)
-        assert torch.allclose(each.double(), right, rtol=1e-6)
+        assert torch.allclose(each.double(), plain.each, rtol=1e-6)
         assert torch.allclose(found.double(), with_grad.grad, rtol=1e-5, atol=1e-6)
-    assert right[1].item() > 40, "or nothing was improbable"
+    assert plain.each[1] > 40, "or nothing was improbable"
 
 
 def taught_in(dtype: torch.dtype, targets: Targets) -> Targets:

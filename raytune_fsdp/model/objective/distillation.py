@@ -25,11 +25,11 @@ import torch
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import MicroBatch, Targets, Taught
-from raytune_fsdp.config.sections.objectives import DistillObjective, ObjectiveChoice
-from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.objectives import DistillObjective
 from raytune_fsdp.model.attention.choose import inputs_of, logits_of
 from raytune_fsdp.model.objective.chunked_head import LossHead, tokens_at_once
-from raytune_fsdp.model.objective.losses import Recorded
+from raytune_fsdp.model.objective.losses import Losses, Recorded
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, losses_and_gradients
 from raytune_fsdp.model.pieces.sums import summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
@@ -45,14 +45,14 @@ class Distillation:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, objective: ObjectiveChoice, teacher: TeacherConfig | None) -> Distillation | None:
+    def of(cls, config: FinetuneConfig) -> Distillation | None:
         """Return what a config asks for; None: nothing is learned from a teacher."""
-        if not isinstance(objective, DistillObjective):
+        objective = config.train.objective
+        if not isinstance(objective, DistillObjective) or config.teacher is None:
             return None
-        assert teacher is not None  # config/objective.py
         return cls(
             forward=objective.forward, reverse=objective.reverse, cross_entropy=objective.cross_entropy,
-            temperature=teacher.temperature,
+            temperature=config.teacher.temperature,
         )  # fmt: skip
 
     def lesson(self, targets: Targets, like: torch.Tensor) -> Lesson:
@@ -105,11 +105,15 @@ class Lesson:
         self._found[:, part] = torch.stack([*divergences, nll])
         return self._loss(divergences, nll), right
 
-    def losses(self, logits: torch.Tensor, nll: torch.Tensor) -> torch.Tensor:
-        """Return the losses of all targets from their logits, where torch finds the gradient. `nll`: their
-        cross-entropies."""
-        what, taught = self._what, _part_of(self._targets, slice(None), nll.dtype)
-        scaled = logits.to(nll.dtype) / what.temperature
+    def losses(self, logits: torch.Tensor, log_probabilities: torch.Tensor, right: torch.Tensor) -> Losses:
+        """Return the losses of a micro-batch from all of its logits, where torch finds the gradient.
+
+        `log_probabilities`: of these logits, one place after the other. `right`: by target.
+        """
+        places, what = self._targets.places, self._what
+        nll = -log_probabilities[places, self._targets.ids]
+        taught = _part_of(self._targets, slice(None), nll.dtype)
+        scaled = logits.reshape(log_probabilities.shape)[places].to(nll.dtype) / what.temperature
         log_sum = scaled.logsumexp(-1)
         log_q = scaled.gather(-1, taught.ids) - log_sum[:, None]
         log_rest = torch.full_like(log_sum, -torch.inf)
@@ -118,7 +122,9 @@ class Lesson:
         weighted = ((what.forward, _forward), (what.reverse, _reverse))
         divergences = [diverge(taught, log_q, log_rest).value for weight, diverge in weighted if weight]
         self._found[:] = torch.stack([each.detach() for each in (*divergences, nll)])
-        return self._loss(divergences, nll)
+        each = self._loss(divergences, nll)
+        fixed = each.detach()
+        return Losses(total=each.sum(), each=fixed, right=right, groups=self.recorded(fixed, right))
 
     def _loss(self, divergences: list[torch.Tensor], nll: torch.Tensor) -> torch.Tensor:
         what = self._what

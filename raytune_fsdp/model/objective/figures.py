@@ -1,13 +1,23 @@
-"""What sums over groups come to: loss, rewards, accuracy, log-probabilities, under the names that TRL gives them."""
+"""What sums over groups come to: loss, rewards, accuracy, log-probabilities, under the names that TRL gives them; and
+what is recorded where a teacher is learned from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
+from raytune_fsdp.config.sections.objectives import DistillObjective, KtoObjective, ObjectiveChoice, SftObjective
 from raytune_fsdp.model.objective.judged import KINDS
 
 PAIRS_RIGHT = "rewards/accuracies"
+
+
+def taught_values(objective: ObjectiveChoice) -> list[str]:
+    """Return what is recorded of each target besides loss and right choices: divergences from the teacher that have a
+    weight, at the run's temperature and without weights, and the cross-entropy of the data's tokens."""
+    if not isinstance(objective, DistillObjective):
+        return []
+    weights = {"kl/forward": objective.forward, "kl/reverse": objective.reverse}
+    return [*(name for name, weight in weights.items() if weight), "nll"]
 
 
 def values_of(objective: ObjectiveChoice) -> list[str]:

@@ -72,10 +72,7 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
         total, found = bent_sum(objective.bends, log_probabilities[places, ids], batch.targets)
         each, groups = found.values, found.recorded
     if objective.distillation is not None:
-        lesson = objective.distillation.lesson(batch.targets, each)
-        bent = lesson.losses(logits.reshape(len(log_probabilities), -1)[places], -log_probabilities[places, ids])
-        total, each = bent.sum(), bent.detach()
-        groups = lesson.recorded(each, right)
+        return objective.distillation.lesson(batch.targets, each).losses(logits, log_probabilities, right)
     return Losses(total=total, each=each, right=right, groups=groups)
 
 
