@@ -73,6 +73,11 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     )
     place = past_place(found.run)
     config = placed(config, place)
+    if found.loss and config.model.head is not None:
+        raise ConfigError(
+            "--loss: the model of this run scores documents (model.head) and predicts no token, so they have no "
+            "cross-entropy: leave --loss out"
+        )
     with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
@@ -145,7 +150,7 @@ def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int
                 "tokens": document.stop - document.start,
                 "trained": int((sample.labels[document] != IGNORE).sum()),
             }
-            if role := role_of(sample, document, past.columns):
+            if role := role_of(sample, document, past.columns, past.scoring):
                 about["role"] = ", ".join(role)
             if losses is not None:
                 total, targets = losses[number][index]

@@ -199,10 +199,11 @@ OF_GROUPS = {
     "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margins",
     "rewards/chosen": "rewards_chosen", "rewards/rejected": "rewards_rejected", "nll_loss": "nll_loss", "kl": "kl",
     "logps/chosen": "logps_chosen", "logps/rejected": "logps_rejected",
+    "accuracy": "accuracy", "confidence": "confidence", "mae": "mae", "score": "score",
 }  # fmt: skip
-"""What is measured of pairs and of judged answers, eval/<dataset>/<name>, by what it is called in training."""
+"""What is measured of pairs, judged answers and scores, eval/<dataset>/<name>, by what it is called in training."""
 _HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen", "f1", "auc", "r2", "pearson")
-_ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "mae")}
+_ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "mae", "confidence")}
 """What nothing else has."""
 _CALIBRATION = re.compile(r"eval/(.+)/calibration/([0-9]{2})/(confidence|right)")
 

@@ -92,7 +92,11 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"train.{field}={value} with train.objective.type={self.objective.type}: it changes the cross-entropy of "
                     f"documents, which this objective is not: leave {field} out"
-                    + (", or set train.objective.label_smoothing" if field == "label_smoothing" else "")
+                    + (
+                        ", or set train.objective.label_smoothing"
+                        if field == "label_smoothing" and hasattr(self.objective, field)
+                        else ""
+                    )
                 )
         return self
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 class BendsGroups(Protocol):
     """What puts the losses of groups in the place of cross-entropies."""
 
-    def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent: ...
+    def bend(self, log_probabilities: torch.Tensor, targets: Targets, /) -> Bent:
+        """Return the values of a micro-batch's targets, from their log-probabilities; of a head that scores: from their
+        scores."""
 
     def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
         """Return itself in a step with these `StepCounts`. Collective."""

@@ -32,11 +32,13 @@ from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choos
 from raytune_fsdp.model.compile_layers import EAGER
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.network import init_buffers
-from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install_chunked_loss
+from raytune_fsdp.model.objective.chunked_head import LossHead, install_chunked_loss
 from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.groups import GroupStandIn
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
+from raytune_fsdp.model.objective.score_head import choose_loss_of
+from raytune_fsdp.model.objective.scores import ScoreStandIn
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
@@ -353,10 +355,11 @@ def one_step(
 def _stood_for(config: FinetuneConfig) -> Objective:
     """Return what takes the work of a run's objective, whose numbers of documents are not counted."""
     train = config.train
+    groups = ScoreStandIn() if train.objective.scores else GroupStandIn()
     return Objective.of(
         train,
         own=None if train.loss is None else StandIn(),
-        groups=None if train.objective.rows is None else GroupStandIn(),
+        groups=None if train.objective.rows is None else groups,
         distillation=Distillation.of(config),
     )
 
@@ -366,7 +369,7 @@ def assume_kernels(
 ) -> Mapping[str, KernelChoice]:
     """Give the network what such devices would choose with nothing installed besides torch; return the choices."""
     check_shared(config, model, needs)
-    loss = choose_loss(config.model.loss, needs, kept=None)
+    loss = choose_loss_of(config.model, needs, kept=None)
     if loss.name == "chunked":
         install_chunked_loss(model)
         head = model.get_output_embeddings()
@@ -393,13 +396,17 @@ def assume_kernels(
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:
-    """Return micro-batches without padding, every token but the first trained on: no real one needs more."""
+    """Return micro-batches without padding, every token but the first trained on: no real one needs more.
+
+    A head that scores has one target in each document, here the last token of a sample.
+    """
     length, vocabulary = config.data.seq_len, hf_config.get_text_config().vocab_size
     ids = (np.arange(length) % vocabulary).astype(np.int32)
     positions = np.arange(length, dtype=np.int32)
+    trained = positions == length - 1 if config.model.head is not None else positions > 0
     sample = PackedSample(
         input_ids=ids,
-        labels=np.where(positions == 0, -100, ids).astype(np.int32),
+        labels=np.where(trained, ids, -100).astype(np.int32),
         position_ids=positions,
         source_ids=np.zeros_like(ids),
         id=0,

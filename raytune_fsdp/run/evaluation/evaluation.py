@@ -15,11 +15,12 @@ from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import values_of
-from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.scores import LossOfGroups, loss_of
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
+from raytune_fsdp.run.evaluation.score_figures import names_of
 from raytune_fsdp.run.evaluation.tasks import measure_tasks, metrics_of
 
 
@@ -36,8 +37,8 @@ class Evaluation:
     """Whether losses have the same bits at any number of ranks."""
     given: Given | None = None
     """What the reference gives to documents, if there is one."""
-    groups: GroupObjective | None = None
-    """The loss of datasets of pairs or of judged answers."""
+    groups: LossOfGroups | None = None
+    """The loss of datasets of pairs, of judged answers or of documents with scores."""
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class Evaluation:
         config: FinetuneConfig,
         datasets: Mapping[str, Windows],
         tasks: Sequence[Questions],
-        groups: GroupObjective | None = None,
+        groups: LossOfGroups | None = None,
     ) -> Evaluation:
         """Return the evaluation of a run whose datasets and questions have been opened.
 
@@ -53,7 +54,7 @@ class Evaluation:
         """
         chosen, objective = config.eval, config.train.objective
         if groups is None and objective.rows is not None:
-            groups = GroupObjective.of(objective)
+            groups = loss_of(objective)
         return cls(
             datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens,
             exact=config.run.exact, groups=groups,
@@ -94,7 +95,8 @@ def metrics_of_run(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: 
     found = [name for task in tasks for name in metrics_of(task)]
     for name, windows in evals.items():
         if windows.kind is not None:
-            found += [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
+            objective = config.train.objective
+            found += [evaluation_of_groups(name, kind) for kind in (*values_of(objective), *names_of(objective))]
         else:
             found += [evaluation_loss(name), evaluation_accuracy(name)]
     return found

@@ -17,8 +17,7 @@ from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.checkpoint.catalogue import ways_out_of_divergence
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice, SftObjective
-from raytune_fsdp.model.objective.figures import PAIRS_RIGHT, group_values, taught_values
-from raytune_fsdp.model.objective.judged import KINDS
+from raytune_fsdp.model.objective.figures import group_values, kinds_of, right_of, taught_values
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.step_counts import StepCounts, digest_of
 from raytune_fsdp.run.measure.against_prediction import Forecast
@@ -195,7 +194,9 @@ class Meter:
         counts = StepCounts.unpack(packed, pending.step, self._plan.division, many)
         self.cursor = counts.cursor
         loss, norm, skipped, *rest = values
-        kinds = len(KINDS) if self._objective.rows is not None else 2 + len(taught_values(self._objective))
+        kinds = 2 + len(taught_values(self._objective))
+        if self._objective.rows is not None:
+            kinds = len(kinds_of(self._objective))
         load = np.array(rest[kinds * many :]).reshape(self._experts)
         sums = np.array(rest[: kinds * many]).reshape(kinds, many)
         flops = training_flops(
@@ -254,8 +255,8 @@ class Meter:
             (f"{name}/{key}", own[key]) for name, own in each.items() for key, _ in found if key in own and several
         ]
         datasets = tuple(
-            (name, own["loss"], own.get(PAIRS_RIGHT), int(groups))
-            for (name, own), groups in zip(each.items(), sums[KINDS.index("groups")], strict=True)
+            (name, own["loss"], right_of(own), int(groups))
+            for (name, own), groups in zip(each.items(), sums[kinds_of(self._objective).index("groups")], strict=True)
             if own
         )
         return {"datasets": datasets if several else (), "preferences": tuple(found)}
