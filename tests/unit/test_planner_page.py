@@ -22,7 +22,7 @@ from raytune_fsdp.record.jsonl import append_event
 
 _HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
 
-_LARGE = ("llama3-70b-qlora", "falcon-180b-lora", "gpt-oss-20b-lora", "qwen3-8b-lora", "qwen3.5-9b-lora")
+_LARGE = ("llama3-70b-qlora", "falcon-180b-lora", "gpt-oss-20b-lora", "qwen3-8b-lora", "qwen3.5-9b-lora", "llama3-8b-reward")
 """Recipes that take the planner four seconds or more each."""
 
 SEVENTY = ("--config", "llama2-70b-full-16xa100", "--gpu", "A100-80GB", "--network", "400Gbps", "--price", "2.5")
