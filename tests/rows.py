@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.batch import PADDING, PackedSample
 from raytune_fsdp.config import DataConfig, DatasetConfig, TokensFormat
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.demo import TOKENIZER
 
@@ -43,6 +44,7 @@ def make_windows(
     order_version: int | None = None,
     columns: Sequence[str] = (),
     over_all: bool = False,
+    scoring: Scoring | None = None,
     **options: Any,
 ) -> Windows:
     """Windows of 8 rows and samples of 16 tokens, unless `options` (of the data section) say otherwise."""
@@ -58,6 +60,7 @@ def make_windows(
         order_version=order_version,
         columns=columns,
         over_all=over_all,
+        scoring=scoring,
     )
 
 

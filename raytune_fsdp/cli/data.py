@@ -71,8 +71,8 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     samples = Stream(windows, seed=config.run.seed).samples(Cursor())
     for number, each in enumerate(islice(samples, found.samples), start=1):
-        title, names, columns = f"sample {number}", windows.names, windows.columns
-        for line in preview(each.sample, tokenizer, names, title=title, colours=colours, columns=columns):
+        about = {"title": f"sample {number}", "columns": windows.columns, "scoring": windows.scoring}
+        for line in preview(each.sample, tokenizer, windows.names, colours=colours, **about):
             print(line)
     return 0
 
@@ -87,7 +87,7 @@ def stats_parser(prog: str) -> ConfigParser:
 def _stats(arguments: Sequence[str], prog: str) -> int:
     parser = stats_parser(prog)
     found, config = parse_for_data(parser, arguments)
-    from raytune_fsdp.data.census import census, groups_of_steps
+    from raytune_fsdp.data.census import census, classes_of, groups_of_steps
     from raytune_fsdp.data.left_out import left_out_of
     from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
     from raytune_fsdp.record.report.data import plot_lengths, stats
@@ -109,6 +109,8 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
         of_steps = groups_of_steps(windows, config.run.seed, config.train.global_batch) if windows is train else None
         for line in stats(counted, title=what, groups=of_steps, kind=windows.kind):
             say(line)
+        if classes := classes_of(windows):
+            say("classes: " + ", ".join(f"{name} {many:,}" for name, many in classes.items()))
         print()
     for name, (before, after) in left_out_of(train.names, train.sources).items():
         print(f"left out of {name}: {before - after:,} of {before:,} rows, as equal ones are measured or trained on")

@@ -144,7 +144,7 @@ def plan_in_words(
     over = layout.shard_size * layout.tensor
     rounds = f"{division.full_rounds} a step"
     by_clock = ["by the clock (checkpoint.every)"] if config.checkpoint.by_clock else []
-    groups = "pairs" if config.train.objective.rows == "preference" else "answers"
+    groups = {"preference": "pairs", "score": "documents"}.get(config.train.objective.rows or "", "answers")
     about = "about " if counted is not None and counted.estimated else ""
     saved = [*([cadence_in_words(plan.save_every)] if plan.saves > 1 or not by_clock else []), *by_clock]
     rows = {

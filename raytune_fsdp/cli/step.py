@@ -73,10 +73,16 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     )
     place = past_place(found.run)
     config = placed(config, place)
+    if found.loss and config.model.head is not None:
+        raise ConfigError(
+            "--loss: the model of this run scores documents (model.head) and predicts no token, so they have no "
+            "cross-entropy: leave --loss out"
+        )
     with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
     grouped = config.train.objective.rows is not None
+    taught = config.train.objective.learns
     whence, loss_is = _kind_of(config.train.loss, None, grouped=grouped)
     if found.loss and losses is None:
         checkpoint = checkpoint_before(place, found.step)
@@ -86,7 +92,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
                 "out, keep more checkpoints (checkpoint.keep_every), or record them (tracking.documents)"
             )
         losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
-        whence, loss_is = _kind_of(config.train.loss, checkpoint, grouped=grouped)
+        whence, loss_is = _kind_of(config.train.loss, checkpoint, grouped=grouped or taught)
     if found.json:
         for *_, about in _documents(past, losses):
             about.update({"loss_is": loss_is} if losses is not None else {})
@@ -100,7 +106,8 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
 def _kind_of(own: str | None, checkpoint: CommittedCheckpoint | None, *, grouped: bool = False) -> tuple[str, str]:
     """Say what losses these are, to people and to programs: recorded ones, or those under a checkpoint.
 
-    `grouped`: the run's losses are of pairs or judged answers, which no single document has.
+    `grouped`: the run's losses are of pairs or judged answers, which no single document has; or, under a checkpoint, of
+    a teacher's predictions.
     """
     if checkpoint is None and grouped:
         return "cross-entropies by document, as recorded", "cross-entropy"
@@ -143,7 +150,7 @@ def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int
                 "tokens": document.stop - document.start,
                 "trained": int((sample.labels[document] != IGNORE).sum()),
             }
-            if role := role_of(sample, document, past.columns):
+            if role := role_of(sample, document, past.columns, past.scoring):
                 about["role"] = ", ".join(role)
             if losses is not None:
                 total, targets = losses[number][index]

@@ -7,6 +7,7 @@ from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.formats import Format, PythonFormat, ScoreFormat, groups_of
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.objectives import ClassificationObjective, ObjectiveChoice
+from raytune_fsdp.config.sections.parallel import ParallelConfig
 from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 
@@ -24,11 +25,15 @@ def check_objective(
     evaluation: EvalConfig,
     model: ModelConfig,
     teacher: TeacherConfig | None,
+    parallel: ParallelConfig,
 ) -> None:
     """Refuse rows that the objective is not of, what would part the answers of a row, a reference or a teacher for
     nothing, and a head that it has no use for."""
     _check_rows(objective, data)
-    _check_head(objective, data, model)
+    _check_head(objective, model)
+    if objective.scores:
+        _check_scored(objective, data, evaluation)
+        _check_without_tokens(data, parallel)
     if objective.learns and teacher is None:
         raise ValueError("train.objective.type=distill needs teacher.model: name the model to learn from")
     if teacher is not None and not objective.learns:
@@ -37,6 +42,8 @@ def check_objective(
             "the section out, or set the type to distill"
         )
     whole = "the answers of a row stay whole and together"
+    if objective.rows == "score":
+        whole = "a document that is scored stays whole"
     if objective.rows is not None and data.packing == "concat":
         raise ValueError(
             f"data.packing=concat with train.objective.type={objective.type}: {whole}; set packing to best_fit or none"
@@ -69,7 +76,8 @@ def _check_rows(objective: ObjectiveChoice, data: DataConfig) -> None:
                 f"of {rows}: {single if kind is None else _WAYS[kind]}"
             )
     for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
-        if groups_of(measured.format) not in (None, objective.rows):
+        kind = groups_of(measured.format)
+        if kind != objective.rows and (kind is not None or objective.scores):
             field, made = _made_by(measured.format)
             raise ValueError(
                 f"data.eval.{number}.{field}={made} with train.objective.type={objective.type}, whose "
@@ -77,7 +85,7 @@ def _check_rows(objective: ObjectiveChoice, data: DataConfig) -> None:
             )
 
 
-def _check_head(objective: ObjectiveChoice, data: DataConfig, model: ModelConfig) -> None:
+def _check_head(objective: ObjectiveChoice, model: ModelConfig) -> None:
     head, kind = model.head, objective.type
     if head is None:
         if objective.scores:
@@ -109,13 +117,41 @@ def _check_head(objective: ObjectiveChoice, data: DataConfig, model: ModelConfig
             f"model.head.outputs={head.size} with train.objective.type={kind}, which is of one number: leave outputs and "
             "labels out, or set the type to classification"
         )
+
+
+def _check_scored(objective: ObjectiveChoice, data: DataConfig, evaluation: EvalConfig) -> None:
+    """Refuse rows without what they are scored by, and what needs a model that predicts tokens."""
     field = "label" if isinstance(objective, ClassificationObjective) else "score"
-    for number, dataset in enumerate(data.train):
-        returned = dataset.format.then if isinstance(dataset.format, PythonFormat) else dataset.format
-        if isinstance(returned, ScoreFormat) and getattr(returned, field) is None:
+    measured = [] if isinstance(data.eval, HeldOutConfig) else data.eval
+    for place, datasets in (("data.train", data.train), ("data.eval", measured)):
+        for number, dataset in enumerate(datasets):
+            returned = dataset.format.then if isinstance(dataset.format, PythonFormat) else dataset.format
+            if isinstance(returned, ScoreFormat) and getattr(returned, field) is None:
+                raise ValueError(
+                    f"{place}.{number}.format names no {field} with train.objective.type={objective.type}: name the "
+                    f"column of its {field}"
+                )
+    for name in ("tasks", "prompts"):
+        if getattr(evaluation, name):
             raise ValueError(
-                f"data.train.{number}.format names no {field} with train.objective.type={kind}: name the column of its "
-                f"{field}"
+                f"eval.{name} with train.objective.type={objective.type}: a model with model.head predicts no token, so it "
+                f"answers nothing: leave {name} out"
+            )
+
+
+def _check_without_tokens(data: DataConfig, parallel: ParallelConfig) -> None:
+    """Refuse what a head that predicts no tokens cannot do."""
+    if parallel.mesh.tensor > 1:
+        raise ValueError(
+            f"parallel.mesh.tensor={parallel.mesh.tensor} with model.head: ranks that share layers share the rows of a head "
+            "that predicts tokens, and this one has hardly any: set parallel.mesh.tensor=1"
+        )
+    for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
+        if groups_of(measured.format) is None:
+            field, made = _made_by(measured.format)
+            raise ValueError(
+                f"data.eval.{number}.{field}={made} with model.head: the loss of predicted tokens is measured of such rows, "
+                "and this model predicts none: give it another format, or leave it out"
             )
 
 

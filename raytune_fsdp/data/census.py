@@ -115,6 +115,18 @@ def answers_of(windows: Windows, progress: Progress | None, build: Builder = bui
     return roles[Role.DESIRABLE], roles[Role.UNDESIRABLE]
 
 
+def classes_of(windows: Windows) -> dict[str, int]:
+    """Return how many documents of the first epoch each class has; empty if there are none. Reads every window."""
+    scoring, many = windows.scoring, Counter[float]()
+    if scoring is None or windows.kind != "score" or scoring.outputs == 1:
+        return {}
+    for k in range(windows.count(0)):
+        columns = windows.get(0, k)[0].samples.columns
+        many.update([] if columns is None else columns[:, GROUP_COLUMNS.index("margin")].tolist())
+    names = scoring.labels or tuple(map(str, range(scoring.outputs)))
+    return {name: many[number] for number, name in enumerate(names)}
+
+
 def _restore(windows: Windows, written: str | None) -> Census | None:
     """Return the counts of an epoch from an earlier census; None if there are none."""
     if written is None:

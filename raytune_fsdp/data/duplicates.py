@@ -27,6 +27,7 @@ from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.prepared import prepare_file
 from raytune_fsdp.data.sources.source import Source
@@ -66,10 +67,12 @@ class RowReader:
         order: int = ORDER_VERSION,
         *,
         prompts: bool = False,
+        scoring: Scoring | None = None,
     ) -> RowReader:
         """Make the reader of a dataset. `order`: the version by whose rules rows are read.
 
-        `prompts`: for which rows with answers have equal prompts, instead of which are equal.
+        `prompts`: for which rows with answers have equal prompts, instead of which are equal. `scoring`: as for
+        `Formatter`.
         """
         options: dict[str, Any] = {
             "tokenizer": tokenizer,
@@ -79,7 +82,7 @@ class RowReader:
             "special_tokens": data.special_tokens_in_text,
             "order": order,
             "copied": True,
-        }
+        } | ({} if scoring is None else {"scoring": scoring})
         formatter = Formatter(dataset.format, **options)
         try_functions([formatter], [source], order)
         try_templates([formatter], [source])

@@ -13,6 +13,7 @@ from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import FORMAT
 from raytune_fsdp.data.mixture import FIFTH_ORDER
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import Source
@@ -96,9 +97,14 @@ def turns_of(by_turn: Sequence[bool], order_version: int) -> dict[str, Any]:
     return {f"datasets.{i}.turns": ONE_BY_ONE for i, each in enumerate(by_turn) if each and wanted}
 
 
-def told_of(columns: Sequence[str], over_all: bool) -> dict[str, Any]:
-    """Return the entries for what a loss needs in the windows: columns, and more targets (`sft.over=all`)."""
-    return ({"columns": list(columns)} if columns else {}) | ({"over_all": True} if over_all else {})
+def told_of(columns: Sequence[str], over_all: bool, scoring: Scoring | None) -> dict[str, Any]:
+    """Return the entries for what a loss needs in the windows: columns, more targets (`sft.over=all`), a head's."""
+    found = ({"columns": list(columns)} if columns else {}) | ({"over_all": True} if over_all else {})
+    if scoring is None:
+        return found
+    return found | {
+        "head": {"pad_token": scoring.pad_token, "labels": list(scoring.labels), "outputs": scoring.outputs}
+    }
 
 
 def _templates_of(datasets: Sequence[DatasetConfig]) -> dict[str, Any]:

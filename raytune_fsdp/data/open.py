@@ -15,6 +15,7 @@ from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.data.duplicates import RowReader, groups_of, in_either, is_read_cheaply
 from raytune_fsdp.data.left_out import warn_of_measured, without_equal
 from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.sources.opening import open_sources
 from raytune_fsdp.data.sources.places import find_files
 from raytune_fsdp.data.sources.selection import Selected, hold_out
@@ -63,8 +64,10 @@ def open_data(
     if isinstance(data.eval, HeldOutConfig):
         alike = own if order >= FOURTH_ORDER else None
         if config.train.objective.rows is not None:
+            scoring = _scoring_of(config, tokenizer)
             readers = [
-                RowReader.of(*each[:2], data, tokenizer, vocab_size, order, prompts=True) for each in compared
+                RowReader.of(*each[:2], data, tokenizer, vocab_size, order, prompts=True, scoring=scoring)
+                for each in compared
             ]  # several answers to one prompt are measured, or trained on
             of_prompts = groups_of(readers, cache_of(config), progress)
             alike = dict(zip(trained, in_either(of_prompts, groups), strict=True))
@@ -141,7 +144,7 @@ def _groups(
             "data.drop_eval_duplicates=true or data.drop_duplicates=true to have them read once more for it", left,
         )  # fmt: skip
     readers = [
-        RowReader.of(dataset, source, data, tokenizer, vocab_size, order)
+        RowReader.of(dataset, source, data, tokenizer, vocab_size, order, scoring=_scoring_of(config, tokenizer))
         for dataset, source, order in (compared[i] for i in some)
     ]
     for i, own in zip(some, groups_of(readers, cache_of(config), progress), strict=True):
@@ -166,11 +169,16 @@ def _opener(
 ) -> _Opener:
     cache, term = cache_of(config), getattr(config.train.objective, "sft", None)
     over_all = term is not None and term.weight > 0 and term.over == "all"
+    scoring = _scoring_of(config, tokenizer)
     return lambda datasets, sources=None, columns=(): Windows(
         datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
         progress=progress, order_version=order_version, newest_order=newest_order, sources=sources, columns=columns,
-        over_all=over_all,
+        over_all=over_all, scoring=scoring,
     )  # fmt: skip
+
+
+def _scoring_of(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> Scoring | None:
+    return None if config.model.head is None else Scoring.of(config.model.head, tokenizer)
 
 
 def _named(datasets: Sequence[DatasetConfig], windows: _Opener) -> dict[str, Windows]:

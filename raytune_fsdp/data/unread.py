@@ -36,6 +36,7 @@ _KNOWN: dict[str, dict[str, str]] = {
     "instruction": {**_SYSTEM, **_CONTEXT, **_ANSWERS, **_BY_FUNCTION},
     "preference": {**_ASKED, "margin": "format.margin"},
     "binary": _ASKED,
+    "score": {**dict.fromkeys(_SYSTEM, _FUNCTION), **_BY_FUNCTION, "weight": "format.weight"},
     "template": {**dict.fromkeys((*_SYSTEM, *_CONTEXT), "format.prompt"), "history": _FUNCTION},
     "completion": {**_ANSWERS},
     "tokens": {"labels": "format.labels", **_MASKS},

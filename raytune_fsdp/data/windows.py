@@ -34,6 +34,8 @@ from raytune_fsdp.data.packing import Arrangement, Gathered, PackedSamples, RowO
 from raytune_fsdp.data.rows.conversation import MISSING_COLUMN
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.pairs import trained_tokens
+from raytune_fsdp.data.rows.scores.scored import cut_scored
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import TemplateChoice
 from raytune_fsdp.data.sources.opening import columns_of, open_sources
 from raytune_fsdp.data.sources.source import Source, dataset_names
@@ -79,17 +81,17 @@ class Windows:
         sources: Sequence[Source] | None = None,
         columns: Sequence[str] = (),
         over_all: bool = False,
+        scoring: Scoring | None = None,
     ) -> None:
         """`order_version`: the version of the run that continues; None or an unknown one for a new run. `newest_order`:
         the newest version when the run was begun, if it may have gained these datasets since. `sources`: those of the
-        datasets, if they are open already. `columns`: those that a loss of the user's own is told. `over_all`: whether
-        all tokens of chosen documents are targets (`sft.over`).
-        """
+        datasets, if they are open. `columns`: those that a loss of the user's own is told. `over_all`: whether all
+        tokens of chosen documents are targets (`sft.over`). `scoring`: how documents are scored, if they are."""
         order = Order.of(order_version, newest_order)
         self._datasets, self.data, self.seed = datasets, data, seed
         self.kind = groups_of(datasets[0].format)
         """The kind of groups that rows make; None: documents stand alone."""
-        self._told = tuple(columns), over_all and self.kind == "preference"
+        self._told = tuple(columns), over_all and self.kind == "preference", scoring
         self.columns = self._told[0] if self.kind is None else GROUP_COLUMNS
         """Names of the numbers that a loss is told of each document."""
         self.names = dataset_names(datasets)
@@ -126,10 +128,10 @@ class Windows:
         self._warned_of_size = self._warned_of_cache = False
 
     def _made_formatters(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, order: Order) -> list[Formatter]:
-        columns, over_all = self._told
+        columns, over_all, scoring = self._told
         options: Any = {
             "tokenizer": tokenizer, "vocab_size": vocab_size, "order": order.rules, "columns": columns,
-            "special_tokens": self.data.special_tokens_in_text, "over_all": over_all,
+            "special_tokens": self.data.special_tokens_in_text, "over_all": over_all, "scoring": scoring,
         }  # fmt: skip
         every = zip(self._datasets, self.sources, strict=True)
         return [
@@ -163,6 +165,11 @@ class Windows:
         for formatter in formatters:
             formatter.read_by(version)
         return version
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """How documents are scored; None: their tokens are predicted."""
+        return self._told[2]
 
     @property
     def seq_len(self) -> int:
@@ -441,7 +448,7 @@ class Windows:
                 replace(document, input_ids=document.input_ids[part], labels=document.labels[part]) for part in ends
             ]
         if policy == "truncate":
-            cut = cut_to(document, self.seq_len)
+            cut = (cut_scored if self.kind == "score" else cut_to)(document, self.seq_len)
             if cut is not None:
                 count.truncated += 1
                 return [cut]

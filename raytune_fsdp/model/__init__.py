@@ -3,6 +3,7 @@
 directory/              a model on disk or on the hub
 network.py              its config -> the network on the meta device, and which weights are trained
 own_network.py          or a function of the user's that builds it
+score_head.py           a head that scores documents, in the place of the one that predicts tokens
 layers.py               its repeated layers, and how their forward pass runs in training
 adapters/               adapters and the frozen weights that they change
 added_rows.py           rows of new tokens that are trained alone; tables.py: tensors of constants

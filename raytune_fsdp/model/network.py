@@ -39,6 +39,7 @@ from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
 from raytune_fsdp.model.objective.routers import names_of_routers
 from raytune_fsdp.model.own_network import KEY, build_own, own_config
+from raytune_fsdp.model.score_head import head_of, put_score_head
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -168,7 +169,12 @@ def build_network(
 
 
 def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str) -> PreTrainedModel:
-    """Build the architecture's network on the meta device, in the type of master weights, with tied weights tied."""
+    """Build the architecture's network on the meta device, in the type of master weights, with tied weights tied.
+
+    A head that scores is put on it here, for all who build a network of the run.
+    """
+    if config.head is not None:
+        hf_config = copy.deepcopy(hf_config)  # that of such a network says that nothing is tied
     kwargs: dict[str, Any] = {"dtype": MASTER_DTYPE[precision], "trust_remote_code": config.trust_remote_code}
     if not config.chooses_attention:
         kwargs["attn_implementation"] = config.attention
@@ -198,6 +204,8 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
     if MASTER_DTYPE[precision] == torch.bfloat16:
         _keep_in_fp32(model)
     choose_experts(model)
+    if config.head is not None:
+        put_score_head(model, config.head)
     model.train()
     return model
 
@@ -371,6 +379,8 @@ def choose_trained(
         attach(network, method, adapted)
         if added and isinstance(method, LoraMethod) and method.train_added_tokens:
             train_rows(network, added)
+    if (head := head_of(network)) is not None:
+        head.requires_grad_(True)
 
 
 def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:

@@ -25,6 +25,8 @@ from raytune_fsdp.model.attention.choose import logits_of
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.objective.chunked_head import LossHead
 from raytune_fsdp.model.objective.loss import micro_batch_loss, plain_losses
+from raytune_fsdp.model.objective.score_head import ScoreHead
+from raytune_fsdp.model.score_head import head_of
 
 LENGTHS = ((7, 3, 9), (11, 8))
 """Lengths of the documents of each sample."""
@@ -100,12 +102,29 @@ def error_of_loss(model: PreTrainedModel, device: torch.device) -> float:
 
     Needs evaluation mode, without gradients. 0 if there is no `LossHead`.
     """
+    if (scores := head_of(model)) is not None:
+        return _error_of_scores(model, scores, device)
     if not isinstance(model.get_output_embeddings(), LossHead):
         return 0.0
     batch = documents(model, device)
     right = plain_losses(logits_of(model, batch.input_ids, batch.position_ids, batch.borders), batch).each.double()
     found = micro_batch_loss(model, batch).each.double()
     return float((found - right).abs().max() / right.abs().max())
+
+
+def _error_of_scores(model: PreTrainedModel, head: ScoreHead, device: torch.device) -> float:
+    """Return the relative error of the scores of targets against those of all tokens, before the network does anything
+    else to them."""
+    batch, every = documents(model, device), list[torch.Tensor]()
+    seen = head.register_forward_hook(lambda _, __, output: every.append(output))
+    try:
+        logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
+    finally:
+        seen.remove()
+    found = micro_batch_loss(model, batch).scores
+    assert found is not None
+    right = every[0].flatten(0, 1)[batch.targets.places].double()
+    return float((found.double() - right).abs().max() / right.abs().max().clamp(min=1e-30))
 
 
 def error_of_parts(

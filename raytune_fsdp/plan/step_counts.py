@@ -89,7 +89,7 @@ def _of_groups(micro_batches: Sequence[MicroBatch]) -> list[int]:
         for m in micro_batches
         for told, many in zip(m.targets.columns, m.targets.by_document, strict=True)
     ]
-    groups = sum(role in (Role.CHOSEN, Role.DESIRABLE, Role.UNDESIRABLE) for role, _ in each)
+    groups = sum(role in (Role.CHOSEN, Role.DESIRABLE, Role.UNDESIRABLE, Role.SCORED) for role, _ in each)
     return [groups, sum(many for role, many in each if role == Role.CHOSEN)]
 
 

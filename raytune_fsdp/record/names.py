@@ -21,6 +21,9 @@ PAIRS_RIGHT = "train/rewards/accuracies"
 are also train/rewards/chosen and /rejected (of KTO: those of desirable and of undesirable answers), their difference
 /margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's:
 the names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
+FROM_TEACHER = ("train/kl/forward", "train/kl/reverse", "train/nll")
+"""With `train.objective.type=distill`: the divergences from teacher to student and back, those that have a weight, at
+the temperature of `teacher`, in nats for each target; and the cross-entropy of the data's tokens."""
 REWARDS = ("train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect
@@ -88,6 +91,10 @@ in which it was idle, and in which it only communicated."""
 REFERENCE = "reference"
 """The log-probabilities that preferences are compared with are there. Fields: path of their files, documents, windows,
 and of this attempt: computed (windows) and seconds."""
+TEACHER = "teacher"
+"""The predictions that a run of distillation learns are there. Fields: model, path of their files, top_k, temperature,
+documents, windows, not_kept (of the teacher's probability, by dataset: mean and largest of a token), and of this
+attempt: computed (windows) and seconds."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
 the weights, and everything, a digest with the optimizer's state and the place in the data."""
@@ -192,10 +199,11 @@ OF_GROUPS = {
     "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margins",
     "rewards/chosen": "rewards_chosen", "rewards/rejected": "rewards_rejected", "nll_loss": "nll_loss", "kl": "kl",
     "logps/chosen": "logps_chosen", "logps/rejected": "logps_rejected",
+    "accuracy": "accuracy", "confidence": "confidence", "mae": "mae", "score": "score",
 }  # fmt: skip
-"""What is measured of pairs and of judged answers, eval/<dataset>/<name>, by what it is called in training."""
+"""What is measured of pairs, judged answers and scores, eval/<dataset>/<name>, by what it is called in training."""
 _HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen", "f1", "auc", "r2", "pearson")
-_ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "mae")}
+_ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "mae", "confidence")}
 """What nothing else has."""
 _CALIBRATION = re.compile(r"eval/(.+)/calibration/([0-9]{2})/(confidence|right)")
 
@@ -286,7 +294,8 @@ def labelled(key: str) -> tuple[str, str]:
     if kind == "perf" or key in EXPERT_LOAD:
         of, figure = "", rest
     elif kind == "train":
-        figure = next((each for each in OF_GROUPS if "/" in each and rest.endswith(each)), figure)
+        longer = (*OF_GROUPS, *(name.removeprefix("train/") for name in FROM_TEACHER))
+        figure = next((each for each in longer if "/" in each and rest.endswith(each)), figure)
         of = rest.removesuffix(figure).removesuffix("/")
     return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 

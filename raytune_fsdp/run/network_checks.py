@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import shown
@@ -193,6 +194,20 @@ def check_shared(config: FinetuneConfig, network: PreTrainedModel, needs: Kernel
     check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
 
 
+def check_head(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    """Refuse a head that scores on a network for which transformers has no class with one: nobody could load it."""
+    if config.model.head is None:
+        return
+    kind = network.config.model_type
+    own = not type(network).__module__.startswith("transformers.")
+    if own or kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise ConfigError(
+            f"model.head.type={config.model.head.type}: transformers has no class that scores texts for a {kind}"
+            f"{' with code of its own' if own else ''}, so nobody could load what it has learned: choose another "
+            "model, such as Llama, Qwen or Gemma"
+        )
+
+
 CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None], ...] = (
     _adapters,
     _optimizer,
@@ -204,5 +219,6 @@ CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None
     _recomputed,
     _one_type,
     check_shared,
+    check_head,
 )
 """What is asked of every network before a rank is started. A feature that not every network can have adds a line."""

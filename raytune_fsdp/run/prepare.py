@@ -67,6 +67,7 @@ from raytune_fsdp.run.starting_weights import (
     model_directory,
     own_model_files,
 )
+from raytune_fsdp.run.teacher.find import learned_from
 from raytune_fsdp.run.tokenizer import add_tokens
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import check_step
@@ -142,7 +143,7 @@ def prepare(
         codes=codes,
         started_by=started_by(),
     )
-    prepared = compared(config, prepared, directory)
+    prepared = learned_from(config, compared(config, prepared, directory))
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
     # evaluations are known.

@@ -31,6 +31,7 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
+from raytune_fsdp.data.teacher import Form, TeacherFiles
 from raytune_fsdp.model.adapters.attach import AdaptedWeights, adapted_modules, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.adapters.config_file import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapters.names import keys_held, own_names
@@ -43,6 +44,7 @@ from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.precision.quantized import QuantizedWeights
+from raytune_fsdp.model.score_head import name_of_embedding, name_of_head
 from raytune_fsdp.model.weights.keys import (
     Match,
     check_shapes,
@@ -52,7 +54,7 @@ from raytune_fsdp.model.weights.keys import (
     owned_tensors,
     rows_of_tokens,
 )
-from raytune_fsdp.model.weights.source import FileWeights, GrownWeights, RandomWeights, Weights
+from raytune_fsdp.model.weights.source import FileWeights, GrownWeights, RandomWeights, Weights, WithHead
 from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, is_run
 from raytune_fsdp.run.same_files import check_copies, digests
 
@@ -74,6 +76,8 @@ class StartingWeights:
     """The files of the base, if `stored` is a checkpoint that holds adapters."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """What that checkpoint records about the files of its base."""
+    seed: int = 0
+    """Draws a head that scores, where none is stored."""
 
     def weights(self, model: PreTrainedModel) -> Weights:
         """Return the source to fill the network from. No model file is opened yet: this rank may not see any."""
@@ -82,6 +86,7 @@ class StartingWeights:
             weights = merged_weights(self.stored, model_files(self.stored), self.base_files)
         else:
             weights = matched_weights(self.stored, self.match, model)
+        weights = with_score_head(weights, model, self.seed, self.where)
         return GrownWeights(weights, self.grown, self.added) if self.grown or self.added else weights
 
     def sizes(self) -> Mapping[str, int]:
@@ -94,6 +99,28 @@ class StartingWeights:
     @property
     def where(self) -> str:
         return self.stored.path if isinstance(self.stored, CommittedCheckpoint) else str(self.stored.directory)
+
+
+def with_score_head(weights: Weights, network: PreTrainedModel, seed: int, where: str) -> Weights:
+    """Return the weights of a network with its head, if it has one that scores.
+
+    It is drawn where nothing is stored, or what predicts tokens. One that scores, but of another shape, is refused.
+    `where`: the files.
+    """
+    if (head := name_of_head(network)) is None:
+        return weights
+    name, shapes = f"{head}.weight", weights.shapes()
+    wanted, found = tuple(network.get_parameter(name).shape), shapes.get(name)
+    if found == wanted:
+        return weights
+    embedding = shapes.get(name_of_embedding(network))
+    if found is not None and (embedding is None or found[0] != embedding[0]):
+        raise ModelError(
+            f"model.head: {weights.where(name)} has {found[0]} output(s) of {found[1]} numbers, and this head has "
+            f"{wanted[0]} of {wanted[1]}: set model.head.outputs (or labels) to those of {where}, or begin with a "
+            "model without such a head"
+        )
+    return WithHead(weights, network, head, seed)
 
 
 def own_model_files(config: FinetuneConfig, place: RunDir) -> Path | None:
@@ -163,10 +190,12 @@ def find_origin(
     if checkpoint is not None:
         _check_whole(config, verify(checkpoint, hashes=False))
         base, frozen = read_state(checkpoint).base or {}, located_base(checkpoint, fetch=False)
-        origin = StartingWeights(stored=checkpoint, match=Match(key_of={}), grown={}, base_files=frozen, base=base)
+        origin = StartingWeights(
+            stored=checkpoint, match=Match(key_of={}), grown={}, base_files=frozen, base=base, seed=config.run.seed
+        )
     else:
         files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
-        origin = StartingWeights(stored=files, match=match_keys(network, files), grown={})
+        origin = StartingWeights(stored=files, match=match_keys(network, files), grown={}, seed=config.run.seed)
     weights = origin.weights(network)
     if checkpoint is not None:
         # A checkpoint has exactly the network's own names; the keys of files were matched to them.
@@ -358,3 +387,16 @@ class ReferenceModel:
     adapted: Collection[str] | None = None
     is_start: bool = False
     """Whether it is what the run itself starts from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel:
+    """Whose predictions a run learns, found before any rank is started. Picklable."""
+
+    model: ReferenceModel | None
+    """None: `kept` is all that there is of it."""
+    kept: TeacherFiles | None
+    """What an earlier pass has left, if the config names that."""
+    form: Form
+    tokenizer: str
+    """A digest of the run's tokenizer."""

@@ -48,6 +48,7 @@ NAMED_FROM_THE_BEGINNING = {
     "format.python": "type function then",
     "format.preference": "type prompt chosen rejected role content roles system tools margin weight style loss",
     "format.binary": "type prompt completion label role content roles system tools weight style",
+    "format.score": "type text messages label score role content roles weight",
     "train.objective.sft": "type",
     "train.objective.dpo": "type beta loss label_smoothing normalize sft",
     "train.objective.ipo": "type beta sft",
@@ -55,6 +56,10 @@ NAMED_FROM_THE_BEGINNING = {
     "train.objective.cpo": "type beta loss label_smoothing sft",
     "train.objective.orpo": "type beta sft",
     "train.objective.kto": "type beta desirable_weight undesirable_weight",
+    "train.objective.reward": "type center",
+    "train.objective.classification": "type class_weights",
+    "train.objective.regression": "type",
+    "train.objective.distill": "type forward reverse cross_entropy",
 }
 """Never to be changed: the fields that each section had when it came, the first ones in the first version. A field that
 came later has an entry in ABSENT."""

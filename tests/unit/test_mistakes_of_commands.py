@@ -87,9 +87,9 @@ COMMANDS = {
     "plan --config bracket.yaml": "config file bracket.yaml: line 2: the map in braces that begins in line 1 has no "
     "end (expected ',' or '}}', but got ':')",
     "plan --config list.yaml": "config file list.yaml: is a list, must be a map of sections (run, model, data, method, "
-    "parallel, optim, train, reference, checkpoint, eval, tracking, profile, cluster, export)",
+    "parallel, optim, train, reference, teacher, checkpoint, eval, tracking, profile, cluster, export)",
     "plan --config nothing.yaml": "config file nothing.yaml: is empty, must be a map of sections (run, model, data, "
-    "method, parallel, optim, train, reference, checkpoint, eval, tracking, profile, cluster, export)",
+    "method, parallel, optim, train, reference, teacher, checkpoint, eval, tracking, profile, cluster, export)",
     "plan --config twice.yaml": "config file twice.yaml: line 2: 'run' is written twice in the same map (first in line "
     "1)",
     "plan --config folder": "config file folder: Is a directory",

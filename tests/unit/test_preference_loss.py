@@ -18,11 +18,12 @@ from raytune_fsdp.data.shared_batches import part_of
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.figures import group_values, values_of
-from raytune_fsdp.model.objective.groups import GroupObjective, _Placed, _Told
+from raytune_fsdp.model.objective.groups import GroupObjective, _Placed
 from raytune_fsdp.model.objective.judged import KINDS
 from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.objective import Objective
+from raytune_fsdp.model.objective.told import Told
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
 from tests.models import VOCABULARY, build
 from tests.preferences import COMPARING, KTO, PAIRS, Group, Member, kl_of, loss_of
@@ -166,14 +167,14 @@ def test_sums_of_a_document_do_not_depend_on_what_it_is_packed_with() -> None:
     parts = [part_of(together, member, 3) for member in range(3)]
     assert [part.targets.before for part in parts] == [0, *np.cumsum([len(part.targets.ids) for part in parts])[:-1]]
     whole = replace(loss, group=None)
-    mine = [_Told.of(part.targets, torch.device("cpu")).groups for part in parts]
+    mine = [Told.of(part.targets, torch.device("cpu")).groups for part in parts]
     assert [range(12)[2 * each.start : 2 * each.stop] for each in mine if each.stop > each.start]
     assert sum(each.stop - each.start for each in mine) == 6, "each group is counted by one rank"
     assert bent.total is not None and torch.equal(bent.total, whole.bend(given, together.targets).total)
 
 
 def answers_of(loss: GroupObjective, log_probabilities: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    told = _Told.of(batch.targets, torch.device("cpu"))
+    told = Told.of(batch.targets, torch.device("cpu"))
     return loss._documents(log_probabilities, batch.targets, told, _Placed.of(told)).answers
 
 

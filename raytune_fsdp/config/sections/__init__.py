@@ -7,6 +7,7 @@ method.py      which weights are trained
 optim.py       the learning rate over time, clipping; optimizers.py: the optimizers
 train.py       how much is trained, in which batches, on which loss; objectives.py: what a step minimises
 reference.py   what an objective of preferences compares with
+teacher.py     whose predictions an objective of distillation learns from
 parallel.py    how the model is spread over the ranks, and in which precision it computes
 checkpoint.py  when a run is saved, and how much of it is kept
 eval.py        how often the model is measured

@@ -19,6 +19,7 @@ from raytune_fsdp.config.sections.formats import (
     Format,
     PreferenceFormat,
     PythonFormat,
+    ScoreFormat,
     TemplateFormat,
     TokensFormat,
     becomes_chat,
@@ -36,6 +37,8 @@ from raytune_fsdp.data.rows.instructions import read_instruction, read_template
 from raytune_fsdp.data.rows.learn import learn, needs_newer
 from raytune_fsdp.data.rows.numbers import read_number, read_tokens
 from raytune_fsdp.data.rows.pairs import Answers, Side, Texts, joined, mismatched, read_group
+from raytune_fsdp.data.rows.scores.scored import compared, read_scored, read_told, with_padding
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
 from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
@@ -109,7 +112,8 @@ class _Begun:
     conversation: Conversation
     guarded: Conversation
     """The same, with a break in each special token that is plain text."""
-    loss: Loss
+    loss: Loss | None
+    """Which turns are trained on; None: a head scores all of it."""
 
 
 class Formatter:
@@ -135,24 +139,26 @@ class Formatter:
         by_turn: bool = False,
         columns: Sequence[str] = (),
         over_all: bool = False,
+        scoring: Scoring | None = None,
     ) -> None:
         """`template`: its text, None for the tokenizer's own, or all that the config says of it. `code`, `modules`: see
         `RowFunction`. `order`: the version by whose rules rows are read.
 
         `copied`: made from another formatter, which has given the warnings already. `by_turn`: see `Habits`. `columns`:
         the columns that a loss is told. `over_all`: whether all tokens of chosen documents are targets (`sft.over`).
+        `scoring`: how documents are scored, if they are.
         """
         self.function = RowFunction(format.function, code, modules) if isinstance(format, PythonFormat) else None
         """The user's function, if the format has one."""
         self._given: dict[str, Any] = {
             "format": format, "tokenizer": tokenizer, "vocab_size": vocab_size, "template": template,
             "columnar": columnar, "special_tokens": special_tokens, "order": order, "by_turn": by_turn,
-            "columns": columns, "over_all": over_all,
+            "columns": columns, "over_all": over_all, "scoring": scoring,
         }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
         self._columnar = columnar
-        self._columns, self._over_all = columns, over_all
+        self._columns, self._over_all, self._scoring = columns, over_all, scoring
         self._order = order
         self._vocab_size = vocab_size
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -167,16 +173,16 @@ class Formatter:
             choice = template if isinstance(template, TemplateChoice) else TemplateChoice(text=template)
             self._templates = [chat_template(tokenizer, choice, tools=tools) for tools in (False, True)]
             # Without tags newer rules find an end, or refuse each row.
-            is_seen = order < FIFTH_ORDER or self._templates[0].tags
+            is_seen = scoring is None and (order < FIFTH_ORDER or self._templates[0].tags)
             if getattr(format, "loss", None) != "all" and is_seen and not self._templates[0].trains_an_end():
                 logger.log(logging.DEBUG if copied else logging.WARNING, _NO_END)
             return
-        if tokenizer.eos_token_id is None:
+        if tokenizer.eos_token_id is None and not isinstance(format, ScoreFormat):
             raise DataError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no eos_token, which must end every document with "
                 f"format.type={format.type}; set eos_token in its tokenizer_config.json"
             )
-        self._eos = int(tokenizer.eos_token_id)
+        self._eos = None if isinstance(format, ScoreFormat) else int(tokenizer.eos_token_id)
 
     def read_by(self, order: int) -> None:
         """Read rows by the rules of another version."""
@@ -194,6 +200,8 @@ class Formatter:
         """The lowest version of the order that gives these documents, by its rules for turns."""
         if self._order < FIFTH_ORDER or not self._templates:
             return OLDEST_ORDER
+        if self._scoring is not None:
+            return FIFTH_ORDER  # as old as heads that score
         everything = getattr(self.format, "loss", None) == "all"
         kinds = zip((False, True), self._templates, strict=True)
         newer = any(needs_newer(each, self._special, tools=tools, everything=everything) for tools, each in kinds)
@@ -217,6 +225,8 @@ class Formatter:
     @property
     def finds_turns(self) -> bool:
         """Whether turns are found by where the template puts messages."""
+        if self._scoring is not None:
+            return False
         grouped = isinstance(self.format, PreferenceFormat | BinaryFormat) and self.format.style == "chat"
         found = grouped or isinstance(self.format, ChatFormat)
         return found and not all(each.tags for each in self._templates)
@@ -273,7 +283,7 @@ class Formatter:
             return self._in_groups(groups, wheres)
         begun = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
         documents = self._tokenized(begun, wheres)
-        if not self._columns:
+        if not self._columns and not isinstance(self.format, ScoreFormat):
             return documents
         every = zip(documents, rows, wheres, strict=True)
         return [self._told(document, row, where) for document, row, where in every]
@@ -322,7 +332,10 @@ class Formatter:
             members = [next(made) for _ in group.sides]
             wrong = next((each for each in members if isinstance(each, RowError)), None)
             sound = [each for each in members if isinstance(each, Document)]
-            found.append(wrong or joined(group, sound, where, over_all=self._over_all))
+            if wrong is None and self._scoring is not None:
+                found.append(compared(group, sound, where))
+            else:
+                found.append(wrong or joined(group, sound, where, over_all=self._over_all))
         return found
 
     def _tokenized(
@@ -381,9 +394,15 @@ class Formatter:
         if isinstance(document, RowError) or isinstance(row, RowError):
             return document
         try:
-            return replace(document, columns=tuple(read_number(row, name, where) for name in self._columns))
+            return replace(document, columns=self._told_of(row, where))
         except RowError as error:
             return error
+
+    def _told_of(self, row: dict[str, Any], where: str) -> tuple[float, ...]:
+        if isinstance(self.format, ScoreFormat):
+            assert self._scoring is not None, "such rows are for a head"
+            return read_told(row, self.format, self._scoring, where)
+        return tuple(read_number(row, name, where) for name in self._columns)
 
     def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> RowText | Document | _Begun | RowError:
         if isinstance(row, RowError):
@@ -407,10 +426,12 @@ class Formatter:
 
     def _side_or_error(self, side: Side, where: str) -> RowText | _Begun | RowError:
         try:
+            whole = self._scoring is not None
             if not isinstance(side, Texts):
-                return self._render(side, "assistant")
+                return self._render(side, None if whole else "assistant")
             prompt, answer = (self._in_text.guard(text, where) for text in (side.prompt, side.answer))
-            return self._text(prompt + answer, [(len(prompt), len(prompt) + len(answer))], plain=True)
+            spans = None if whole else [(len(prompt), len(prompt) + len(answer))]
+            return self._text(prompt + answer, spans, plain=True)
         except RowError as error:
             return error
 
@@ -429,6 +450,11 @@ class Formatter:
         if isinstance(format, ChatFormat):
             conversation = read_conversation(row, format, where, columnar=self._columnar, order=self._order)
             return self._render(conversation, format.loss)
+        if isinstance(format, ScoreFormat):
+            said = read_scored(row, format, where, columnar=self._columnar, order=self._order)
+            if isinstance(said, Conversation):
+                return self._render(said, None)
+            return self._text(self._in_text.guard(said, where), None, plain=True)
         if isinstance(format, CompletionFormat):
             content = check_text(read_column(row, format.text, "text", where), f"{where}: {format.text}")
             return self._text(self._in_text.guard(content, where), None, plain=True)
@@ -449,7 +475,7 @@ class Formatter:
         text = prompt + instruction.completion
         return self._text(text, None if format.loss == "all" else [(len(prompt), len(text))], plain=True)
 
-    def _render(self, conversation: Conversation, loss: Loss) -> RowText | _Begun:
+    def _render(self, conversation: Conversation, loss: Loss | None) -> RowText | _Begun:
         guarded = replace(
             conversation,
             messages=self._in_text.guard(conversation.messages, conversation.where),
@@ -460,9 +486,14 @@ class Formatter:
 
     def _finish(self, begun: _Begun) -> RowText:
         conversation = begun.conversation
-        text = self._text(*begun.rendering.trained(begun.loss), plain=False)
+        rendering = begun.rendering
+        text = (
+            self._text(rendering.whole(), None, plain=False)
+            if begun.loss is None
+            else self._text(*rendering.trained(begun.loss), plain=False)
+        )
         if begun.guarded != conversation:
-            given = Rendering(begun.rendering.template, conversation, **self._turns(conversation)).text
+            given = Rendering(rendering.template, conversation, **self._turns(conversation)).text
             # An end may have been added to the text.
             if not text.text.startswith(given) or text.text.removeprefix(given).strip() not in ("", *self._special):
                 raise RowError(
@@ -488,11 +519,14 @@ class Formatter:
         if text.plain:
             prefix, suffix = self._encoder.prefix, self._encoder.suffix
             # The end token comes once, also if the tokenizer adds it or the text ends with it.
-            ended = self._eos in (suffix[-1:] or ids[-1:])
+            ended = self._eos is None or self._eos in (suffix[-1:] or ids[-1:])
             suffix = suffix if ended else [*suffix, self._eos]
             ids = np.concatenate([prefix, ids, suffix]).astype(np.int32)
             if trained is not None:
                 trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])
+        if self._scoring is not None:
+            made = with_padding(ids, self._scoring, where)
+            return made if isinstance(made, RowError) else Document(*made)
         return Document(ids, ids if trained is None else np.where(trained, ids, np.int32(IGNORE)))
 
     def _check(self, document: Document, where: str) -> RowError | None:

@@ -54,6 +54,17 @@ def read_number(row: dict[str, Any], name: str, where: str, field: str = "train.
     return number
 
 
+def read_weight(row: dict[str, Any], name: str | None, where: str) -> float:
+    """Return the weight of a row's loss; 1 if no column has it. Raises RowError."""
+    weight = 1.0 if name is None else read_number(row, name, where, "format.weight")
+    if weight < 0:
+        raise RowError(
+            f"{where}: {name}={weight:g} is less than 0, and a row's weight is not: correct or remove the row",
+            "wrong_type",
+        )
+    return weight
+
+
 # Rows that are already tokens.
 
 

@@ -20,7 +20,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import BinaryFormat, ChatFormat, PreferenceFormat
 from raytune_fsdp.data.mixture import FIFTH_ORDER
 from raytune_fsdp.data.rows.conversation import Conversation, check_text, read_column, read_conversation
-from raytune_fsdp.data.rows.numbers import read_number
+from raytune_fsdp.data.rows.numbers import read_number, read_weight
 from raytune_fsdp.data.sources.source import shorten
 
 if TYPE_CHECKING:
@@ -105,12 +105,7 @@ def read_group(
     roles: tuple[Role, ...] = (Role.CHOSEN, Role.REJECTED)
     if isinstance(format, BinaryFormat):
         roles = (Role.DESIRABLE if _label(row, format.label, where) else Role.UNDESIRABLE,)
-    weight = 1.0 if format.weight is None else read_number(row, format.weight, where, "format.weight")
-    if weight < 0:
-        raise RowError(
-            f"{where}: {format.weight}={weight:g} is less than 0, and a row's weight is not: correct or remove the row",
-            "wrong_type",
-        )
+    weight = read_weight(row, format.weight, where)
     return Answers(
         sides=_texts(row, format, columns, where) if format.style == "plain" else _Messages(
             row, format, columns, where, columnar=columnar, order=max(order, FIFTH_ORDER)
@@ -218,11 +213,11 @@ def _format_of(column: str, format: GroupFormat, *, beside: bool) -> ChatFormat:
     """Return how the messages of a column are read; `beside`: with tools and a system message of other columns."""
     roles = tuple(format.roles.items())
     tools, system = (format.tools, format.system) if beside else (None, None)
-    return _chat_format(column, format.role, format.content, roles, tools, system)
+    return chat_format(column, format.role, format.content, roles, tools, system)
 
 
 @lru_cache(maxsize=64)
-def _chat_format(
+def chat_format(
     column: str,
     role: str | None,
     content: str | None,
@@ -230,6 +225,7 @@ def _chat_format(
     tools: str | None,
     system: str | None,
 ) -> ChatFormat:
+    """Return how the messages of a column are read; each is made once."""
     return ChatFormat(messages=column, role=role, content=content, roles=dict(roles), tools=tools, system=system)
 
 

@@ -6,16 +6,17 @@ row, without everything that templates and tokenizers may leave out or make the 
 the few rows whose loose keys are equal but whose exact keys differ, the tokens decide (`duplicates`).
 
 Texts, conversations and rows of tokens are each compared among themselves only. Rows with several answers are equal if
-all of them are; they also have keys of their prompts alone.
+all of them are; they also have keys of their prompts alone. So have texts with a class or a score, of the texts.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import struct
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,9 @@ import numpy as np
 import xxhash
 from tokenizers.models import WordLevel, WordPiece
 
+from raytune_fsdp.base.batch import Role
 from raytune_fsdp.base.errors import RowError
-from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat
+from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat, ScoreFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.conversation import Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
@@ -74,6 +76,8 @@ class RowKeys(Formatter):
         """All that decides the keys of a row, as JSON."""
         format, _, options = self._made_of
         deciding = {key: value for key, value in options.items() if key not in ("vocab_size", "template", "copied")}
+        if "scoring" in deciding:
+            deciding["scoring"] = asdict(deciding["scoring"])
         fields = format.model_dump(mode="json")
         for each in (fields, fields.get("then") or {}):
             if each.get("reasoning") == "template":  # as before there was this field
@@ -92,6 +96,8 @@ class RowKeys(Formatter):
         """Return the keys of each row; zeros for a row that becomes no document."""
         if isinstance(self.format, PreferenceFormat | BinaryFormat):
             return [self._key_of_answers(self._answers_or_error(self._made(row, ""), "")) for row in rows]
+        if isinstance(self.format, ScoreFormat):
+            return [self._key_of_scored(self._made(row, "")) for row in rows]
         return [self._key(self._read_or_error(self._made(row, ""), "")) for row in rows]
 
     def _key_of_answers(self, answers: Answers | RowError) -> Keys:
@@ -106,6 +112,20 @@ class RowKeys(Formatter):
         loose = b"".join(key.to_bytes(8, "little") for key, _ in keys)
         exact = bytes(answers.roles) + b"".join(key for _, key in keys)
         return xxhash.xxh3_64_intdigest(loose) or 1, xxhash.xxh3_128_digest(exact)
+
+    def _key_of_scored(self, row: dict[str, Any] | RowError) -> Keys:
+        if isinstance(row, RowError):
+            return _NO_KEY
+        try:
+            value = struct.pack("<d", self._told_of(row, "")[2])
+        except RowError:
+            return _NO_KEY
+        loose, exact = self._key(self._read_or_error(row, ""))
+        if not loose:
+            return _NO_KEY
+        if self._prompts:
+            return xxhash.xxh3_64_intdigest(exact) or 1, exact
+        return xxhash.xxh3_64_intdigest(loose.to_bytes(8, "little") + value) or 1, xxhash.xxh3_128_digest(exact + value)
 
     def _key(self, item: object) -> Keys:
         if isinstance(item, Document):
@@ -130,7 +150,7 @@ class RowKeys(Formatter):
             said = said.casefold()
         return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
 
-    def _render(self, conversation: Conversation, loss: Loss) -> RowText:
+    def _render(self, conversation: Conversation, loss: Loss | None) -> RowText:
         said = []
         for message in conversation.messages:
             # A template may add a system message of its own where there is none, and rewrite a tool's result.
@@ -168,4 +188,6 @@ def token_key(document: Document) -> bytes:
     for each in document.members:
         state.update(np.ascontiguousarray(each.input_ids).tobytes() + np.ascontiguousarray(each.labels).tobytes())
         state.update(bytes(map(int, each.columns[:1])))  # its role; the columns of a user's loss are not read here
+        if each.columns[:1] == (Role.SCORED,):
+            state.update(struct.pack("<d", each.columns[2]))
     return state.digest()

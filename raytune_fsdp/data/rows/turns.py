@@ -145,10 +145,15 @@ class Rendering:
 
     def trained(self, loss: Loss) -> tuple[str, list[Span] | None]:
         """Return the text, and the spans that are trained on (None: all of it). Raises RowError."""
-        check_unicode(self.text, f"{self._conversation.where}: the conversation")
-        self.check_nothing_is_ignored()
+        self.whole()
         spans = self._spans(loss)
         return self.text + self.added, spans
+
+    def whole(self) -> str:
+        """Return the text as the template writes it, with all that the conversation has. Raises RowError."""
+        check_unicode(self.text, f"{self._conversation.where}: the conversation")
+        self.check_nothing_is_ignored()
+        return self.text
 
     def _spans(self, loss: Loss) -> list[Span] | None:
         conversation = self._conversation

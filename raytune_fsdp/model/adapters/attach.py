@@ -28,6 +28,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMe
 from raytune_fsdp.model.adapters.dora import make_traceable
 from raytune_fsdp.model.adapters.targets import is_expression, read_past, routers_of_method, targets_of
 from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
+from raytune_fsdp.model.score_head import name_of_head
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.model.weights.source import Weights
 
@@ -59,7 +60,7 @@ def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[
     routers = routers_of_method(network, method)
     if adapted is None:  # what a run has begun with, it goes on with
         _check_routers(network, method, routers)
-    peft_config = _peft_config(network, method, routers, adapted)
+    peft_config, head = _peft_config(network, method, routers, adapted), name_of_head(network)
     try:
         from peft import inject_adapter_in_model
 
@@ -70,6 +71,11 @@ def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[
         raise
     except Exception as error:  # nothing matched, or PEFT cannot adapt what did, which can fail in many ways
         raise _unfit(network, method, error) from error
+    if head is not None and name_of_head(network) is None:
+        raise ConfigError(
+            f"method.{_field_of(network, head)} means {head}, too, the head that scores, which is trained whole in any "
+            "case (model.head): leave it out there"
+        )
     _check_each(network, method, routers)
     make_traceable(network)
     for parameter in adapter_tensors(network).values():
@@ -101,6 +107,11 @@ def _peft_config(
         modules_to_save=[*method.modules_to_save, *(routers if method.routers == "trained" else [])] or None,
         task_type="CAUSAL_LM",
     )
+
+
+def _field_of(network: PreTrainedModel, name: str) -> str:
+    """Return the field of the method by which PEFT has wrapped a module."""
+    return "target_modules" if is_adapter_layer(network.get_submodule(name)) else "modules_to_save"
 
 
 def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:

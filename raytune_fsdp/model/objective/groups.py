@@ -17,20 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
-from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice, SftObjective
+from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice
 from raytune_fsdp.model.objective.judged import Formula, GroupDocuments
 from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Recorded
 from raytune_fsdp.model.objective.own_loss import Bent, StandIn
-from raytune_fsdp.model.objective.preference import PairLoss
-from raytune_fsdp.model.pieces.sums import summed
+from raytune_fsdp.model.objective.preference import PairLoss, PairObjective
+from raytune_fsdp.model.objective.told import Told
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
 
 Reference = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
@@ -41,36 +40,6 @@ OfMicroBatch = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
 SumOverStep = Callable[[OfMicroBatch], torch.Tensor]
 """Returns the sum of a number of each micro-batch of a step, over all ranks, by a pass without gradients. Collective.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What the host knows of a micro-batch's documents, on the device; and which of it this rank counts."""
-
-    documents: torch.Tensor
-    """[2 + columns, documents] in fp64: the first target of each, how many it has, and what the loss is told of it."""
-    total: int
-    """The targets of the whole micro-batch."""
-    longest: int
-    groups: slice
-    """The groups that begin in this rank's part."""
-
-    @classmethod
-    def of(cls, targets: Targets, device: torch.device) -> _Told:
-        counts = np.array(targets.by_document, dtype=np.int64)
-        told = np.array(targets.columns or np.empty((0, len(GROUP_COLUMNS))), dtype=np.float64)  # a filler has none
-        if len(told) != len(counts) or len(counts) % 2 or told.shape[1] < len(GROUP_COLUMNS):
-            raise RuntimeError(f"{len(counts)} documents that are told {told.shape} values make no groups of two")
-        first = np.cumsum(counts) - counts
-        table = torch.from_numpy(np.ascontiguousarray(np.vstack([first, counts, told.T])))
-        if device.type == "cuda":  # the host does not wait for it
-            table = table.pin_memory().to(device, non_blocking=True)
-        inside = (first[::2] >= targets.before) & (first[::2] < targets.before + len(targets.ids))
-        begin = int(np.argmax(inside)) if inside.any() else 0
-        return cls(
-            documents=table, total=int(counts.sum()), longest=int(counts.max(initial=0)),
-            groups=slice(begin, begin + int(inside.sum())),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +55,7 @@ class _Placed:
     """Whether it belongs to the answer."""
 
     @classmethod
-    def of(cls, told: _Told) -> _Placed:
+    def of(cls, told: Told) -> _Placed:
         first, counts, skipped = (told.documents[row].long() for row in (0, 1, 2 + GROUP_COLUMNS.index("skipped")))
         documents = torch.arange(len(counts), device=counts.device)
         document = documents.repeat_interleave(counts, output_size=told.total)
@@ -96,7 +65,7 @@ class _Placed:
             answers=position >= skipped[document],
         )  # fmt: skip
 
-    def sums(self, log_probabilities: torch.Tensor, told: _Told) -> tuple[torch.Tensor, torch.Tensor]:
+    def sums(self, log_probabilities: torch.Tensor, told: Told) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums over answers and over all targets, by document.
 
         Neighbours are added, then neighbours of these sums, and so on: an order that only the document decides.
@@ -144,7 +113,7 @@ class GroupObjective:
 
         `judged`: how many desirable and undesirable answers there are, for weights by a count.
         """
-        assert not isinstance(objective, SftObjective)
+        assert isinstance(objective, KtoObjective | PairObjective)
         formula = KtoLoss(objective, judged) if isinstance(objective, KtoObjective) else PairLoss(objective)
         return cls(config=objective, formula=formula, group=group)
 
@@ -181,13 +150,13 @@ class GroupObjective:
     def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[GroupDocuments, slice]:
         """Return the documents of a micro-batch, of a part those of all of it; and which of them this rank counts.
         Collective, without gradients."""
-        objective, told = self.of_batch(model, batch), _Told.of(batch.targets, batch.input_ids.device)
+        objective, told = self.of_batch(model, batch), Told.of(batch.targets, batch.input_ids.device)
         each = micro_batch_loss(model, replace(batch, counts=True)).each  # also where it does not count
         mine = slice(2 * told.groups.start, 2 * told.groups.stop) if batch.counts else slice(0)
         return objective._documents(-each, batch.targets, told, _Placed.of(told)), mine
 
     def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
-        told = _Told.of(targets, log_probabilities.device)
+        told = Told.of(targets, log_probabilities.device)
         placed = _Placed.of(told)
         documents = self._documents(log_probabilities, targets, told, placed)
         if self.config.compares and documents.reference is None:
@@ -202,19 +171,13 @@ class GroupObjective:
         return Bent(
             -log_probabilities, by_target[mine].to(log_probabilities.dtype),
             total=each.detach()[told.groups].sum(),
-            recorded=Recorded(judged.figures[:, told.groups], _datasets(targets, told)),
+            recorded=Recorded(judged.figures[:, told.groups], told.datasets(targets)),
         )  # fmt: skip
 
     def _documents(
-        self, log_probabilities: torch.Tensor, targets: Targets, told: _Told, placed: _Placed
+        self, log_probabilities: torch.Tensor, targets: Targets, told: Told, placed: _Placed
     ) -> GroupDocuments:
-        every = log_probabilities.double()
-        if self.group is not None and told.total:
-            # Each number is one rank's and zero on all others, so that no order can change it.
-            every = every.new_zeros(told.total)
-            every[targets.before : targets.before + len(targets.ids)] = log_probabilities.double()
-            every = summed(self.group, every)
-        answers, whole = placed.sums(every, told)
+        answers, whole = placed.sums(told.gathered(log_probabilities, targets, self.group), told)
         role, weight, margin, skipped, *reference = told.documents[2:]
         if not told.total:  # nobody tells a filler
             reference = [answers]
@@ -223,12 +186,6 @@ class GroupObjective:
             role=role, weight=weight, margin=margin,
             reference=reference[0] if reference else self.found,
         )  # fmt: skip
-
-
-def _datasets(targets: Targets, told: _Told) -> torch.Tensor:
-    """Return the datasets of the groups that begin on this rank."""
-    first = told.documents[0, ::2][told.groups].long() - targets.before
-    return targets.datasets[first]
 
 
 class GroupStandIn(StandIn):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,11 @@ KINDS = (
 """What is recorded as sums over groups: their number, their losses, their terms of cross-entropy and the tokens of
 these; how many answers are chosen (of KTO: desirable) and how many rejected, their rewards and log-probabilities; the
 pairs whose chosen answer has the higher reward; how much likelier mismatched answers are than by the reference."""
+
+SCORE_KINDS = ("groups", "losses", "right", "chosen_rewards", "rejected_rewards", "scores", "errors", "confidence")
+"""The same of scores: the pairs whose chosen answer has the higher one, or the documents whose class has the highest;
+the scores of a pair's answers; all scores, where there is one of each document, of a pair their mean; how far numbers
+are off; the probability of the most likely class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +74,9 @@ class Formula(Protocol):
         """Return what the losses of all groups depend on."""
 
 
-def figures_of(like: torch.Tensor, /, **found: torch.Tensor | float) -> torch.Tensor:
-    """Return [KINDS, groups] with these kinds; others are 0. `like`: a number of each group."""
-    figures = like.new_zeros(len(KINDS), len(like))
+def figures_of(like: torch.Tensor, kinds: Sequence[str] = KINDS, /, **found: torch.Tensor | float) -> torch.Tensor:
+    """Return [kinds, groups] with these kinds; others are 0. `like`: a number of each group."""
+    figures = like.new_zeros(len(kinds), len(like))
     for kind, values in found.items():
-        figures[KINDS.index(kind)] = values.detach() if isinstance(values, torch.Tensor) else values
+        figures[kinds.index(kind)] = values.detach() if isinstance(values, torch.Tensor) else values
     return figures

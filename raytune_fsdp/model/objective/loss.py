@@ -15,6 +15,7 @@ from raytune_fsdp.model.objective.embedding_noise import noisy_embeddings
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_of_targets
 from raytune_fsdp.model.objective.own_loss import bent_sum
+from raytune_fsdp.model.objective.score_head import ScoreHead
 
 
 def micro_batch_loss(model: PreTrainedModel, batch: MicroBatch, objective: Objective = CROSS_ENTROPY) -> Losses:
@@ -49,7 +50,7 @@ def _not_counted(losses: Losses) -> Losses:
 def _token_losses(model: PreTrainedModel, batch: MicroBatch, objective: Objective) -> Losses:
     head = model.get_output_embeddings()
     with noisy_embeddings(model, batch, objective.neftune_noise_alpha):
-        if not isinstance(head, LossHead):
+        if not isinstance(head, LossHead | ScoreHead):
             logits = logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
             return plain_losses(logits, batch, objective)
         with head.aimed_at(batch.targets, objective):
@@ -71,6 +72,8 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
     if objective.bends is not None:
         total, found = bent_sum(objective.bends, log_probabilities[places, ids], batch.targets)
         each, groups = found.values, found.recorded
+    if objective.distillation is not None:
+        return objective.distillation.lesson(batch.targets, each).losses(logits, log_probabilities, right)
     return Losses(total=total, each=each, right=right, groups=groups)
 
 

@@ -29,5 +29,7 @@ class Losses:
     """Whether the most likely token is the target."""
     groups: Recorded | None = None
     """What is recorded of groups; None: the losses are those of targets."""
+    scores: torch.Tensor | None = None
+    """[documents, outputs]: what a head that scores has computed for the last token of each, without gradients."""
     load: tuple[torch.Tensor, ...] = ()
     """How many tokens went to each expert, for each layer whose router is watched."""

@@ -53,7 +53,7 @@ class Bent(NamedTuple):
 class Bends(Protocol):
     """What puts other values in the place of cross-entropies."""
 
-    def bend(self, log_probabilities: torch.Tensor, targets: Targets) -> Bent:
+    def bend(self, log_probabilities: torch.Tensor, targets: Targets, /) -> Bent:
         """Return the values of a micro-batch's targets, from their log-probabilities, which are not changed."""
 
 

@@ -20,6 +20,7 @@ from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE
 from raytune_fsdp.model.directory.named_class import find_named
+from raytune_fsdp.model.score_head import STORED, name_of_embedding, name_of_head
 from raytune_fsdp.model.weights.conversion import Conversion, ConvertedWeights
 from raytune_fsdp.model.weights.dequantize import stored_weights
 from raytune_fsdp.model.weights.source import Weights
@@ -54,13 +55,15 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
     """
     name_of, converters = _naming(model)
     wanted, names = owned_tensors(model), set(model.state_dict())
-    stored = files.tensors()
-    key_of: dict[str, str] = {}
+    stored, head = files.tensors(), name_of_head(model)
+    key_of = {} if head is None or STORED not in stored else {f"{head}.weight": STORED}
     parts: dict[str, dict[str, list[str]]] = {}
     extra = []
     # In natural order (experts.2 before experts.10): converters stack tensors in the order in which they come.
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = name_of(key)
+        if head is not None and (key == STORED or name.startswith(f"{head}.")):
+            continue  # the head of these files predicts tokens, and this one scores
         if pattern is not None and name in names:
             parts.setdefault(name, {}).setdefault(pattern, []).append(key)
         elif name in wanted:
@@ -68,9 +71,11 @@ def match_keys(model: PreTrainedModel, files: WeightFiles) -> Match:
         elif name not in names and not _ignored(model, key):
             extra.append(key)
     _adopt_aliases(model, stored, key_of)
+    if head is not None:
+        _adopt_head(model, head, stored, name_of, key_of)
     conversions = tuple(_conversion(converters, name, sources) for name, sources in parts.items())
     made = {name for conversion in conversions for name in conversion.targets}
-    missing = [name for name in wanted if name not in key_of and name not in made]
+    missing = [name for name in wanted if name not in key_of and name not in made and name != f"{head}.weight"]
     if extra:
         extra = _without_other_parts(model, files.directory, extra)
     if missing or extra:
@@ -237,6 +242,20 @@ def _adopt_aliases(model: PreTrainedModel, stored: Collection[str], key_of: dict
         for alias in names:
             if names[0] not in key_of and alias in stored:
                 key_of[names[0]] = alias
+
+
+def _adopt_head(
+    model: PreTrainedModel,
+    head: str,
+    stored: Collection[str],
+    name_of: Callable[[str], tuple[str, str | None]],
+    key_of: dict[str, str],
+) -> None:
+    """Find an embedding that is stored only under the name of the head that it was tied to, whose place another has."""
+    embedding = name_of_embedding(model)
+    key = next((key for key in stored if name_of(key)[0] == f"{head}.weight"), None)
+    if embedding not in key_of and key is not None:
+        key_of[embedding] = key
 
 
 def _ignored(model: PreTrainedModel, key: str) -> bool:

@@ -146,27 +146,59 @@ class RandomWeights:
     def where(self, name: str) -> str:
         return f"{name}, drawn at random,"
 
-    @torch.no_grad()
     def _draw(self, unit: str) -> dict[str, torch.Tensor]:
         # A copy: the twin itself stays without memory.
-        module = copy.deepcopy(self._units[unit]).to_empty(device="cpu")
-        for tensor in module.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.fill_(torch.nan)  # stays where nothing initialises the tensor
-        with torch.random.fork_rng(devices=[]):
-            # Seeded by the unit's name, so that neither the rank nor the order of reading matters.
-            torch.manual_seed(derive_key("weights", self._seed, unit))
-            for child in reversed(list(module.modules())):  # children before parents, as transformers does
-                self._twin._init_weights(child)
-        drawn = {f"{unit}.{name}": tensor for name, tensor in module.state_dict().items()}
-        unset = [name for name, tensor in drawn.items() if tensor.is_floating_point() and tensor.isnan().any()]
-        if unset:
-            raise ModelError(
-                f"model.init=random: {type(self._twin).__name__} does not initialise {unset[0]} in _init_weights"
-                + (f" (and {len(unset) - 1} more)" if len(unset) > 1 else "")
-                + "; start from a checkpoint with model.init=pretrained"
-            )
-        return drawn
+        return _drawn(self._twin, unit, copy.deepcopy(self._units[unit]), self._seed)
+
+
+@torch.no_grad()
+def _drawn(network: PreTrainedModel, unit: str, module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Draw the tensors of a unit as its network does; `module` is it, on the meta device, and gets memory."""
+    module.to_empty(device="cpu")
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)  # stays where nothing initialises the tensor
+    with torch.random.fork_rng(devices=[]):
+        # Seeded by the unit's name, so that neither the rank nor the order of reading matters.
+        torch.manual_seed(derive_key("weights", seed, unit))
+        for child in reversed(list(module.modules())):  # children before parents, as transformers does
+            network._init_weights(child)
+    drawn = {f"{unit}.{name}": tensor for name, tensor in module.state_dict().items()}
+    unset = [name for name, tensor in drawn.items() if tensor.is_floating_point() and tensor.isnan().any()]
+    if unset:
+        raise ModelError(
+            f"model.init=random: {type(network).__name__} does not initialise {unset[0]} in _init_weights"
+            + (f" (and {len(unset) - 1} more)" if len(unset) > 1 else "")
+            + "; start from a checkpoint with model.init=pretrained"
+        )
+    return drawn
+
+
+class WithHead:
+    """Weights without a head, and a head that is drawn as `RandomWeights` draws it."""
+
+    def __init__(self, inner: Weights, network: PreTrainedModel, head: str, seed: int) -> None:
+        """`head`: the name of its module, a linear layer without a bias. The network may be sharded."""
+        self._inner, self._network, self._head, self._seed = inner, network, head, seed
+        self._name = f"{head}.weight"
+        weight = network.get_parameter(self._name)
+        self._shape, self._dtype = tuple(weight.shape), weight.dtype
+        self._values: torch.Tensor | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {**self._inner.shapes(), self._name: self._shape}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name != self._name:
+            return self._inner.read(name, start, stop)
+        if self._values is None:
+            rows, columns = self._shape
+            module = nn.Linear(columns, rows, bias=False, device="meta", dtype=self._dtype)
+            self._values = _drawn(self._network, self._head, module, self._seed)[name]
+        return self._values[start:stop]
+
+    def where(self, name: str) -> str:
+        return f"{name}, drawn at random," if name == self._name else self._inner.where(name)
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -190,8 +190,8 @@ def _of_teacher(teacher: TeacherPass, found: Prediction) -> Iterator[Advice]:
     fits = "" if teacher.fits else ", which DOES NOT FIT: more GPUs, or a smaller teacher"
     yield Advice(
         id="teacher",
-        text=f"before its first step, the run asks teacher.model={teacher.model} once about every token that it will "
-        f"train on: about {teacher.memory / GIB:,.1f} of the {device.memory / GIB:,.1f} GiB of one {device.name}{fits}, "
+        text=f"before its first step, the run asks teacher.model={teacher.model} once about each token that it trains "
+        f"on: about {teacher.memory / GIB:,.1f} of the {device.memory / GIB:,.1f} GiB of one {device.name}{fits}, "
         f"{teacher.seconds / 3600:.1f} hours at most; {kept}",
         source="a step of the teacher, of which a forward pass is a third",
     )

@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets
+from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets, Taught
 from raytune_fsdp.base.measured import ParameterCount
-from raytune_fsdp.config import FinetuneConfig, ParallelConfig, TrainConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.model.attention.calls import PREFIX
@@ -31,10 +32,13 @@ from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choos
 from raytune_fsdp.model.compile_layers import EAGER
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.network import init_buffers
-from raytune_fsdp.model.objective.chunked_head import LossHead, choose_loss, install_chunked_loss
+from raytune_fsdp.model.objective.chunked_head import LossHead, install_chunked_loss
+from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.groups import GroupStandIn
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
+from raytune_fsdp.model.objective.score_head import choose_loss_of
+from raytune_fsdp.model.objective.scores import ScoreStandIn
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
@@ -344,16 +348,19 @@ def one_step(
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
-        objective=_stood_for(config.train), sums=sums,
+        objective=_stood_for(config), sums=sums,
     )  # fmt: skip
 
 
-def _stood_for(train: TrainConfig) -> Objective:
+def _stood_for(config: FinetuneConfig) -> Objective:
     """Return what takes the work of a run's objective, whose numbers of documents are not counted."""
+    train = config.train
+    groups = ScoreStandIn() if train.objective.scores else GroupStandIn()
     return Objective.of(
         train,
         own=None if train.loss is None else StandIn(),
-        groups=None if train.objective.rows is None else GroupStandIn(),
+        groups=None if train.objective.rows is None else groups,
+        distillation=Distillation.of(config),
     )
 
 
@@ -362,7 +369,7 @@ def assume_kernels(
 ) -> Mapping[str, KernelChoice]:
     """Give the network what such devices would choose with nothing installed besides torch; return the choices."""
     check_shared(config, model, needs)
-    loss = choose_loss(config.model.loss, needs, kept=None)
+    loss = choose_loss_of(config.model, needs, kept=None)
     if loss.name == "chunked":
         install_chunked_loss(model)
         head = model.get_output_embeddings()
@@ -389,22 +396,39 @@ def assume_kernels(
 
 
 def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: int) -> StepBatches:
-    """Return micro-batches without padding, every token but the first trained on: no real one needs more."""
+    """Return micro-batches without padding, every token but the first trained on: no real one needs more.
+
+    A head that scores has one target in each document, here the last token of a sample.
+    """
     length, vocabulary = config.data.seq_len, hf_config.get_text_config().vocab_size
     ids = (np.arange(length) % vocabulary).astype(np.int32)
     positions = np.arange(length, dtype=np.int32)
+    trained = positions == length - 1 if config.model.head is not None else positions > 0
     sample = PackedSample(
         input_ids=ids,
-        labels=np.where(positions == 0, -100, ids).astype(np.int32),
+        labels=np.where(trained, ids, -100).astype(np.int32),
         position_ids=positions,
         source_ids=np.zeros_like(ids),
         id=0,
     )
     micro_batch = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
+    if config.teacher is not None:
+        said = _any_teacher(config.teacher, len(micro_batch.targets.ids), vocabulary)
+        micro_batch = replace(micro_batch, targets=replace(micro_batch.targets, teacher=said))
     micro_batches: tuple[MicroBatch, ...] = tuple(replace(micro_batch, index=index) for index in range(passes))
     assert all(each.index != FILLER_INDEX for each in micro_batches)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
     return StepBatches(step=1, micro_batches=micro_batches, counts=counts)
+
+
+def _any_teacher(teacher: TeacherConfig, targets: int, vocabulary: int) -> Taught:
+    """Return predictions that take the work of real ones. To write billions of them would take seconds."""
+    kept = min(teacher.top_k, vocabulary)
+    each = torch.full((1, 1), -math.log(kept + 1))
+    return Taught(
+        ids=torch.arange(kept, dtype=torch.int32).expand(targets, kept),
+        log_probabilities=each.expand(targets, kept), rest=each[0].expand(targets),
+    )  # fmt: skip
 
 
 def _repeated(one: MicroBatch, times: int) -> MicroBatch:

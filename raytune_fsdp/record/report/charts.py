@@ -168,6 +168,13 @@ _PREFERENCES: Sequence[Chart] = (
         lambda run: run.evaluations("accuracy", of="scores", scale=100),
     ),
     ("kl", "distance from the reference", "nats", lambda run: run.column("", "kl")),
+    (
+        "teacher", "distance from the teacher", "nats for each target",
+        lambda run: [
+            *run.column("teacher to student", "kl/forward"), *run.column("student to teacher", "kl/reverse", 1),
+            *run.column("cross-entropy of the data", "nll", 2),
+        ],
+    ),
 )  # fmt: skip
 _SPEED: Sequence[Chart] = (
     ("speed", "tokens a second", "tokens/s", lambda run: run.column("", "tokens_per_second")),

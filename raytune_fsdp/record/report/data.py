@@ -18,6 +18,8 @@ from raytune_fsdp.record.report.curves import new_figure, save_png
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from raytune_fsdp.data.rows.scores.scoring import Scoring
+
 _TRAINED, _CONTEXT, _HEAD, _RESET = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
 _BAR = 40
 _SAMPLE_ROW = "{:24} {:>10} {:>10} {:>12} {:>12} {:>8} {:>8} {:>9} {:>6}"
@@ -31,10 +33,11 @@ def preview(
     title: str,
     colours: bool,
     columns: Sequence[str] = (),
+    scoring: Scoring | None = None,
 ) -> Iterator[str]:
     """Yield a packed sample as lines: each document with its dataset; trained tokens are green, or between « and ».
 
-    `columns`: the names of what a loss is told of each document.
+    `columns`: the names of what a loss is told of each document. `scoring`: how documents are scored.
     """
     documents = documents_of(sample)
     yield headline(sample, title, colours=colours)
@@ -42,7 +45,7 @@ def preview(
         name = names[int(sample.source_ids[document.start])]
         trained = int((sample.labels[document] != IGNORE).sum())
         tokens = document.stop - document.start
-        role = "".join(f", {each}" for each in role_of(sample, document, columns))
+        role = "".join(f", {each}" for each in role_of(sample, document, columns, scoring))
         yield f"  -- document {number}{role}, {printable(name)}: {tokens:,} tokens, {trained:,} trained"
         yield from text_of(sample, document, tokenizer, colours=colours)
 
@@ -54,12 +57,16 @@ def documents_of(sample: PackedSample) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], int(real.sum())], strict=False)]
 
 
-def role_of(sample: PackedSample, document: slice, columns: Sequence[str]) -> list[str]:
+def role_of(sample: PackedSample, document: slice, columns: Sequence[str], scoring: Scoring | None = None) -> list[str]:
     """Return what a document is in its group, in words; empty where documents stand alone."""
     if sample.columns is None or tuple(columns[: len(GROUP_COLUMNS)]) != GROUP_COLUMNS:
         return []
     told = dict(zip(columns, sample.columns[:, document.start].tolist(), strict=False))
-    words = [Role(int(told["role"])).name.lower()]
+    role = Role(int(told["role"]))
+    if role is Role.SCORED and scoring is not None:
+        words, told["margin"] = [scoring.in_words(told["margin"])], 0.0
+    else:
+        words = [role.name.lower()]
     words += [f"weight {told['weight']:g}"] if told["weight"] != 1 else []
     words += [f"margin {told['margin']:g}"] if told["margin"] else []
     return words + ([f"its first {told['skipped']:,.0f} targets are not the answer's"] if told["skipped"] else [])
@@ -117,10 +124,11 @@ def stats(census: Census, *, title: str, groups: GroupsOfSteps | None = None, ki
         f"packed samples {samples:,} of {census.seq_len:,} tokens, {census.efficiency:.2%} full; "
         f"{census.total.target_tokens / max(1, census.tokens):.1%} of the tokens are trained on"
     )
-    what = "pairs" if kind == "preference" else "judged answers"
+    what = {"preference": "pairs", "score": "scored documents"}.get(kind or "", "judged answers")
     if kind is not None:
+        together = "" if kind == "score" else ", each of two documents that stay together"
         a_step = "" if groups is None else f", {groups.words}"
-        yield f"{census.total.groups:,} {what}, each of two documents that stay together{a_step}"
+        yield f"{census.total.groups:,} {what}{together}{a_step}"
     for name, count in rows[: len(census.names)]:
         for reason, many in sorted(count.dropped.items()):
             yield f"dropped from {name}: {many:,} {reason}"

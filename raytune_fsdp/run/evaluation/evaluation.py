@@ -15,7 +15,7 @@ from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import values_of
-from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.scores import LossOfGroups, loss_of
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.run.evaluation.answers import answers
@@ -36,8 +36,8 @@ class Evaluation:
     """Whether losses have the same bits at any number of ranks."""
     given: Given | None = None
     """What the reference gives to documents, if there is one."""
-    groups: GroupObjective | None = None
-    """The loss of datasets of pairs or of judged answers."""
+    groups: LossOfGroups | None = None
+    """The loss of datasets of pairs, of judged answers or of documents with scores."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class Evaluation:
         config: FinetuneConfig,
         datasets: Mapping[str, Windows],
         tasks: Sequence[Questions],
-        groups: GroupObjective | None = None,
+        groups: LossOfGroups | None = None,
     ) -> Evaluation:
         """Return the evaluation of a run whose datasets and questions have been opened.
 
@@ -53,7 +53,7 @@ class Evaluation:
         """
         chosen, objective = config.eval, config.train.objective
         if groups is None and objective.rows is not None:
-            groups = GroupObjective.of(objective)
+            groups = loss_of(objective)
         return cls(
             datasets=datasets, tasks=tasks, prompts=chosen.prompts, max_new_tokens=chosen.max_new_tokens,
             exact=config.run.exact, groups=groups,

@@ -20,8 +20,9 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import group_values
 from raytune_fsdp.model.objective.groups import GroupObjective
-from raytune_fsdp.model.objective.judged import KINDS, Formula, GroupDocuments
+from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS, Formula, GroupDocuments
 from raytune_fsdp.model.objective.loss import micro_batch_loss
+from raytune_fsdp.model.objective.scores import LossOfGroups, ScoredDocuments, ScoreObjective
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.step.in_order import sum_in_order
@@ -39,7 +40,7 @@ def losses(
     layout: Layout,
     device: torch.device,
     exact: bool = False,
-    groups: GroupObjective | None = None,
+    groups: LossOfGroups | None = None,
     told: Callable[[MicroBatch], MicroBatch] | None = None,
 ) -> dict[str, float]:
     """Return loss per target token and accuracy of each dataset, by the names of metrics, over all ranks. Collective.
@@ -56,6 +57,11 @@ def losses(
             if told is not None:
                 whole = map(told, whole)
             batches = to_device((own_part(batch, layout, rank) for batch in whole), device)
+            if isinstance(groups, ScoreObjective):
+                scored = _scored(model, batches, groups)
+                values = _of_scores(scored, groups, device, exact=exact)
+                results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
+                continue
             if groups is not None and windows.kind is not None:
                 compared = not groups.config.compares or (groups.reference or told) is not None
                 if not compared and rank == 0:
@@ -70,6 +76,21 @@ def losses(
             total, right, targets = _summed(each, 3, device, exact=exact).tolist()
             results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
     return results
+
+
+def _scored(
+    model: PreTrainedModel, batches: Iterable[MicroBatch], groups: ScoreObjective
+) -> list[tuple[int, ScoredDocuments]]:
+    """Return what this rank counts of a dataset, by the index of the micro-batch: a few numbers of each document."""
+    return [(batch.index, groups.own(model, batch)) for batch in batches]
+
+
+def _of_scores(
+    scored: Sequence[tuple[int, ScoredDocuments]], groups: ScoreObjective, device: torch.device, *, exact: bool
+) -> dict[str, float]:
+    """Return what is measured of scores, by its name in training."""
+    each = ((index, groups.judge(documents)[1].sum(1)) for index, documents in scored)
+    return group_values(_summed(each, len(SCORE_KINDS), device, exact=exact).tolist(), groups.config)
 
 
 def _of_groups(

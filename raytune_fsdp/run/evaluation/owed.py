@@ -15,7 +15,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.questions import Questions
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.scores import LossOfGroups
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
@@ -31,7 +31,7 @@ def evaluation_of_run(
     config: FinetuneConfig,
     evals: Mapping[str, Windows],
     tasks: Sequence[Questions],
-    groups: GroupObjective | None = None,
+    groups: LossOfGroups | None = None,
     *,
     dry: bool = False,
 ) -> Evaluation:

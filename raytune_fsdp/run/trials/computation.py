@@ -16,6 +16,7 @@ from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.model.attention.choose import SIXTEEN_BITS, logits_of
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.proof import documents, error_of_kernel, error_of_loss, error_of_parts, leak_between_documents
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.step.parallel import evaluating
 
@@ -55,6 +56,11 @@ def check_computation(model: PreTrainedModel, packing: str, device: torch.device
     experts = dtype in SIXTEEN_BITS and model._can_set_experts_implementation()
     if change > (_LEAK_OF_EXPERTS if experts else _LEAK):
         raise _leaks(model, packing, change)
+    if loss > _ERROR[dtype] and head_of(model) is not None:
+        raise ModelError(
+            f"model.head: the scores of {class_name(model)} at the last tokens of documents are off by {loss:.1e} "
+            "from those of all its tokens; choose another model"
+        )
     if loss > _ERROR[dtype]:
         raise ModelError(
             f"model.loss: losses are off by up to {loss:.1e} from those of the network's own logits; "

@@ -19,8 +19,9 @@ from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choos
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.network import MASTER_DTYPE
-from raytune_fsdp.model.objective.chunked_head import choose_loss, install_chunked_loss
+from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE, why_routers_forbid
+from raytune_fsdp.model.objective.score_head import choose_loss_of
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -77,7 +78,7 @@ def kernels_of(
         chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
         fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
     )  # fmt: skip
-    loss = choose_loss(chosen.loss, prepared.needs, kept=kept.get("loss"))
+    loss = choose_loss_of(chosen, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
         install_chunked_loss(model)
     elif standing.plan.layout.tensor > 1:

@@ -124,6 +124,8 @@ def _eager(model: PreTrainedModel) -> str | None:
 
 def _plain_loss(config: FinetuneConfig, model: PreTrainedModel) -> str | None:
     """Return why losses have to be computed from logits; None: they need not be."""
+    if config.model.head is not None:
+        return "its head scores documents"
     if config.model.loss == "plain":
         return "model.loss says so"
     if not has_plain_head(model):

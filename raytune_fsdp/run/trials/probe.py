@@ -26,6 +26,7 @@ from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.network import build_network, init_buffers
 from raytune_fsdp.model.objective.loss import token_loss_sum
 from raytune_fsdp.model.proof import leak_between_documents
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.run.trials.computation import refuse_leak
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,8 @@ def _forward_and_backward(model: PreTrainedModel, length: int, packed: bool) -> 
     vocabulary = model.config.get_text_config().vocab_size
     ids = (torch.arange(length) % vocabulary)[None]
     positions = torch.arange(length) % (max(1, length // 2) if packed else length)
-    loss = token_loss_sum(logits_of(model, ids, positions[None]), ids)
+    logits = logits_of(model, ids, positions[None])
+    loss = token_loss_sum(logits, ids) if head_of(model) is None else logits.sum()
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
 

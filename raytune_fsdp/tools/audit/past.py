@@ -24,6 +24,7 @@ from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.sections.formats import PythonFormat
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.packing import RowOrigin
+from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
@@ -63,6 +64,8 @@ class PastStep:
     """The names of the datasets."""
     columns: Sequence[str]
     """The names of the numbers that the loss is told of each document."""
+    scoring: Scoring | None
+    """How documents are scored; None: their tokens are predicted."""
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -131,6 +134,7 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
         ],
         names=windows.names,
         columns=windows.columns,
+        scoring=windows.scoring,
         tokenizer=tokenizer,
     )
 
