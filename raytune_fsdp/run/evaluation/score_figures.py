@@ -5,14 +5,46 @@ Everything is a function of the documents alone, so it does not depend on which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from raytune_fsdp.base.collectives import on_all_ranks
+from raytune_fsdp.config.sections.objectives import ClassificationObjective, ObjectiveChoice, RewardObjective
+from raytune_fsdp.data.batches import FILLER_INDEX
+from raytune_fsdp.model.objective.scores import ScoredDocuments, ScoreObjective
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 BINS = 10
 """Of the confidences between 0 and 1 that a reliability curve is made of."""
+
+
+def figures_of(objective: ScoreObjective, mine: Sequence[tuple[int, ScoredDocuments]]) -> dict[str, float]:
+    """Return the figures of a dataset. `mine`: this rank's documents, by the index of their micro-batch. Collective."""
+    own = [
+        (index, documents.scores.cpu().numpy(), documents.wanted.cpu().numpy())
+        for index, documents in mine
+        if index != FILLER_INDEX and len(documents.scores)
+    ]
+    gathered: list[Any] = on_all_ranks(lambda: own)
+    every = sorted((part for parts in gathered for part in parts), key=lambda part: part[0])
+    scores, wanted = (np.concatenate([part[place] for part in every]) for place in (1, 2))
+    if isinstance(objective.config, ClassificationObjective):
+        return of_classes(scores, wanted)
+    if isinstance(objective.config, RewardObjective):
+        return of_pairs(scores[::2, 0] - scores[1::2, 0])
+    return of_numbers(scores[:, 0], wanted)
+
+
+def names_of(objective: ObjectiveChoice) -> list[str]:
+    """Return what `figures_of` may find besides what training records, without the points of curves."""
+    if isinstance(objective, ClassificationObjective):
+        return ["f1", "auc", "calibration_error"]
+    if isinstance(objective, RewardObjective):
+        return ["calibration_error"]
+    return ["r2", "pearson"] if objective.scores else []
 
 
 def of_classes(scores: Vector, classes: Vector) -> dict[str, float]:
