@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, PackedSample, Role
+from raytune_fsdp.base.batch import GROUP_COLUMNS, IGNORE, PADDING, Cursor, PackedSample, Role
+from raytune_fsdp.config import FinetuneConfig
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "reward": {"type": "reward"},
@@ -120,3 +124,90 @@ def loss_of(twin: Any, documents: Sequence[Scored], objective: Mapping[str, Any]
     else:
         losses = [each.weight * (own[0] - each.wanted) ** 2 for each, own in zip(documents, scores, strict=True)]
     return torch.stack(losses).mean()
+
+
+def score_config(
+    directory: Path,
+    objective: Mapping[str, Any],
+    *,
+    names: Sequence[str] = ("rows",),
+    architecture: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> FinetuneConfig:
+    """A run of six steps on pairs, classes or numbers, in five micro-batches a step, with weights and margins.
+
+    `names`: of its datasets.
+    """
+    from tests.runs import GPT2, make_config
+
+    kind = objective["type"]
+    directory.mkdir(exist_ok=True)
+    column = {"classification": "label", "regression": "score"}.get(kind, "margin")
+    format = {"weight": "weight", column: column}
+    format |= {"type": "preference", "style": "plain"} if kind == "reward" else {"type": "score", "text": "text"}
+    datasets = []
+    for seed, name in enumerate(names):
+        path = directory / f"{kind}-{name}.jsonl"
+        datasets.append({"path": str(path), "name": name, "format": format})
+        if not path.exists():
+            path.write_text("".join(json.dumps(row) + "\n" for row in _rows(kind, seed)))
+    data = {"train": datasets, "seq_len": 48, "window": 16, **sections.pop("data", {})}
+    train = {"global_batch": 10, "micro_batch": 2, "max_steps": 6, **sections.pop("train", {}), "objective": objective}
+    head = {"type": "score", "pad_token": "w0", **({"labels": LABELS} if kind == "classification" else {})}
+    made = make_config(directory, architecture or GPT2)
+    model = {**made.model.model_dump(), "head": head, **sections.pop("model", {})}
+    return make_config(directory, model=model, data=data, train=train, **sections)
+
+
+LABELS = ["bad", "fair", "good"]
+
+
+def _rows(kind: str, seed: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(5 + seed)
+
+    def words(least: int, most: int) -> str:
+        # None that begins with w2, a special token, which would be found in it.
+        return " ".join(f"w{number}" for number in rng.integers(30, 64, int(rng.integers(least, most))))
+
+    rows = []
+    for _ in range(90):
+        row: dict[str, Any] = {"weight": float(rng.integers(1, 5)) / 2}
+        if kind == "reward":
+            row |= {"prompt": words(2, 7), "chosen": f" {words(1, 9)}", "rejected": f" {words(1, 9)}"}
+            row["margin"] = float(rng.integers(3)) / 4
+        elif kind == "classification":
+            row |= {"text": words(2, 14), "label": LABELS[int(rng.integers(3))]}
+        else:
+            row |= {"text": words(2, 14), "score": float(rng.normal())}
+        rows.append(row)
+    return rows
+
+
+def plain_loop(values: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a loop in plain PyTorch: transformers' class for scores, one document at a
+    time, in one process."""
+    import torch.distributed as dist
+
+    from raytune_fsdp.data.stream import Stream
+    from raytune_fsdp.run.assemble import assemble
+    from raytune_fsdp.run.prepare import prepare
+
+    config = FinetuneConfig.model_validate(values)
+    prepared, standing = prepare(config, 1)
+    begun = assemble(config, prepared, standing, torch.device("cpu")).model
+    twin = twin_of(begun, begun.get_output_embeddings().weight.detach()).train()  # type: ignore[union-attr, operator]
+    dist.destroy_process_group()
+    optim, results = config.optim, []
+    adamw = torch.optim.AdamW(
+        twin.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0
+    )
+    samples = Stream(prepared.train, seed=config.run.seed).samples(Cursor())
+    for _ in range(config.train.max_steps or 0):
+        documents = [each for _ in range(config.train.global_batch) for each in documents_in(next(samples).sample)]
+        loss = loss_of(twin, documents, config.train.objective.model_dump())
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), optim.max_grad_norm or math.inf)
+        adamw.step()
+        adamw.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
