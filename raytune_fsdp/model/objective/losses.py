@@ -28,6 +28,7 @@ class Losses:
     right: torch.Tensor
     """Whether the most likely token is the target."""
     groups: Recorded | None = None
-    """What is recorded of groups; None: the losses are those of targets."""
+    """What is recorded of groups, or of what is learned from a teacher; None: the losses of targets, and how many are
+    right."""
     load: tuple[torch.Tensor, ...] = ()
     """How many tokens went to each expert, for each layer whose router is watched."""
