@@ -19,6 +19,7 @@ import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ import xxhash
 from raytune_fsdp.base.batch import MicroBatch, StepBatches, Taught
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import DataError, TransientError, first_line
+from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, first_line
 from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, read_json
 from raytune_fsdp.data.cache import TEACHER
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
@@ -400,7 +401,7 @@ class Lessons:
         except (OSError, ValueError) as error:
             raise TransientError(f"{path} cannot be read: {first_line(error)}") from error
         if xxhash.xxh3_64_intdigest(data) != int(part.table["digest"][row]):
-            raise DataError(
+            raise DamagedError(
                 f"{path} has been damaged since the run started: the teacher's predictions in a document are not "
                 "what was written; start the same command again, and they are verified and computed anew"
             )
@@ -436,9 +437,27 @@ class Lessons:
         return replace(batch, targets=replace(batch.targets, teacher=taught))
 
     def steps(self, steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-        """Yield steps whose micro-batches are told. They are whole, and on the host."""
-        for step in steps:
-            yield replace(step, micro_batches=tuple(map(self.told, step.micro_batches)))
+        """Yield steps whose micro-batches are told. They are whole, and on the host.
+
+        What a step needs is read by a thread while the step before it is trained.
+        """
+        source, failure = iter(steps), None
+        coming: Future[StepBatches] | None = None
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher") as ahead:
+            while failure is None:
+                following = None
+                try:
+                    following = ahead.submit(self._told, next(source))
+                except Exception as error:  # raised when training comes to that step, and not before
+                    failure = error
+                if coming is not None:
+                    yield coming.result()
+                coming = following
+        if not isinstance(failure, StopIteration):
+            raise failure
+
+    def _told(self, step: StepBatches) -> StepBatches:
+        return replace(step, micro_batches=tuple(map(self.told, step.micro_batches)))
 
 
 def digest_of_window(lessons: Lessons, names: Names) -> str:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from raytune_fsdp.base.batch import Targets, Taught
+from raytune_fsdp.config import TrainConfig
 from raytune_fsdp.model.attention.choose import logits_of
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import Shape, install_chunked_loss, linear_cross_entropy
@@ -222,3 +224,15 @@ def test_equal_tokens_come_in_the_order_of_their_ids() -> None:
     values = torch.tensor([[1.0, 2.0, 2.0, 0.0, 1.0, 1.0, 2.0], [0.0] * 7, [-math.inf] * 6 + [0.0]])
     for many, ids in ((4, [[1, 2, 6, 0], [0, 1, 2, 3], [6, 0, 1, 2]]), (2, [[1, 2], [0, 1], [6, 0]])):
         assert _largest(values, many)[1].tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("label_smoothing", 0.1), ("z_loss", 1e-4), ("loss", "losses_of_mine:focal")]
+)
+def test_what_changes_the_cross_entropy_is_refused(field: str, value: float | str) -> None:
+    values = {"max_steps": 1, "global_batch": 1, "micro_batch": 1, "objective": {"type": "distill"}}
+    assert TrainConfig.model_validate({**values, "neftune_noise_alpha": 5.0}).neftune_noise_alpha == 5.0
+    with pytest.raises(
+        ValidationError, match=f"train.{field}={value} with train.objective.type=distill: .*leave {field} out"
+    ):
+        TrainConfig.model_validate({**values, field: value})

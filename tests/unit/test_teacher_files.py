@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 import torch
 import xxhash
 
-from raytune_fsdp.base.errors import DataError, TransientError
+from raytune_fsdp.base.batch import StepBatches
+from raytune_fsdp.base.errors import DamagedError, DataError, RowError, TransientError
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import names_of
@@ -294,3 +297,29 @@ def test_many_parts_are_read_with_few_open_files(tmp_path: Path, monkeypatch: py
     assert len(os.listdir("/proc/self/fd")) - before == 4
     made.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_steps_are_told_ahead_and_fail_where_they_fail(tmp_path: Path) -> None:
+    """What is wrong with a step's own rows is raised when training comes to it, as without a teacher."""
+    own = files(tmp_path)
+    made = lessons(own, written(own, *DOCUMENTS)[0])
+
+    def steps() -> Iterator[StepBatches]:
+        for number, document in enumerate((*DOCUMENTS, DOCUMENTS[0])):
+            yield StepBatches(step=number + 1, micro_batches=(micro_batch(document),), counts=torch.zeros(1))
+        raise RowError("row 4 is bad", "bad")
+
+    told = made.steps(steps())
+    first = next(told)
+    taught = first.micro_batches[0].targets.teacher
+    assert first.step == 1 and taught is not None and len(taught.ids) == 2
+    assert [step.step for step in islice(told, 2)] == [2, 3]
+    with pytest.raises(RowError, match="row 4"):
+        next(told)
+    path = own.path(made.parts[0].name)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    made.close()
+    assert next(made.steps(steps())).step == 1
+    with pytest.raises(DamagedError, match="start the same command again"):
+        list(made.steps(steps()))

@@ -87,8 +87,8 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         )
     model = config.model.model_copy(
         update={
-            "path": wanted, "revision": None, "init": "pretrained", "architecture": None, "overrides": {}, "network": None,
-            "tokenizer": config.model.tokenizer or config.model.path,
+            "path": wanted, "revision": None, "init": "pretrained", "architecture": None, "overrides": {},
+            "network": None, "tokenizer": config.model.tokenizer or config.model.path,
         }
     )  # fmt: skip
     other = config.model_copy(update={"model": model, "method": FullMethod()})
