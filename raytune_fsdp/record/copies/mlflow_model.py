@@ -77,13 +77,13 @@ def _describe(export: Path, place: Path, run_id: str, *, weights: str | None = N
         "model_uuid": uuid.uuid4().hex,
         "utc_time_created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
         "mlflow_version": metadata.version("mlflow"),
-        "flavors": {"transformers": {**_flavor(export, where), "code": None}},
+        "flavors": {"transformers": {**flavor_of(export, where), "code": None}},
     }
     replace_at_once(place / "MLmodel", json.dumps(said, indent=2).encode())  # JSON is YAML
     return place
 
 
-def _flavor(export: Path, where: str) -> dict[str, Any]:
+def flavor_of(export: Path, where: str) -> dict[str, Any]:
     """Return what `mlflow.transformers` reads of a model: its class, and where its weights are, or its base's."""
     is_adapter = (export / _ADAPTER_CONFIG).is_file()
     config = {} if is_adapter else json.loads((export / "config.json").read_text(encoding="utf-8"))

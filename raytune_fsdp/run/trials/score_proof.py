@@ -7,6 +7,7 @@ both: texts of two lengths, alone and together with padding behind the shorter o
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from pathlib import Path
@@ -19,7 +20,10 @@ from transformers.utils import logging as transformers_logging
 from raytune_fsdp.base.errors import ModelError, in_one_line
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import FullMethod
-from raytune_fsdp.model.directory.named_class import scoring_class_of
+from raytune_fsdp.model.adapters.attach import is_adapted
+from raytune_fsdp.model.directory.bounds import bounded_building
+from raytune_fsdp.model.directory.named_class import NamedClass, scoring_class_of
+from raytune_fsdp.model.directory.scoring import SCORE
 from raytune_fsdp.model.network import build_network
 from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.run.trials.probe import small_network
@@ -37,18 +41,17 @@ def check_scores(config: FinetuneConfig, network: PreTrainedModel) -> None:
     if head_of(network) is None:
         return
     config = config.model_copy(update={"method": FullMethod()})  # adapters are no part of the class
+    whole = build_network(network.config, config) if is_adapted(network) else network
+    named = scoring_class_of(whole, Path())
+    kind = type(named.network).__name__
     try:
-        model = small_network(config, network.config, network).eval()
+        model = small_network(config, whole.config, whole).eval()
         wanted = _with_scores(model)
     except Exception as error:  # sizes that cannot be divided: this says nothing about the class
         logger.debug("no small network could be computed: %s", in_one_line(error))
-        plain = build_network(network.config, config)
-        scoring_class_of(plain, Path())  # names of layers can be compared in any case
         return
-    there = _class_of(model)
-    kind = type(there).__name__
     try:
-        found = _together(there)
+        found = _together(_around(model, named))
     except Exception as error:  # the code of any model
         raise _another(kind, f"it fails on two texts beside each other: {in_one_line(error)}") from error
     off, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
@@ -79,16 +82,16 @@ def _with_scores(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([scores_of_head(model, ids[None]) for ids in _texts()])
 
 
-def _class_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the class for scores of a small network, with its modules."""
-    named = scoring_class_of(model, Path())
-    head = next(name for name, place in named.places.items() if place and name != place)
+def _around(model: PreTrainedModel, named: NamedClass) -> PreTrainedModel:
+    """Return the class for scores around the modules of a small network."""
+    with torch.device("meta"), bounded_building():
+        there = type(named.network)._from_config(copy.deepcopy(model.config))
     for name, module in model.named_children():
-        if name != head.partition(".")[0]:
-            named.network.set_submodule(name, module)
-    named.network.set_submodule(named.places[head], model.get_submodule(head))
-    named.network.config.get_text_config().pad_token_id = _PAD
-    return named.network.eval()
+        if hasattr(there, name):
+            there.set_submodule(name, module)
+    there.set_submodule(SCORE, model.get_output_embeddings())
+    there.config.get_text_config().pad_token_id = _PAD
+    return there.eval()
 
 
 @torch.no_grad()
