@@ -113,7 +113,7 @@ def test_exact_runs_have_the_same_bits_at_any_world(
     }  # fmt: skip
     runs = {}
     for world in (1, 2, 3):
-        exact = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
+        exact: dict[str, Any] = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
         config = score_config(tmp_path, OBJECTIVES[name], **sections, **exact)
         steps = trajectory(config, world)
         beside = [(line["preferences"], line["datasets"]) for line in lines_of(config)]
@@ -148,8 +148,8 @@ def test_a_run_begins_with_what_another_one_has_learned(tmp_path: Path) -> None:
     """The network of a run that predicts tokens gets a head; that of one with a head goes on with it, if it fits."""
     made = make_config(tmp_path, run={"name": "tokens"}, train={"global_batch": 10, "micro_batch": 2, "max_steps": 2})
     trajectory(made, 1)
-    numbers, kept = OBJECTIVES["regression"], {"checkpoint": {"every": 2}, "train": {"max_steps": 2}}
-    losses = {}
+    numbers, losses = OBJECTIVES["regression"], dict[str, float]()
+    kept: dict[str, Any] = {"checkpoint": {"every": 2}, "train": {"max_steps": 2}}
     for name, before in (("first", "tokens"), ("second", "first")):
         path = {"path": str(tmp_path / "runs" / before / "checkpoints" / "step-00000002.a1"), "architecture": None}
         config = score_config(tmp_path, numbers, model={**path, "init": "pretrained"}, run={"name": name}, **kept)

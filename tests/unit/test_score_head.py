@@ -82,9 +82,7 @@ def test_a_stored_head_that_scores_goes_on_if_it_is_of_the_right_shape(kind: str
     two = {"head": {"type": "score", "outputs": 2}}
     named = AutoConfig.for_model(kind, id2label=dict(enumerate(LABELS[::-1])), **ARCHITECTURES[kind])
     named.save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        ModelError, match=r"labels=\['bad', 'fair', 'good'\]: the classes in .* are \['good', "
-    ):
+    with pytest.raises(ModelError, match=r"labels=\['bad', 'fair', 'good'\]: the classes in .* are \['good', "):
         weights_of(config_of(tmp_path, {}))
     with pytest.raises(ModelError, match=r"score\.weight.* has 3 output\(s\) of 32 numbers, and this head has 2 of 32"):
         weights_of(config_of(tmp_path, two))
@@ -122,7 +120,7 @@ def _of(kind: str) -> dict[str, Any]:
     ids=lambda method: method["type"],
 )  # fmt: skip
 def test_it_is_trained_whatever_the_method_is(method: dict[str, Any], tmp_path: Path) -> None:
-    precision = {"parallel": {"precision": "fp32"}}
+    precision: dict[str, Any] = {"parallel": {"precision": "fp32"}}
     network = built(score_config(tmp_path, OBJECTIVES["reward"], architecture=_of("llama"), method=method, **precision))
     head = head_of(network)
     assert head is not None and head.weight.requires_grad and head.weight.shape == (1, 32)
