@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, first_line
 from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, read_json
-from raytune_fsdp.data.cache import TEACHER
+from raytune_fsdp.data.cache import ABANDONED_SECONDS, TEACHER, TEMPORARY
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
 
 FORMAT = 1
@@ -196,6 +197,13 @@ class TeacherFiles:
         """Return the names of all parts that are there."""
         names = (path.name.removesuffix(_SUFFIX) for path in (self.directory / "parts").glob(f"*{_SUFFIX}"))
         return sorted(name for name in names if _PART.fullmatch(name))
+
+    def tidy(self) -> None:
+        """Remove what passes have left half written that were killed long ago."""
+        for path in self.directory.rglob(f"*{TEMPORARY}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
     def write(self, names: Names, said: Sequence[bytes], masses: Sequence[Rest]) -> KeptPart:
         """Keep what the teacher predicts in these documents. Return the part."""
