@@ -23,9 +23,10 @@ from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.model.adapters.names import acts_outside
 from raytune_fsdp.model.directory.bounds import read_config
 from raytune_fsdp.model.directory.files import WeightFiles, find_weights, locate
-from raytune_fsdp.model.directory.named_class import NamedClass, find_named
+from raytune_fsdp.model.directory.named_class import NamedClass, find_named, scoring_class_of
 from raytune_fsdp.model.export.write import ExportForm, WholeTensors
 from raytune_fsdp.model.network import stored_network
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
 from raytune_fsdp.model.weights.source import Weights
 from raytune_fsdp.plan.run_dir import RECIPE_FILE
@@ -48,7 +49,7 @@ class WrittenAs:
     @property
     def sentence(self) -> str | None:
         """The sentence for the card."""
-        if self.form is None:
+        if self.form is None or (self.alone is None and self.form.base_directory is None):
             return None
         kind = type(self.form.network).__name__
         if self.alone is None:
@@ -70,6 +71,9 @@ def written_of(
     found it.
     """
     network = stored_network(files)
+    if network is not None and head_of(network) is not None:
+        named = scoring_class_of(network, files)
+        return WrittenAs(source=_Renamed(source, named), form=ExportForm(network=named.network))
     if network is None or not sees(files):
         return WrittenAs(source=source)
     whole = network.config.model_type == read_config(files).get("model_type")
@@ -137,6 +141,26 @@ def began_with(files: Path) -> tuple[str, str | None, bool]:
     if init != "pretrained" or not isinstance(path, str) or not isinstance(revision, str | None):
         raise ModelError("the run began with random weights, and has no base")
     return path, revision, on_hub is True
+
+
+class _Renamed:
+    """The tensors of a run under the names that its class for scores has for them."""
+
+    def __init__(self, own: WholeTensors, named: NamedClass) -> None:
+        self._own, self._here = own, {named.there(name): name for name in own.shapes()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = self._own.shapes()
+        return {there: shapes[name] for there, name in self._here.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        types = self._own.dtypes()
+        return {there: types[name] for there, name in self._here.items()}
+
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return several whole tensors, on the CPU."""
+        found = self._own.read_all([self._here[name] for name in names])
+        return {name: found[self._here[name]] for name in names}
 
 
 class _Around:

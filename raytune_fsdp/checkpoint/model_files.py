@@ -6,7 +6,7 @@ import atexit
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,21 @@ from raytune_fsdp.checkpoint.merged import (
 )
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.data.rows.own_code import OwnCode
+from raytune_fsdp.model.adapters.config_file import read_adapter_config
 from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, read_config, wants_code
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.directory.needed_code import check_trusted
 from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.scoring import scoring_class
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in
-from raytune_fsdp.model.network import choose_experts, stored_network
+from raytune_fsdp.model.network import choose_experts, stored_network, with_stored_head
 from raytune_fsdp.model.own_network import KEY, build_own, class_of
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.dequantize import check_packed
 from raytune_fsdp.model.weights.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
+from raytune_fsdp.model.weights.source import Weights
 from raytune_fsdp.plan.run_dir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 
 _OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
@@ -127,41 +131,52 @@ def put_model_files(model: Path, checkpoints: str) -> None:
 
 
 def describe_for_inference(
-    path: Path, *, trust_remote_code: bool = False, base: str | None = None
+    path: Path, *, trust_remote_code: bool = False, base: str | None = None, scores: bool = False
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Return config and tokenizer of what `load_for_inference` loads. No weights are read."""
     _check_directory(path)
     if (path / CONFIG_FILE).is_file():
         own, files = path, path
     elif (path / ADAPTER_CONFIG_FILE).is_file():
+        _check_adapter(path)
         own, files = path, base_of_adapter(path, base)
     else:
         own = files = model_files(find_checkpoint(path, hashes=False))
+    _check_head(path, files, scores=scores)
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust_remote_code), files, what)
     return hf_config, _tokenizer(own, trust_remote_code)
 
 
 def load_for_inference(
-    path: Path, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
+    path: Path,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    base: str | None = None,
+    scores: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type.
 
     A model that is too large for the device is spread over all devices. `base`: where the base of the run's adapters is
-    now.
+    now. `scores`: its head is to score texts, and otherwise to predict tokens.
     """
     _check_directory(path)
     trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
     if (path / CONFIG_FILE).is_file():
         if base is not None:
             raise ModelError(f"--base {base}: {path} is a whole model, not an adapter; leave --base out")
-        tokenizer, model = _tokenizer(path, trust), _model_at(path, trust)
+        _check_head(path, path, scores=scores)
+        tokenizer, model = _tokenizer(path, trust), _scoring_at(path) if scores else _model_at(path, trust)
     elif (path / ADAPTER_CONFIG_FILE).is_file():
+        _check_adapter(path)
         weights, files = weights_of_adapter(path, base)
         tokenizer, model = _tokenizer(path, trust), _built(weights, files, trust, str(path))
     else:
         checkpoint = find_checkpoint(path)
-        tokenizer = _tokenizer(model_files(checkpoint), trust)
+        files = model_files(checkpoint)
+        _check_head(path, files, scores=scores)
+        tokenizer = _tokenizer(files, trust)
         return load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base), tokenizer
     choose_experts(model)
     return place(model, device).eval(), tokenizer
@@ -171,6 +186,27 @@ def _check_directory(path: Path) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "there is no such directory"
         raise ModelError(f"{path}: {what}; name a run, a checkpoint, or a Hugging Face model directory")
+
+
+def _check_head(path: Path, files: Path, *, scores: bool) -> None:
+    """Refuse a model that scores where tokens are to be predicted, and the other way round."""
+    kind = scoring_class(read_config(files))
+    if kind is not None and not scores:
+        raise ModelError(
+            f"{path} is a {kind}: it scores texts and predicts no tokens, so it neither answers nor goes on with one; "
+            "load it with transformers' AutoModelForSequenceClassification (README.md of an export says how)"
+        )
+    if kind is None and scores:
+        raise ModelError(f"{path} predicts tokens, and what is measured here is of scores: name a model that scores")
+
+
+def _check_adapter(path: Path) -> None:
+    """Refuse an adapter with a head that scores: its base has none to put it on."""
+    if read_adapter_config(path).get("task_type") == "SEQ_CLS":
+        raise ModelError(
+            f"{path} is an adapter with a head that scores texts and predicts no tokens: load it with PEFT (README.md "
+            "says how), or export its run merged (raytune-fsdp export --merge)"
+        )
 
 
 def load_checkpoint(
@@ -227,6 +263,33 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
     return model
 
 
+def _scoring_at(path: Path) -> PreTrainedModel:
+    """Load the model of a directory of one of transformers' classes for scores, as a run's network."""
+    network, files = stored_network(path), find_weights(path)
+    if network is None:
+        raise ModelError(f"{path} is a network with Python code of its own, whose scores are not known here")
+    weights = matched_weights(files, match_keys(network, files), network)
+    check_shapes(network, weights)
+    return _built(_AsWhole(weights), path, False, str(path))
+
+
+class _AsWhole:
+    """Weights that can also be read whole."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights, self.read, self.where = weights, weights.read, weights.where
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._weights.shapes())
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: self.read(name, 0, 0 if shape else 1).dtype for name, shape in self.shapes().items()}
+
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        shapes = self.shapes()
+        return {name: self.read(name, 0, shapes[name][0] if shapes[name] else 1) for name in names}
+
+
 def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTrainedModel:
     """Build the model with these weights and the config in `files`."""
     own, network, shapes = _own_network(files, trust), stored_network(files), weights.shapes()
@@ -242,6 +305,8 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
         if own is not None:
             return build_own(own, hf_config, dtype or torch.float32)
         found: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust)
+        if (head := head_of(with_stored_head(found, hf_config))) is not None:
+            head.to_empty(device="cpu")
         return found
 
     model: PreTrainedModel = _loaded(build, files, what)

@@ -71,8 +71,11 @@ def _preview(arguments: Sequence[str], prog: str) -> int:
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     samples = Stream(windows, seed=config.run.seed).samples(Cursor())
     for number, each in enumerate(islice(samples, found.samples), start=1):
-        about = {"title": f"sample {number}", "columns": windows.columns, "scoring": windows.scoring}
-        for line in preview(each.sample, tokenizer, windows.names, colours=colours, **about):
+        lines = preview(
+            each.sample, tokenizer, windows.names, title=f"sample {number}", colours=colours, columns=windows.columns,
+            scoring=windows.scoring,
+        )  # fmt: skip
+        for line in lines:
             print(line)
     return 0
 

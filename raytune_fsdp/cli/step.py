@@ -73,18 +73,18 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
     )
     place = past_place(found.run)
     config = placed(config, place)
-    if found.loss and config.model.head is not None:
-        raise ConfigError(
-            "--loss: the model of this run scores documents (model.head) and predicts no token, so they have no "
-            "cross-entropy: leave --loss out"
-        )
     with show_progress() as progress:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
-    grouped = config.train.objective.rows is not None
+    grouped = config.train.objective.rows is not None and not config.train.objective.scores
     taught = config.train.objective.learns
     whence, loss_is = _kind_of(config.train.loss, None, grouped=grouped)
     if found.loss and losses is None:
+        if config.model.head is not None:
+            raise ConfigError(
+                "--loss: the model of this run scores documents (model.head) and predicts no token, so a checkpoint of "
+                "it gives them no cross-entropy: leave --loss out, or record their losses (tracking.documents)"
+            )
         checkpoint = checkpoint_before(place, found.step)
         if checkpoint is None:
             raise ConfigError(

@@ -50,15 +50,16 @@ class StoredModel:
     def described(self, config: FinetuneConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
         """Return its config, and its tokenizer with the chat template of `config`. No weights are read."""
         hf_config, tokenizer = describe_for_inference(
-            self.path, trust_remote_code=self.trust_remote_code, base=self.base
+            self.path, trust_remote_code=self.trust_remote_code, base=self.base, scores=config.train.objective.scores
         )
         set_template(config, tokenizer)
         return hf_config, tokenizer
 
     def load(self, config: FinetuneConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model, tokenizer = load_for_inference(
-            self.path, device, trust_remote_code=self.trust_remote_code, base=self.base
-        )
+            self.path, device, trust_remote_code=self.trust_remote_code, base=self.base,
+            scores=config.train.objective.scores,
+        )  # fmt: skip
         set_template(config, tokenizer)
         return model, tokenizer
 

@@ -22,6 +22,7 @@ from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig, ModelConfig
 from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, FullMethod, LoraMethod, Method
+from raytune_fsdp.config.sections.model import HeadConfig
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.added_rows import train_rows
@@ -37,6 +38,7 @@ from raytune_fsdp.model.directory.bounds import (
 from raytune_fsdp.model.directory.named_class import built_on_meta
 from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
+from raytune_fsdp.model.directory.scoring import check_head, scoring_class
 from raytune_fsdp.model.objective.routers import names_of_routers
 from raytune_fsdp.model.own_network import KEY, build_own, own_config
 from raytune_fsdp.model.score_head import head_of, put_score_head
@@ -65,6 +67,7 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
         raise ModelError(f"model: {hf_config.model_type!r} is not a language model: its config has no vocab_size")
     if config.init == "pretrained" and directory is not None:
         quantization_of(read_config(directory), f"model.path={config.path}")  # refuses what cannot be read
+        check_head(hf_config, config.head, str(config.path))
     forget_quantization(hf_config)
     forget_flash_attention(hf_config)
     for key, value in config.overrides.items():
@@ -237,13 +240,23 @@ def choose_experts(model: PreTrainedModel) -> None:
 
 
 def stored_network(directory: Path) -> PreTrainedModel | None:
-    """Build the network of a directory's config.json on the meta device; None if it needs code of its own."""
+    """Build the network of a directory's config.json on the meta device; None if it needs code of its own.
+
+    It is the network of a run: one that scores is a causal LM with another head.
+    """
 
     def make(hf_config: PretrainedConfig) -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-        return model
+        kept = copy.deepcopy(hf_config)  # a head changes the one of its network
+        return with_stored_head(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False), kept)
 
     return built_on_meta(directory, make)
+
+
+def with_stored_head(model: PreTrainedModel, hf_config: PretrainedConfig) -> PreTrainedModel:
+    """Give the network of a config the head that the config names, on the meta device, if that scores."""
+    if scoring_class({"architectures": hf_config.architectures}) is not None:
+        put_score_head(model, HeadConfig(type="score", outputs=hf_config.num_labels))
+    return model
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:

@@ -102,6 +102,12 @@ def check_trackers(config: FinetuneConfig) -> None:
             f"tracking.mlflow.register={mlflow.register}, but MLflow is not installed: {pip_install('mlflow')}, or "
             "leave register out"
         )
+    alone = isinstance(config.method, AdapterMethod) and not config.export.merge
+    if mlflow.register is not None and config.model.head is not None and alone:
+        raise ConfigError(
+            f"tracking.mlflow.register={mlflow.register} with model.head and method.type={config.method.type}: "
+            "mlflow.transformers loads no adapter with a head of its own: set export.merge=true, or leave register out"
+        )
     if config.tracking.wandb.enabled and not wandb_installed():
         raise ConfigError(
             "tracking.wandb.enabled=true, but wandb is not installed: pip install wandb, or set it to false"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import shown
@@ -26,6 +25,7 @@ from raytune_fsdp.model.split.cuts import check_cut, sharing_heads
 from raytune_fsdp.model.split.sequence import check_sequence
 from raytune_fsdp.run.checks import warn_of_method
 from raytune_fsdp.run.starting_weights import StartingWeights
+from raytune_fsdp.run.trials.score_proof import check_scores
 from raytune_fsdp.step.optim.groups import check_groups
 from raytune_fsdp.step.optim.matrices import check_matrices
 
@@ -194,18 +194,8 @@ def check_shared(config: FinetuneConfig, network: PreTrainedModel, needs: Kernel
     check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
 
 
-def check_head(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
-    """Refuse a head that scores on a network for which transformers has no class with one: nobody could load it."""
-    if config.model.head is None:
-        return
-    kind = network.config.model_type
-    own = not type(network).__module__.startswith("transformers.")
-    if own or kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        raise ConfigError(
-            f"model.head.type={config.model.head.type}: transformers has no class that scores texts for a {kind}"
-            f"{' with code of its own' if own else ''}, so nobody could load what it has learned: choose another "
-            "model, such as Llama, Qwen or Gemma"
-        )
+def _scores(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
+    check_scores(config, network)
 
 
 CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None], ...] = (
@@ -219,6 +209,6 @@ CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None
     _recomputed,
     _one_type,
     check_shared,
-    check_head,
+    _scores,
 )
 """What is asked of every network before a rank is started. A feature that not every network can have adds a line."""

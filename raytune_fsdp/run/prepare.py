@@ -34,9 +34,11 @@ from raytune_fsdp.model.attention.choose import positions_of
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, wants_code
 from raytune_fsdp.model.directory.files import commit_of, locate
 from raytune_fsdp.model.directory.hub_push import check_push
+from raytune_fsdp.model.directory.scoring import describe_head, set_padding
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
 from raytune_fsdp.model.own_network import name_class
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
@@ -98,6 +100,7 @@ def prepare(
     adapted = adapted_before(found, place) if isinstance(config.method, AdapterMethod) else None
     network = build_network(hf_config, config, added, adapted)
     name_class(hf_config, network)
+    describe_head(config, hf_config, network, tokenizer)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
     check_network(config, network, needs, world)
@@ -232,6 +235,8 @@ def _fitted(
             "method.train_added_tokens=true: this tokenizer has all tokens of model.add_tokens already, and their rows "
             "are not distinguished from others: set it to false, or name embedding and head in method.modules_to_save"
         )
+    if config.model.head is not None:
+        set_padding(config.model.head, tokenizer)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=config.model.resize_embeddings or bool(added))
     return hf_config, tokenizer, added
 
@@ -273,6 +278,8 @@ def set_template(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
     """Return the generation config of the model's makers: an exported model keeps their end tokens and sampling."""
+    if head_of(network) is not None:  # it generates nothing
+        return None
     if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
         try:
             return GenerationConfig.from_pretrained(directory)

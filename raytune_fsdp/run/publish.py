@@ -96,7 +96,7 @@ def export_checkpoint(
         kind, sentence = type(named.network).__name__, None
         if named.unbuilt is not None:
             sentence = f"Its names are those of a `{kind}`, the language model alone: load it on top of that one."
-        elif not named.is_own:
+        elif not named.is_own and named.outputs is None:
             known = "the class that the base's config names"
             sentence = f"Its names are those of a `{kind}`, {known}: load it on top of that one."
         export_adapter(

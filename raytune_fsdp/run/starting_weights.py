@@ -240,7 +240,10 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
             raise ModelError(
                 f"method.adapter={path} has {each}={other}, and method.{each} is {ours}: set it to {other}"
             )
-    found = AdapterFiles(files=files, key_of=keys_held(network, named, files.file_of))
+    key_of = keys_held(network, named, files.file_of)
+    if (head := name_of_head(network)) is not None:
+        _check_head(path, files, key_of, f"{head}.weight", tuple(network.get_parameter(f"{head}.weight").shape))
+    found = AdapterFiles(files=files, key_of=key_of)
     unknown = sorted(files.file_of.keys() ^ set(found.key_of.values()))
     if unknown:
         raise ModelError(
@@ -258,13 +261,27 @@ def find_adapter(config: FinetuneConfig, network: PreTrainedModel, base: Path | 
     return found
 
 
+def _check_head(path: str, files: WeightFiles, key_of: dict[str, str], name: str, shape: tuple[int, ...]) -> None:
+    """Leave out a head that scores if an adapter has none: it then begins as new. Refuse one of another size."""
+    if key_of[name] not in files.file_of:
+        del key_of[name]
+        return
+    there = FileWeights(files, {name: key_of[name]}).shapes()[name]
+    if there != shape:
+        raise ModelError(
+            f"method.adapter={path} has a head of {there[0]} output(s), and this one has {shape[0]}: set "
+            f"model.head.outputs={there[0]} (or as many labels), or begin with another adapter"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
     """A stored adapter. Picklable."""
 
     files: WeightFiles
     key_of: Mapping[str, str]
-    """The key of every tensor, by its name in the network. Parts that see or hear may have none, and begin as new."""
+    """The key of every tensor, by its name in the network. Parts that see or hear, and a head that scores, may have
+    none, and begin as new."""
 
     def weights(self) -> Weights:
         return FileWeights(self.files, self.key_of)

@@ -149,6 +149,11 @@ _FORMATS = (
     ),
     (("question", "answer"), "set the dataset's format to {type: instruction, prompt: question, completion: answer}"),
     (("input_ids",), "set the dataset's format to {type: tokens}"),
+    (
+        ("text", "label"),
+        "set the dataset's format to {type: score, text: text, label: label}, for train.objective.type=classification, "
+        "or to {type: completion}, which trains on texts",
+    ),
     (("text",), "set the dataset's format to {type: completion}, which trains on texts"),
 )
 """What usual columns are read by."""

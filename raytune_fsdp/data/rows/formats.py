@@ -519,8 +519,8 @@ class Formatter:
         if text.plain:
             prefix, suffix = self._encoder.prefix, self._encoder.suffix
             # The end token comes once, also if the tokenizer adds it or the text ends with it.
-            ended = self._eos is None or self._eos in (suffix[-1:] or ids[-1:])
-            suffix = suffix if ended else [*suffix, self._eos]
+            if self._eos is not None and self._eos not in (suffix[-1:] or ids[-1:]):
+                suffix = [*suffix, self._eos]
             ids = np.concatenate([prefix, ids, suffix]).astype(np.int32)
             if trained is not None:
                 trained = np.concatenate([np.zeros(len(prefix), bool), trained, np.ones(len(suffix), bool)])

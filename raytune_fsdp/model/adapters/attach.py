@@ -28,7 +28,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod, Ia3Method, LoraMe
 from raytune_fsdp.model.adapters.dora import make_traceable
 from raytune_fsdp.model.adapters.targets import is_expression, read_past, routers_of_method, targets_of
 from raytune_fsdp.model.added_rows import ROWS, weights_with_rows
-from raytune_fsdp.model.score_head import name_of_head
+from raytune_fsdp.model.score_head import head_of, name_of_head
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.model.weights.source import Weights
 
@@ -78,6 +78,8 @@ def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[
         )
     _check_each(network, method, routers)
     make_traceable(network)
+    if (scores := head_of(network)) is not None:
+        scores.requires_grad_(True)
     for parameter in adapter_tensors(network).values():
         parameter.data = parameter.data.to(dtype)
 
@@ -352,6 +354,8 @@ def stored_names(network: PreTrainedModel) -> dict[str, str]:
         )
     keys = {names[id(value)]: f"base_model.model.{key}" for key, value in reversed(found.items()) if id(value) in names}
     keys |= {name: f"base_model.model.{name.removesuffix(ROWS)}{_ROWS_IN_PEFT}" for name in added_rows_of(network)}
+    if (head := name_of_head(network)) is not None:  # to PEFT, a module of modules_to_save
+        keys[f"{head}.weight"] = f"base_model.model.{head}.weight"
     assert keys.keys() == tensors.keys(), sorted(keys.keys() ^ tensors.keys())
     return {name: keys[name] for name in tensors}
 

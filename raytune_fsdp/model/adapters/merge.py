@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.model.adapters.attach import adapter_tensors, added_rows_of, base_name, is_adapter_layer
+from raytune_fsdp.model.score_head import name_of_head
 from raytune_fsdp.model.weights.source import Weights
 
 
@@ -30,20 +31,24 @@ class MergedWeights:
             if is_adapter_layer(module):
                 for own in _changed(module):
                     self._layers.setdefault(f"{base_name(prefix)}.{own}", []).append((prefix, module))
-        self._whole = {base_name(name): name for name in self._trained if base_name(name) in base.shapes()}
+        head, stored = f"{name_of_head(network)}.weight", base.shapes()
+        self._whole = {base_name(name): name for name in self._trained if base_name(name) in stored or name == head}
         """Tensors that are trained whole, by the name of the tensor that they replace."""
+        self._alone = {head: tuple(adapter.shapes()[head])} if head in self._whole and head not in stored else {}
+        """A head that scores, for which the base has nothing to replace."""
         self._rows = {weight: (name, ids) for name, (weight, ids) in added_rows_of(network).items()}
         """Rows that are trained alone and their ids, by the name of the weight that they go into."""
         self._last: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict(self._base.shapes())
+        return {**self._base.shapes(), **self._alone}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: self._dtype(name, shape) for name, shape in self._base.shapes().items()}
+        return {name: self._dtype(name, shape) for name, shape in self.shapes().items()}
 
     def _dtype(self, name: str, shape: Sequence[int]) -> torch.dtype:
-        stored = self._base.read(name, 0, 0 if shape else 1).dtype
+        source = self._adapter if name in self._alone else self._base
+        stored = source.read(name, 0, 0 if shape else 1).dtype
         changed = name in self._layers or name in self._whole or name in self._rows
         return torch.promote_types(stored, torch.float32) if changed else stored
 

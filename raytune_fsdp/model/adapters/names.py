@@ -68,7 +68,7 @@ def keys_held(network: PreTrainedModel, named: NamedClass, held: Iterable[str]) 
 
 def own_names(named: NamedClass) -> Callable[[str], str]:
     """Return a function from a name in PEFT's files (module or tensor, either naming) to that in the run's network."""
-    return lambda name: (None if named.is_own else named.here(name.removeprefix(_PEFT))) or name.removeprefix(_PEFT)
+    return lambda name: named.here(name.removeprefix(_PEFT)) or name.removeprefix(_PEFT)
 
 
 def targets_there(

@@ -6,8 +6,9 @@ in it: `model.layers.0` of a Qwen3_5ForCausalLM is `model.language_model.layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
 from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.scoring import SCORE, kind_for, kind_of, no_class_for
+from raytune_fsdp.model.score_head import name_of_head
 
 Kind = type[PreTrainedModel]
 
@@ -69,8 +72,8 @@ class NamedClass:
 
     @property
     def is_own(self) -> bool:
-        """Whether the named class is the class that the run trains."""
-        return self.places == {"": ""}
+        """Whether the named class has all modules, but for a head that scores, under the names of the run's."""
+        return self.places.get("") == ""
 
     def there(self, name: str) -> str:
         """Return the name in the named class of a module or tensor of the run's network."""
@@ -84,23 +87,35 @@ class NamedClass:
         """Return whether a module or tensor of the named class belongs to a part that no text reaches."""
         return any(_inner(name, part) is not None for part in self.outside)
 
+    @property
+    def outputs(self) -> int | None:
+        """How many numbers its head returns for a text; None: it predicts tokens."""
+        head = getattr(self.network, SCORE, None)
+        return head.out_features if isinstance(head, nn.Linear) else None
+
     def fresh(self) -> PreTrainedModel:
         """Build another network of the class, on the meta device."""
-        return network_of(self.files, type(self.network))
+        return network_of(self.files, type(self.network), self.outputs)
 
 
-def network_of(files: Path, kind: Kind) -> PreTrainedModel:
-    """Build a network of one of transformers' classes on the meta device, with the sizes of `files`' config.json."""
+def network_of(files: Path, kind: Kind, outputs: int | None = None) -> PreTrainedModel:
+    """Build a network of one of transformers' classes on the meta device, with the sizes of `files`' config.json.
 
-    found = built_on_meta(files, lambda hf_config: kind._from_config(config_for(kind, hf_config)))
+    `outputs`: how many numbers its head returns, if it is a class that scores.
+    """
+
+    found = built_on_meta(files, lambda hf_config: kind._from_config(config_for(kind, hf_config, outputs)))
     assert found is not None, f"{files} has been built before"
     return found
 
 
-def config_for(kind: Kind, hf_config: PretrainedConfig) -> PretrainedConfig:
+def config_for(kind: Kind, hf_config: PretrainedConfig, outputs: int | None = None) -> PretrainedConfig:
     """Return the config that a class is built from: for a text class, the text part of the whole model's config."""
     of: Any = kind.config_class
-    return hf_config if isinstance(hf_config, of) else hf_config.get_text_config()
+    found = hf_config if isinstance(hf_config, of) else hf_config.get_text_config()
+    if outputs is not None:
+        found.num_labels = outputs
+    return found
 
 
 def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) -> NamedClass:
@@ -110,6 +125,9 @@ def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) 
     is the one that transformers has for this kind of config. If that class does not contain the network, or cannot be
     built here (its tower may need a package of its own), the network's own class is used.
     """
+    head = name_of_head(network)
+    if head is not None:
+        return _find_scoring(network, head, files, base)
     kind, unbuilt = _kind(read_config(base or files), base is not None), None
     if kind is not None and kind is not type(network):
         try:
@@ -121,6 +139,42 @@ def find_named(network: PreTrainedModel, files: Path, base: Path | None = None) 
             if places is not None:
                 return NamedClass(network=there, files=files, places=places, outside=_outside(there))
     return NamedClass(network=network, files=files, places={"": ""}, outside=_outside(network), unbuilt=unbuilt)
+
+
+def _find_scoring(network: PreTrainedModel, head: str, files: Path, base: Path | None) -> NamedClass:
+    """Find the class that transformers loads from the base's config for scores, or else from the run's own."""
+    own, there = network.config.model_type, str(read_config(base or files).get("model_type"))
+    kind, unbuilt = kind_for(there), None
+    if there != own and kind is not None:
+        try:
+            found = network_of(files, kind, network.get_submodule(head).out_features)
+        except ModelError as error:
+            unbuilt = f"a {kind.__name__}, the class that the base's config names, cannot be built here ({error})"
+        else:
+            places = _scoring_places(network, head, found)
+            if places is not None:
+                return NamedClass(network=found, files=files, places=places, outside=_outside(found))
+    return replace(scoring_class_of(network, files), unbuilt=unbuilt)
+
+
+def scoring_class_of(network: PreTrainedModel, files: Path) -> NamedClass:
+    """Return transformers' class for what a run's network is with its head that scores; refuse a network without one.
+
+    `files`: the directory whose config.json has its sizes.
+    """
+    head, kind = name_of_head(network), kind_of(network)
+    if head is None or kind is None:
+        raise no_class_for(network)
+    outputs = network.get_submodule(head).out_features
+    try:
+        with torch.device("meta"), bounded_building():
+            there = kind._from_config(config_for(kind, copy.deepcopy(network.config), outputs))
+    except Exception as error:  # its checks may raise anything
+        raise no_class_for(network, first_line(error)) from error
+    places = _scoring_places(network, head, there)
+    if places is None:
+        raise no_class_for(network, f"a {kind.__name__} has other layers")
+    return NamedClass(network=there, files=files, places=places, outside=_outside(there))
 
 
 def _kind(values: Mapping[str, Any], of_base: bool) -> Kind | None:
@@ -155,6 +209,21 @@ def _places(own: PreTrainedModel, there: PreTrainedModel) -> dict[str, str] | No
     return found if all(_moved(name, found) in tensors for name in own.state_dict()) else None
 
 
+def _scoring_places(own: PreTrainedModel, head: str, there: PreTrainedModel) -> dict[str, str] | None:
+    """Find a network that scores in a class that does; None if that lacks a part, or has more than parts that see."""
+    decoders = own.get_decoder(), there.get_decoder()
+    if type(getattr(there, SCORE, None)) is not nn.Linear or type(decoders[0]) is not type(decoders[1]):
+        return None
+    tensors, outside = there.state_dict().keys(), _outside(there)
+    for rest in ({"": ""}, {_name(own, decoders[0]): _name(there, decoders[1])}):
+        places = {**rest, head: SCORE}
+        moved = {_moved(name, places) for name in own.state_dict()}
+        more = (name for name in tensors - moved if all(_inner(name, part) is None for part in outside))
+        if moved <= tensors and not any(True for _ in more):
+            return places
+    return None
+
+
 def _name(network: nn.Module, wanted: nn.Module) -> str:
     found: str = next(name for name, module in network.named_modules() if module is wanted)
     return found
@@ -164,7 +233,7 @@ def _outside(network: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the largest modules that are neither decoder nor head, nor contain or lie in them."""
     if network.config.get_text_config() is network.config:
         return ()
-    parts = network.get_decoder(), network.get_output_embeddings()
+    parts = network.get_decoder(), network.get_output_embeddings() or getattr(network, SCORE, None)
     inside = [_name(network, each) for each in parts if each is not None]
     found: list[str] = []
     for name, module in network.named_modules():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,9 +27,11 @@ from raytune_fsdp.model.directory.known_files import (
     read_object,
 )
 from raytune_fsdp.model.directory.named_class import NamedClass
+from raytune_fsdp.model.directory.scoring import SCORE
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.model.export.mark import new_export
 from raytune_fsdp.model.export.write import StoredTensors, copy_known, finish
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.source import Weights
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,19 @@ def _not_served(network: PreTrainedModel) -> str:
     if str(peft.peft_type.value) != "LORA":
         return f"{peft.peft_type.value} instead of it"
     found = {
+        "a head that scores": head_of(network) is not None,
         "DoRA": peft.use_dora,
         "whole modules": peft.modules_to_save,
         "adapted weights": peft.target_parameters,
         "rows of tokens": added_rows_of(network),
     }
     return " and ".join(what for what, has in found.items() if has)
+
+
+def _with_head(config: Mapping[str, Any], model_files: Path) -> dict[str, Any]:
+    """Return the fields that tell PEFT to load a head that scores in the place of the one that it draws."""
+    saved = config.get("modules_to_save", read_object(model_files / ADAPTER_CONFIG_FILE).get("modules_to_save"))
+    return {"task_type": "SEQ_CLS", "modules_to_save": sorted({*(saved or ()), SCORE})}
 
 
 def stored_adapter(adapter: Weights, initial: Weights, network: PreTrainedModel, named: NamedClass) -> StoredTensors:
@@ -106,6 +116,8 @@ def export_adapter(
     }
     if initial.shapes():
         config |= PlainAdapter(adapter, initial, network).config
+    if head_of(network) is not None:
+        config |= _with_head(config, model_files)
     if named.unbuilt is not None:
         logger.warning(
             "%s, so the adapter has the names of a %s: what builds the other class, such as vLLM, may load none of it; "

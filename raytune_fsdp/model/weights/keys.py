@@ -252,6 +252,8 @@ def _adopt_head(
     key_of: dict[str, str],
 ) -> None:
     """Find an embedding that is stored only under the name of the head that it was tied to, whose place another has."""
+    if STORED not in stored:
+        key_of.pop(f"{head}.weight", None)
     embedding = name_of_embedding(model)
     key = next((key for key in stored if name_of(key)[0] == f"{head}.weight"), None)
     if embedding not in key_of and key is not None:

@@ -77,23 +77,27 @@ def _describe(export: Path, place: Path, run_id: str, *, weights: str | None = N
         "model_uuid": uuid.uuid4().hex,
         "utc_time_created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
         "mlflow_version": metadata.version("mlflow"),
-        "flavors": {"transformers": {**_flavor(export, where), "code": None}},
+        "flavors": {"transformers": {**flavor_of(export, where), "code": None}},
     }
     replace_at_once(place / "MLmodel", json.dumps(said, indent=2).encode())  # JSON is YAML
     return place
 
 
-def _flavor(export: Path, where: str) -> dict[str, Any]:
+def flavor_of(export: Path, where: str) -> dict[str, Any]:
     """Return what `mlflow.transformers` reads of a model: its class, and where its weights are, or its base's."""
+    is_adapter = (export / _ADAPTER_CONFIG).is_file()
+    config = {} if is_adapter else json.loads((export / "config.json").read_text(encoding="utf-8"))
+    (architecture, *_) = config.get("architectures") or ["AutoModelForCausalLM"]
+    scores = architecture.endswith("ForSequenceClassification")
     found: dict[str, Any] = {
         "transformers_version": metadata.version("transformers"),
-        "task": "text-generation",
-        "instance_type": "TextGenerationPipeline",
+        "task": "text-classification" if scores else "text-generation",
+        "instance_type": "TextClassificationPipeline" if scores else "TextGenerationPipeline",
         "components": ["tokenizer"],
         "tokenizer_type": "AutoTokenizer",
         "source_model_name": export.parent.name,
     }
-    if (export / _ADAPTER_CONFIG).is_file():
+    if is_adapter:
         adapter = json.loads((export / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
         found |= {"pipeline_model_type": "AutoModelForCausalLM", "peft_adaptor": where}
         # A directory, or a name on the hub, which goes to transformers as it is: MLflow has no revision beside it.
@@ -104,6 +108,4 @@ def _flavor(export: Path, where: str) -> dict[str, Any]:
                 adapter["base_model_name_or_path"], adapter["revision"],
             )  # fmt: skip
         return {**found, "local_base_model_path": adapter["base_model_name_or_path"]}
-    config = json.loads((export / "config.json").read_text(encoding="utf-8"))
-    (architecture, *_) = config.get("architectures") or ["AutoModelForCausalLM"]
     return {**found, "pipeline_model_type": architecture, "model_binary": where}

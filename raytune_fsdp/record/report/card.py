@@ -32,6 +32,7 @@ from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of,
 from raytune_fsdp.record.jsonl import each_line_of
 from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.names import of_calibration, with_perplexity
+from raytune_fsdp.record.report.card_scores import of_scores, scores
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def model_card(
     hf_config = read_config(model_files)
     parts = [
         "---",
-        yaml.safe_dump(_metadata(recipe, adapter), sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump(_metadata(recipe, adapter, scores(hf_config)), sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         "",
         f"# {_prose(config.get('run', {}).get('name', 'fine-tuned model'))}",
@@ -103,6 +104,8 @@ def model_card(
     ]
     if sentence is not None:
         parts += ["", sentence]
+    if scores(hf_config):
+        parts += of_scores(hf_config, recipe, adapter=adapter)
     if mean_of:
         parts += ["", f"The weights are the mean of those after steps {', '.join(map(str, mean_of))}."]
     run_dir = _run_dir(checkpoint, recipe)
@@ -177,11 +180,11 @@ def _recipe(model_files: Path) -> Any:
     return {"version": None, "run_dir": None, "model_on_hub": False, "config": {}}
 
 
-def _metadata(recipe: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
+def _metadata(recipe: Mapping[str, Any], adapter: bool, scores: bool) -> dict[str, Any]:
     """Return the metadata for the hub, which names only models and datasets that the hub has."""
     config = recipe["config"]
-    library = "peft" if adapter else "transformers"
-    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    library, task = "peft" if adapter else "transformers", "text-classification" if scores else "text-generation"
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": task}
     if recipe["model_on_hub"] and config["model"].get("init") == "pretrained":
         metadata["base_model"] = printable(config["model"]["path"])
     datasets = sorted(
@@ -206,7 +209,7 @@ def _summary(
         origin = f" from {_code(path if recipe['model_on_hub'] else _shown(path))}"
     what = f"An adapter of a {_code(kind)}, trained" if adapter else f"A {_code(kind)}, fine-tuned"
     yield f"{what}{origin} with raytune_fsdp{f' {_prose(version)}' if version else ''}."
-    if adapter:
+    if adapter and not scores(hf_config):
         yield "Load it on top of that model: `PeftModel.from_pretrained(model, here)`."
     yield ""
     with suppress(KeyError, TypeError, ValueError, ArithmeticError):  # older versions wrote none

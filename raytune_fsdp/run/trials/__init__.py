@@ -7,5 +7,6 @@ update.py        an update as one kernel: it does what its operations do
 computation.py   the network itself, at every start: how far attention and loss may be off
 probe.py         one step of a small part of the network
 cut.py           ranks that compute layers together compute what one alone does
+score_proof.py   transformers' class for scores scores texts as the head of a run does
 export_proof.py  an adapter changes its base's class as it changes the network of the run
 """

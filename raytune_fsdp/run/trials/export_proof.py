@@ -19,11 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from raytune_fsdp.base.errors import ModelError, in_one_line
+from raytune_fsdp.config.sections.model import HeadConfig
 from raytune_fsdp.model.adapters.attach import ADAPTER, adapter_tensors
 from raytune_fsdp.model.adapters.names import keys_there
 from raytune_fsdp.model.directory.bounds import bounded_building
 from raytune_fsdp.model.directory.named_class import NamedClass, config_for
+from raytune_fsdp.model.score_head import head_of, put_score_head
 from raytune_fsdp.run.trials.probe import fill_small, first_layers, shrunk
+from raytune_fsdp.run.trials.score_proof import scores_of_head
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,8 @@ def _logits(
     before = _forward(plain)
     own = copy.deepcopy(plain)
     inject_adapter_in_model(config, own, ADAPTER)
+    if (head := head_of(own)) is not None:
+        head.requires_grad_(True)
     for tensor in adapter_tensors(own).values():
         tensor.normal_(0.0, 0.1)
     tensors = adapter_tensors(own)
@@ -91,14 +96,16 @@ def _small(named: NamedClass) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a small network of the run's class on the CPU, and one of the named class around it, or the same one."""
     kind, hf_config = type(named.network), shrunk(AutoConfig.from_pretrained(named.files, trust_remote_code=False))
     with torch.device("meta"), bounded_building():
-        there = first_layers(kind._from_config(config_for(kind, copy.deepcopy(hf_config))))
+        there = first_layers(kind._from_config(config_for(kind, copy.deepcopy(hf_config), named.outputs)))
+        there.config.get_text_config().pad_token_id = None  # no token of a text is left out
+        plain = there
+        if not named.is_own or named.outputs is not None:
+            plain = first_layers(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
+        if named.outputs is not None:
+            put_score_head(plain, HeadConfig(type="score", outputs=named.outputs))
         for part in named.outside:
-            there.set_submodule(part, nn.Identity())
-        plain = (
-            there
-            if named.is_own
-            else first_layers(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
-        )
+            for each in {id(there): there, id(plain): plain if named.is_own else there}.values():
+                each.set_submodule(part, nn.Identity())
     count = sum(parameter.numel() for parameter in plain.parameters())
     if count > _SMALL:
         raise MemoryError(f"{count:,} weights are too many to try")
@@ -109,10 +116,17 @@ def _small(named: NamedClass) -> tuple[PreTrainedModel, PreTrainedModel]:
 def _put(plain: PreTrainedModel, there: PreTrainedModel, named: NamedClass) -> None:
     """Put the modules of `plain` in their places in `there`."""
     for own, place in sorted(named.places.items()):
-        there.set_submodule(place, plain.get_submodule(own))
+        # Of a network that is all of the other one but for its head, the parts.
+        whole = own == place == ""
+        parts = {part: part for part, _ in plain.named_children() if hasattr(there, part)} if whole else {own: place}
+        for part, where in parts.items():
+            there.set_submodule(where, plain.get_submodule(part))
 
 
 def _forward(model: nn.Module) -> torch.Tensor:
+    """Return the logits of a text, or its scores."""
     ids = torch.arange(_TOKENS)[None]
+    if isinstance(model, PreTrainedModel) and head_of(model) is not None:
+        return scores_of_head(model.eval(), ids)
     found: torch.Tensor = model.eval()(input_ids=ids, use_cache=False).logits
     return found.clone()

@@ -65,7 +65,8 @@ def _named(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     index = tokenizer.get_vocab().get(text)
     if index is None:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        index = ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
+        # What a tokenizer does not know is one token, too.
+        index = ids[0] if len(ids) == 1 and tokenizer.decode(ids).strip() == text.strip() else None
     if index is None:
         raise ConfigError(
             f"model.head.pad_token={shown(text)} is not one token of the tokenizer {tokenizer.name_or_path!r}: name "
