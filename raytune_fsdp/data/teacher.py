@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from raytune_fsdp.base.batch import MicroBatch, StepBatches, Taught
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, first_line
-from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, read_json
+from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, printable, read_json
 from raytune_fsdp.data.cache import ABANDONED_SECONDS, TEACHER, TEMPORARY
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
 
@@ -183,7 +183,8 @@ class TeacherFiles:
             raise DataError(
                 f"{directory / _ABOUT} is not what this version writes there: copy it again, or name its model"
             )
-        return cls(directory=directory, of=said[TEACHER], form=form, tokenizer=texts["tokenizer"], model=texts["model"])
+        model = printable(texts["model"])[:200]
+        return cls(directory=directory, of=said[TEACHER], form=form, tokenizer=texts["tokenizer"], model=model)
 
     @property
     def key(self) -> str:
@@ -451,7 +452,7 @@ class Lessons:
         """
         source, failure = iter(steps), None
         coming: Future[StepBatches] | None = None
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher") as ahead:
+        with closing(self), ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher") as ahead:
             while failure is None:
                 following = None
                 try:

@@ -20,7 +20,7 @@ from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.data.cache import TEACHER
 from raytune_fsdp.data.teacher import Lessons, Predictions, TeacherFiles
-from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints
 from tests.distributed.test_reference import NO_DROPOUT, close, model_at, run_of
@@ -160,6 +160,38 @@ def test_a_checkpoint_of_another_run_teaches(tmp_path: Path) -> None:
     publish(find_checkpoint(run_of(big)), tmp_path / "export", ExportConfig(dtype="trained"))
     trajectory(lessons(tmp_path / "export", tmp_path / "export"), 2)
     assert predicted(config) == predicted(lessons(tmp_path / "export", tmp_path / "export"))
+
+
+def meanwhile(values: Mapping[str, Any], theirs: str, ours: str) -> None:
+    """One rank, whose pass another one overtakes: its files are there when this one's teacher has been built."""
+    import torch.distributed as dist
+
+    from raytune_fsdp.run.teacher import passes
+
+    build = passes.build_other
+
+    def build_slowly(*args: Any) -> Any:
+        built = build(*args)
+        if dist.get_rank() == 0:
+            shutil.copytree(theirs, ours, dirs_exist_ok=True)
+        dist.barrier()
+        return built
+
+    passes.build_other = build_slowly
+    train_rank(values)
+
+
+@SLOW
+def test_what_another_pass_has_found_meanwhile_is_not_computed_again(tmp_path: Path, teacher: Path) -> None:
+    other = lessons(tmp_path, teacher, run={"name": "other"})
+    wanted = trajectory(other, 2)
+    files = store_of(other)
+    theirs = files.directory.rename(tmp_path / "theirs")
+    config = lessons(tmp_path, teacher)
+    run_ranks(meanwhile, 1, config.model_dump(), str(theirs), str(files.directory))
+    assert close(wanted, read_trajectory(run_of(config) / "metrics.jsonl")) < 1e-10
+    assert files.parts() == TeacherFiles.kept(theirs).parts(), "one rank would have written other parts"  # type: ignore[union-attr]
+    assert len(windows_of(config)) == 4
 
 
 def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) -> None:
