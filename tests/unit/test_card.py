@@ -45,14 +45,14 @@ def card_of(run: Path, text: str) -> str:
     recipe = run / "model" / "recipe.json"
     recipe.write_text(json.dumps(with_texts(json.loads(recipe.read_text()), text)))
     learned(run, {text: {"mean": 0.5, "largest": 1}, "x": {"mean": text, "largest": 1}})
-    learned(run, {text: {"mean": 0.5, "largest": 1}})
+    learned(run, {text: {"mean": 0.5, "largest": 1}}, model=text)
     found = as_checkpoint(str(run / CHECKPOINT))
     assert found is not None
     return model_card(found, run / "model", dtype="bf16")
 
 
-def learned(run: Path, not_kept: dict[str, Any]) -> None:
-    append_event(run / "events.jsonl", "teacher", attempt=1, fields={"not_kept": not_kept})
+def learned(run: Path, not_kept: dict[str, Any], **more: Any) -> None:
+    append_event(run / "events.jsonl", "teacher", attempt=1, fields={"not_kept": not_kept, **more})
 
 
 @pytest.fixture
@@ -140,5 +140,6 @@ def test_a_card_says_which_teacher_and_how_much_of_what_it_predicted(run: Path) 
     learned(run, {"chats": {"mean": 0.024, "largest": 0.356}})
     card = model_card(found, run / "model", dtype="bf16")
     assert "| `chats` | 2.40% on average, at most 35.60% of one token's |" in card and "50.00%" not in card
-    learned(run, {"chats": {"mean": "much", "largest": 1}})
-    assert "on average" not in model_card(found, run / "model", dtype="bf16")
+    learned(run, {"chats": {"mean": "much", "largest": 1}}, model="org/large")
+    card = model_card(found, run / "model", dtype="bf16")
+    assert "on average" not in card and "what `org/large` predicts" in card

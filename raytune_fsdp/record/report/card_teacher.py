@@ -22,35 +22,40 @@ def of_teacher(recipe: Mapping[str, Any], run_dir: Path | None) -> Iterator[str]
     teacher = recipe["config"].get("teacher")
     if not isinstance(teacher, Mapping) or not isinstance(model := teacher.get("model"), str):
         return
-    top_k, temperature = teacher.get("top_k", 64), teacher.get("temperature", 1.0)
-    where = Path(model).name if model.startswith(_LOCAL) else model
+    said = _said(run_dir)
+    # Where only what it predicted was there, the record knows its name.
+    name = said.get("model") if isinstance(said.get("model"), str) else model
+    where = Path(str(name)).name if str(name).startswith(_LOCAL) else str(name)
     yield from (
         "",
         "## Teacher",
         "",
-        f"It has learned what {_code(where)} predicts, at temperature {_plain(temperature)}: of each token that it was "
-        f"trained on, the probabilities of the {_plain(top_k)} most likely ones, and of all others together.",
+        f"It has learned what {_code(where)} predicts, at temperature {_plain(teacher.get('temperature', 1.0))}: of each "
+        f"token that it was trained on, the probabilities of the {_plain(teacher.get('top_k', 64))} most likely ones, and "
+        "of all others together.",
     )
-    if not (kept := _not_kept(run_dir)):
-        return
-    yield from ("", "How much the others have together:", "", "| | |", "|---|---|")
-    yield from (
-        f"| {_code(name)} | {mean:.2%} on average, at most {largest:.2%} of one token's |"
-        for name, mean, largest in kept[:_MOST]
-    )
+    if kept := list(_not_kept(said)):
+        yield from ("", "How much the others have together:", "", "| | |", "|---|---|", *kept[:_MOST])
 
 
-def _not_kept(run_dir: Path | None) -> list[tuple[str, float, float]]:
-    """Return how much is not kept of each dataset, by the last event that says so."""
+def _said(run_dir: Path | None) -> Mapping[str, Any]:
+    """Return the fields of the last event about the teacher."""
     if run_dir is None:
-        return []
+        return {}
     try:
-        said = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == TEACHER]
-        found = said[-1]["not_kept"].items() if said else ()
-        shares = [(str(name), float(each["mean"]), float(each["largest"])) for name, each in found]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [each for each in shares if math.isfinite(each[1]) and math.isfinite(each[2])]
+        events = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == TEACHER]
+    except (OSError, ValueError):
+        return {}
+    return events[-1] if events else {}
+
+
+def _not_kept(said: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each dataset."""
+    shares = said.get("not_kept")
+    for name, share in shares.items() if isinstance(shares, Mapping) else ():
+        values = (share.get("mean"), share.get("largest")) if isinstance(share, Mapping) else ()
+        if all(isinstance(each, int | float) and math.isfinite(each) for each in values) and values:
+            yield f"| {_code(str(name))} | {values[0]:.2%} on average, at most {values[1]:.2%} of one token's |"
 
 
 def _plain(value: object) -> str:
