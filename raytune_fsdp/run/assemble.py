@@ -135,10 +135,6 @@ def assemble(
         tracker.event(names.REFERENCE, **reference.event())
     if teacher is not None:
         tracker.event(names.TEACHER, **teacher.event())
-    own = None
-    if plan.layout.world > 1:
-        modules = [module for unit in built.units for module in unit.modules]
-        own = OwnTime(modules, device, storage=lambda: saves.saver.own_seconds)
     return RankRun(
         config=config,
         plan=plan,
@@ -160,7 +156,7 @@ def assemble(
         ),
         batches=to_device(batches, device),
         exam=exam,
-        meter=_meter(config, prepared, standing, built, optimizer, objective, own, hooks.predicted),
+        meter=_meter(config, prepared, standing, built, optimizer, objective, saves.saver, hooks.predicted),
         documents=DocumentRecord(documents, prepared.place.documents, standing.attempt),
         digests=StepDigests(config.run, saves.saver),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
@@ -203,10 +199,13 @@ def _meter(
     built: Build,
     optimizer: Optimizer,
     objective: Objective,
-    own: OwnTime | None,
+    saver: Saver,
     predicted: Predicted | NotPredicted | None,
 ) -> Meter:
-    device = built.site.device
+    device, own = built.site.device, None
+    if standing.plan.layout.world > 1:
+        modules = [module for unit in built.units for module in unit.modules]
+        own = OwnTime(modules, device, storage=lambda: saver.own_seconds)
     kept = partial(bytes_kept, built.model, optimizer, device)
     return Meter(
         standing.plan, built.counts.architecture, device,

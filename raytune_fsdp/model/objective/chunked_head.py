@@ -155,7 +155,7 @@ class LossHead(HeadWithRows):
     ) -> torch.Tensor:
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
         own, ids = (None, None) if rows is None else rows
-        for some in chosen.split(tokens_at_once(hidden.device.type, _width(weight, self.vocabulary))):
+        for some in torch.split(chosen, tokens_at_once(hidden.device.type, _width(weight, self.vocabulary))):
             if len(some):
                 logits, _ = _logits(some, weight, bias, own, ids, self.shape, _wide(hidden))
                 found.append(ask(logits, self.vocabulary))

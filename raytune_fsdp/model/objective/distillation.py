@@ -281,8 +281,8 @@ def predictions(
         many = min(top_k, rows.shape[-1] if tokens is None else min(tokens, rows.shape[-1]))
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         ask = partial(_most_likely, many=many, temperature=temperature, tokens=tokens)
-        some = places.split(tokens_at_once(rows.device.type, rows.shape[-1])) if len(places) else ()
-        found = [ask(rows.index_select(0, each).to(wide), None) for each in some]
+        some = torch.split(places, tokens_at_once(rows.device.type, rows.shape[-1]))
+        found = [ask(rows.index_select(0, each).to(wide), None) for each in some if len(each)]
     return Taught(
         ids=torch.cat([places.new_empty(0, many, dtype=torch.int32), *(each.ids.int() for each in found)]),
         log_probabilities=torch.cat(

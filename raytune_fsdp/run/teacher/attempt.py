@@ -19,7 +19,7 @@ from raytune_fsdp.run.reference.passes import places_of_run
 from raytune_fsdp.run.reference.unchanged import check_unchanged, digest_now, how_computed, same_values
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import TeacherModel
-from raytune_fsdp.run.teacher.passes import Task, complete, look
+from raytune_fsdp.run.teacher.passes import TeacherTask, complete, look
 
 _BESIDE = ("micro_batch", "mesh", "loss")
 """What changes the last digits of a prediction as its neighbours in a micro-batch do, which no key names either."""
@@ -63,7 +63,7 @@ def open_teacher(
     files = _files(config, prepared, standing, prepared.teacher, device, say)
     # By rank 0 alone: it reads every window, to count its samples.
     places = on_rank0(lambda: places_of_run(prepared.train, plan, config.run.seed), what="read the prepared data")
-    task = Task(files=files, windows=prepared.train, places=places)
+    task = TeacherTask(files=files, windows=prepared.train, places=places)
     look(task)
     lacking = len(task.lacking)
     if lacking:

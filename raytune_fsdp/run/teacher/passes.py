@@ -66,7 +66,7 @@ class Contents:
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
+class TeacherTask:
     """The windows of a run, in the order in which they are read, and what is known of them."""
 
     files: TeacherFiles
@@ -95,7 +95,7 @@ class Task:
                 self.lessons.add(self.parts[part] for part in self.said[place].parts)
 
 
-def look(task: Task) -> None:
+def look(task: TeacherTask) -> None:
     """Find out of which windows all is known, and verify that, each rank some of the parts. Collective."""
     files, fingerprint = task.files, task.windows.fingerprint
 
@@ -109,7 +109,7 @@ def look(task: Task) -> None:
     task.learn()
 
 
-def _open(task: Task, names: Sequence[str]) -> None:
+def _open(task: TeacherTask, names: Sequence[str]) -> None:
     """Open parts and verify them, each rank some. What is damaged counts as not there. Collective."""
     wanted = [name for name in dict.fromkeys(names) if name not in task.parts]
     mine = wanted[dist.get_rank() :: dist.get_world_size()]
@@ -119,7 +119,7 @@ def _open(task: Task, names: Sequence[str]) -> None:
 
 
 def complete(
-    task: Task,
+    task: TeacherTask,
     model: ReferenceModel | None,
     prepared: RunInputs,
     standing: ResumePoint,
@@ -177,7 +177,7 @@ def _batch(samples: Sequence[PackedSample], index: int, micro_batch: int) -> Mic
     return to_batch(samples[index * micro_batch : (index + 1) * micro_batch], index=index, after=Cursor())
 
 
-def _without_model(task: Task, documents: int) -> DataError:
+def _without_model(task: TeacherTask, documents: int) -> DataError:
     files, damaged = task.files, list(dict.fromkeys(task.damaged))
     broken = f": {files.path(damaged[0])} is missing or damaged" if damaged else ""
     if len(damaged) > 1:
@@ -210,7 +210,7 @@ def _announce(files: TeacherFiles, targets: np.ndarray[Any, Any], say: Say) -> N
 class _Asking:
     """The teacher on this rank, and how far the pass is."""
 
-    task: Task
+    task: TeacherTask
     built: Build
     layout: Layout
     micro_batch: int
@@ -340,7 +340,7 @@ class _Keeper:
         self._names, self._said, self._rest = [], [], []
 
 
-def _adopted(task: Task, place: Place) -> bool:
+def _adopted(task: TeacherTask, place: Place) -> bool:
     """Return whether a window is known meanwhile, as another run has asked about it. Collective."""
     read = partial(task.files.read_window, task.windows.fingerprint, *place)
     said = on_rank0(read, what="read what the teacher has predicted")
@@ -354,7 +354,7 @@ def _adopted(task: Task, place: Place) -> bool:
     return True
 
 
-def _settle(task: Task, place: Place, contents: Contents, *, must: bool) -> None:
+def _settle(task: TeacherTask, place: Place, contents: Contents, *, must: bool) -> None:
     """Write down where a window's predictions are, unless another run has just done so. Collective.
 
     `must`: it is an error if that cannot be kept; otherwise it can be found out again.
@@ -371,7 +371,7 @@ def _settle(task: Task, place: Place, contents: Contents, *, must: bool) -> None
     task.said[place] = on_rank0(keep, what="keep what the teacher predicts")
 
 
-def _said(task: Task, contents: Contents) -> WindowSaid:
+def _said(task: TeacherTask, contents: Contents) -> WindowSaid:
     places = task.lessons.places(contents.names)
     order = {part.name: number for number, part in enumerate(task.lessons.parts)}
     rest: dict[str, Rest] = {}
