@@ -26,13 +26,13 @@ def of_teacher(recipe: Mapping[str, Any], run_dir: Path | None) -> Iterator[str]
     # Where only what it predicted was there, the record knows its name.
     name = said.get("model") if isinstance(said.get("model"), str) else model
     where = Path(str(name)).name if str(name).startswith(_LOCAL) else str(name)
+    top_k, temperature = _plain(teacher.get("top_k", 64)), _plain(teacher.get("temperature", 1.0))
     yield from (
         "",
         "## Teacher",
         "",
-        f"It has learned what {_code(where)} predicts, at temperature {_plain(teacher.get('temperature', 1.0))}: of each "
-        f"token that it was trained on, the probabilities of the {_plain(teacher.get('top_k', 64))} most likely ones, and "
-        "of all others together.",
+        f"It has learned what {_code(where)} predicts, at temperature {temperature}: of each token that it was trained "
+        f"on, the probabilities of the {top_k} most likely ones, and of all others together.",
     )
     if kept := list(_not_kept(said)):
         yield from ("", "How much the others have together:", "", "| | |", "|---|---|", *kept[:_MOST])
