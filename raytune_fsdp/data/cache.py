@@ -6,6 +6,7 @@
     <cache>/<fingerprint>/locks/0012                held while window 12, or 12 plus a multiple of 1024, is built
     <cache>/files/<key>/                            rows prepared by `sources`
     <cache>/reference/<key>/                        what a reference says of documents (data/reference.py)
+    <cache>/teacher/<key>/                          what a teacher predicts in them (data/teacher.py)
 
 A file appears under its name complete or not at all; two processes that write the same window write the same bytes.
 Nothing is synced to disk: a file that a crash of the machine truncates is found by its digest and built again.
@@ -44,7 +45,7 @@ FORMAT = 1
 """Version of the bytes: an Arrow stream with one record batch, then its xxh3_128 (16 bytes)."""
 
 _DIGEST_BYTES = 16
-FILES, REFERENCE = "files", "reference"
+FILES, REFERENCE, TEACHER = "files", "reference", "teacher"
 _ABOUT = "about.json"
 _TEMPORARY = ".tmp"
 _LOCKS = 1024
@@ -320,12 +321,14 @@ class Entry:
     used: float
     """When it was last written or read, in seconds since 1970."""
     is_files: bool = False
-    """Whether it holds prepared rows, or what a reference says; otherwise it is a window."""
+    """Whether it holds prepared rows, or what a reference or a teacher says; otherwise it is a window."""
 
 
 def entries(root: Path) -> Iterator[Entry]:
     """Yield everything in a cache directory that can be made again, except what is being written right now."""
-    said = [each for each in _named_by_us(root / REFERENCE) if "reference" in _json_of(each / _ABOUT)]
+    said = [
+        each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / _ABOUT)
+    ]
     for directory in [*_named_by_us(root / FILES), *said]:
         known = directory in said or "identity" in _json_of(directory / "meta.json")
         if directory.suffix != _TEMPORARY and not known:

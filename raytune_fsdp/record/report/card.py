@@ -31,7 +31,7 @@ from raytune_fsdp.model.directory.known_files import CARD_FILE
 from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
 from raytune_fsdp.record.jsonl import each_line_of
 from raytune_fsdp.record.lines import step_of
-from raytune_fsdp.record.names import with_perplexity
+from raytune_fsdp.record.names import of_calibration, with_perplexity
 from raytune_fsdp.record.report.card_scores import of_scores, scores
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,8 @@ def _results(lines: list[dict[str, Any]]) -> Iterator[str]:
     last = max((step_of(line) for line in lines if line["kind"] == "eval"), default=None)
     evals = [line["values"] for line in lines if line["kind"] == "eval" and step_of(line) == last]
     for key, value in with_perplexity({key: value for values in evals for key, value in values.items()}).items():
+        if of_calibration(key) is not None:  # points of a curve
+            continue
         yield f"| {_prose(key)} (step {last}) | {value:.4f} |"
 
 
