@@ -16,11 +16,12 @@ import json
 import math
 import os
 import re
+import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from raytune_fsdp.base.batch import MicroBatch, StepBatches, Taught
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, first_line
-from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, read_json
-from raytune_fsdp.data.cache import TEACHER
+from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, printable, read_json
+from raytune_fsdp.data.cache import ABANDONED_SECONDS, TEACHER, TEMPORARY
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
 
 FORMAT = 1
@@ -182,7 +183,8 @@ class TeacherFiles:
             raise DataError(
                 f"{directory / _ABOUT} is not what this version writes there: copy it again, or name its model"
             )
-        return cls(directory=directory, of=said[TEACHER], form=form, tokenizer=texts["tokenizer"], model=texts["model"])
+        model = printable(texts["model"])[:200]
+        return cls(directory=directory, of=said[TEACHER], form=form, tokenizer=texts["tokenizer"], model=model)
 
     @property
     def key(self) -> str:
@@ -196,6 +198,13 @@ class TeacherFiles:
         """Return the names of all parts that are there."""
         names = (path.name.removesuffix(_SUFFIX) for path in (self.directory / "parts").glob(f"*{_SUFFIX}"))
         return sorted(name for name in names if _PART.fullmatch(name))
+
+    def tidy(self) -> None:
+        """Remove what passes have left half written that were killed long ago."""
+        for path in self.directory.rglob(f"*{TEMPORARY}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
     def write(self, names: Names, said: Sequence[bytes], masses: Sequence[Rest]) -> KeptPart:
         """Keep what the teacher predicts in these documents. Return the part."""
@@ -443,7 +452,7 @@ class Lessons:
         """
         source, failure = iter(steps), None
         coming: Future[StepBatches] | None = None
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher") as ahead:
+        with closing(self), ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher") as ahead:
             while failure is None:
                 following = None
                 try:

@@ -131,10 +131,7 @@ def assemble(
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
     )  # fmt: skip
     _report(tracker, built, saves.saver, hooks.predicted)
-    if given is not None and reference is not None:
-        tracker.event(names.REFERENCE, **reference.event())
-    if teacher is not None:
-        tracker.event(names.TEACHER, **teacher.event())
+    _report_asked(tracker, None if given is None else reference, teacher)
     return RankRun(
         config=config,
         plan=plan,
@@ -230,6 +227,14 @@ def _report(tracker: Tracker, built: Build, saver: Saver, predicted: Predicted |
         tracker.event(names.SHARDED, **built.sharding)
     if cramped := node_without_room(saver.nbytes_staged()):
         tracker.event(names.MEMORY_SHORT, **cramped)
+
+
+def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teacher | None) -> None:
+    """Report what other models have said of the run's documents."""
+    if reference is not None:
+        tracker.event(names.REFERENCE, **reference.event())
+    if teacher is not None:
+        tracker.event(names.TEACHER, **teacher.event())
 
 
 def _not_evaluated(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, exam: Evaluation) -> bool:

@@ -16,10 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.checkpoint.model_files import find_checkpoint
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
 from raytune_fsdp.data.cache import TEACHER
 from raytune_fsdp.data.teacher import Lessons, Predictions, TeacherFiles
-from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
+from raytune_fsdp.run.publish import publish
+from tests.checkpoints import checkpoints
 from tests.distributed.test_reference import NO_DROPOUT, close, model_at, run_of
 from tests.models import add_tokenizer, save_checkpoint
 from tests.ranks import run_ranks
@@ -128,8 +131,9 @@ def test_they_are_what_transformers_computes_and_what_is_not_kept_is_said(tmp_pa
 
 
 def test_students_and_mixes_share_what_is_known(tmp_path: Path, teacher: Path) -> None:
+    whole = trajectory(lessons(tmp_path / "whole", teacher), 1)
     first = lessons(tmp_path, teacher)
-    trajectory(first, 2)
+    trajectory(first, 2, stop_after=3)
     before = {path.name: path.read_bytes() for path in (store_of(first).directory / "parts").iterdir()}
     second = lessons(
         tmp_path, teacher, run={"name": "second", "seed": 9}, model={"architecture": LLAMA},
@@ -143,8 +147,51 @@ def test_students_and_mixes_share_what_is_known(tmp_path: Path, teacher: Path) -
     shutil.rmtree(store_of(first).directory.parent)
     third = lessons(tmp_path, copy, run={"name": "third", "seed": 5}, model={"architecture": LLAMA})
     assert len(trajectory(third, 2)) == 6, "without the model"
-    other = lessons(tmp_path, copy, run={"name": "first"})
-    assert close(trajectory(lessons(tmp_path, copy), 1), trajectory(other, 1)) < 1e-10
+    assert close(whole, trajectory(lessons(tmp_path, copy), 3)) < 1e-10, "the same run goes on from the copy"
+
+
+@SLOW
+def test_a_checkpoint_of_another_run_teaches(tmp_path: Path) -> None:
+    big = make_config(tmp_path, run={"name": "big"}, train={"max_steps": 2})
+    trajectory(big, 1)
+    path = checkpoints(run_of(big))[-1].path
+    config = lessons(tmp_path, path)
+    assert len(trajectory(config, 2)) == 6
+    publish(find_checkpoint(run_of(big)), tmp_path / "export", ExportConfig(dtype="trained"))
+    trajectory(lessons(tmp_path / "export", tmp_path / "export"), 2)
+    assert predicted(config) == predicted(lessons(tmp_path / "export", tmp_path / "export"))
+
+
+def meanwhile(values: Mapping[str, Any], theirs: str, ours: str) -> None:
+    """One rank, whose pass another one overtakes: its files are there when this one's teacher has been built."""
+    import torch.distributed as dist
+
+    from raytune_fsdp.run.teacher import passes
+
+    build = passes.build_other
+
+    def build_slowly(*args: Any) -> Any:
+        built = build(*args)
+        if dist.get_rank() == 0:
+            shutil.copytree(theirs, ours, dirs_exist_ok=True)
+        dist.barrier()
+        return built
+
+    passes.build_other = build_slowly
+    train_rank(values)
+
+
+@SLOW
+def test_what_another_pass_has_found_meanwhile_is_not_computed_again(tmp_path: Path, teacher: Path) -> None:
+    other = lessons(tmp_path, teacher, run={"name": "other"})
+    wanted = trajectory(other, 2)
+    files = store_of(other)
+    theirs = files.directory.rename(tmp_path / "theirs")
+    config = lessons(tmp_path, teacher)
+    run_ranks(meanwhile, 1, config.model_dump(), str(theirs), str(files.directory))
+    assert close(wanted, read_trajectory(run_of(config) / "metrics.jsonl")) < 1e-10
+    assert files.parts() == TeacherFiles.kept(theirs).parts(), "one rank would have written other parts"  # type: ignore[union-attr]
+    assert len(windows_of(config)) == 4
 
 
 def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) -> None:
@@ -173,13 +220,14 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
     train_rank(values)
 
 
-def test_kills_in_the_pass_and_in_training_change_nothing(tmp_path: Path, teacher: Path) -> None:
+@pytest.mark.parametrize("many", [3, pytest.param(8, marks=SLOW)])
+def test_kills_in_the_pass_and_in_training_change_nothing(tmp_path: Path, teacher: Path, many: int) -> None:
     whole = lessons(tmp_path / "whole", teacher, checkpoint={"every": 2})
     wanted = trajectory(whole, 2)
     config = lessons(tmp_path / "killed", teacher, checkpoint={"every": 2})
     chance = random.Random(22)
-    kills = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 2, 0), (1, 0, 0), (0, 99, 3), (1, 99, 5)]
-    for rank, writes, step in kills:
+    kills = [(0, 1, 0), (1, 0, 0), (1, 99, 4), (0, 0, 0), (0, 2, 0), (1, 0, 0), (0, 99, 3), (1, 99, 5)]
+    for rank, writes, step in sorted(kills[:many], key=lambda kill: kill[2]):
         with pytest.raises(AssertionError, match="died without a word|closed by peer|reset by peer"):
             run_ranks(killed_rank, chance.choice((2, 3)), config.model_dump(), rank, writes, step)
     assert close(wanted, trajectory(config, 2)) < 1e-10
@@ -258,6 +306,7 @@ def _fields(window: Any) -> dict[str, Any]:
     return {name: getattr(window, name) for name in type(window).__slots__}
 
 
+@SLOW
 def test_a_longer_run_asks_more_and_a_continued_one_is_equal(tmp_path: Path, teacher: Path) -> None:
     constant = {"optim": {"schedule": {"type": "constant"}}}
     whole = trajectory(lessons(tmp_path / "whole", teacher, **constant), 2)

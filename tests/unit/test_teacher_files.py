@@ -323,3 +323,14 @@ def test_steps_are_told_ahead_and_fail_where_they_fail(tmp_path: Path) -> None:
     assert next(made.steps(steps())).step == 1
     with pytest.raises(DamagedError, match="start the same command again"):
         list(made.steps(steps()))
+
+
+def test_what_killed_passes_have_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    left = [own.path(name).with_name(f"{name}.topk.12345678.tmp") for name in ("old", "new")]
+    for path in left:
+        path.write_bytes(b"half")
+    os.utime(left[0], (0, 0))
+    own.tidy()
+    assert [path.exists() for path in left] == [False, True] and own.open(part) is not None

@@ -7,6 +7,7 @@ not computed again: a pass that was killed goes on where it was.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from raytune_fsdp.data.to_device import map_tensors, to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.distillation import predictions
 from raytune_fsdp.plan.plan import Layout
+from raytune_fsdp.record.console import duration, gibibytes
 from raytune_fsdp.run.build import Build
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.network import build_other, let_go
@@ -50,6 +52,8 @@ from raytune_fsdp.run.starting_weights import ReferenceModel
 from raytune_fsdp.step.parallel import evaluating
 
 _SAY_SECONDS = 10.0
+_SEEN_SECONDS = 60.0
+"""For how long what another rank has written is looked for: network file systems remember that it was missing."""
 _TYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -128,7 +132,7 @@ def complete(
 ) -> None:
     """Ask the teacher what nobody has asked it yet, and keep it. Collective."""
     lacking, micro_batch = task.lacking, standing.plan.division.micro_batch
-    others = on_rank0(task.files.parts, what="look for predictions of the teacher")
+    others = on_rank0(partial(_others, task.files), what="look for predictions of the teacher")
     _open(task, others)
     task.lessons.add(task.parts[part] for part in others if part in task.parts)
     mine = lacking[dist.get_rank() :: dist.get_world_size()]
@@ -154,6 +158,31 @@ def complete(
     for place in task.lacking:
         _settle(task, place, contents[place], must=model is not None)
     task.learn()
+    _check_seen(task, task.said[lacking[-1]].parts)
+
+
+def _check_seen(task: TeacherTask, parts: Sequence[str]) -> None:
+    """Refuse a cache that is not the same one on all ranks; wait until they see what was written last. Collective."""
+    rank, until = dist.get_rank(), time.monotonic() + _SEEN_SECONDS
+
+    def look() -> None:
+        for path in map(task.files.path, parts):
+            while not path.exists():
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"{path} is not there for rank {rank}, and another rank has just written it: the "
+                        "predictions of a teacher need storage that all nodes share: set data.cache.path to it"
+                    )
+                with suppress(OSError):
+                    os.listdir(path.parent)  # network file systems ask again for what is listed
+                time.sleep(0.1)
+
+    on_all_ranks(look)
+
+
+def _others(files: TeacherFiles) -> list[str]:
+    files.tidy()
+    return files.parts()
 
 
 def _contents(windows: Windows, place: Place, micro_batch: int) -> Contents:
@@ -196,13 +225,13 @@ def _announce(files: TeacherFiles, targets: np.ndarray[Any, Any], say: Say) -> N
     free = shutil.disk_usage(there).free
     if size > free:
         raise ConfigError(
-            f"teacher.top_k={form.top_k}: the teacher's predictions of {tokens:,} tokens take {size / 1e9:,.1f} GB "
-            f"({form.target_bytes:,} bytes for each), and {there} has room for {free / 1e9:,.1f} GB: free space, set "
+            f"teacher.top_k={form.top_k}: the teacher's predictions of {tokens:,} tokens take {gibibytes(size)} "
+            f"({form.target_bytes:,} bytes for each), and {there} has room for {gibibytes(free)}: free space, set "
             "data.cache.path to a larger directory, or lower teacher.top_k"
         )
     say(
         f"the teacher is asked about {tokens:,} tokens of {documents:,} documents: {form.target_bytes:,} bytes for "
-        f"each token, {size / 1e9:,.2f} GB in {files.directory}, where {free / 1e9:,.1f} GB are free"
+        f"each token, {gibibytes(size)} in {files.directory}, where {gibibytes(free)} are free"
     )
 
 
@@ -264,7 +293,7 @@ class _Asking:
             left = (now - self.started) / self.done * (self.total - self.done)
             self.say(
                 f"the teacher has predicted {self.done:,} of {self.total:,} tokens ({self.done / self.total:.0%}); "
-                f"about {left / 60:,.0f} minutes are left"
+                f"about {duration(left)} are left"
             )
 
 
