@@ -132,10 +132,6 @@ def assemble(
     )  # fmt: skip
     _report(tracker, built, saves.saver, hooks.predicted)
     _report_asked(tracker, None if given is None else reference, teacher)
-    own = None
-    if plan.layout.world > 1:
-        modules = [module for unit in built.units for module in unit.modules]
-        own = OwnTime(modules, device, storage=lambda: saves.saver.own_seconds)
     return RankRun(
         config=config,
         plan=plan,
@@ -157,7 +153,7 @@ def assemble(
         ),
         batches=to_device(batches, device),
         exam=exam,
-        meter=_meter(config, prepared, standing, built, optimizer, objective, own, hooks.predicted),
+        meter=_meter(config, prepared, standing, built, optimizer, objective, saves.saver, hooks.predicted),
         documents=DocumentRecord(documents, prepared.place.documents, standing.attempt),
         digests=StepDigests(config.run, saves.saver),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
@@ -200,10 +196,13 @@ def _meter(
     built: Build,
     optimizer: Optimizer,
     objective: Objective,
-    own: OwnTime | None,
+    saver: Saver,
     predicted: Predicted | NotPredicted | None,
 ) -> Meter:
-    device = built.site.device
+    device, own = built.site.device, None
+    if standing.plan.layout.world > 1:
+        modules = [module for unit in built.units for module in unit.modules]
+        own = OwnTime(modules, device, storage=lambda: saver.own_seconds)
     kept = partial(bytes_kept, built.model, optimizer, device)
     return Meter(
         standing.plan, built.counts.architecture, device,

@@ -148,16 +148,19 @@ def prepare(
     )
     prepared = learned_from(config, compared(config, prepared, directory))
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
-    # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
-    # evaluations are known.
-    metrics = metrics_of_run(config, evals, tasks)
+    _check_with_length(config, standing, metrics_of_run(config, evals, tasks), dry=dry)
+    return prepared, confirm_complete(config, prepared, standing)
+
+
+def _check_with_length(config: FinetuneConfig, standing: ResumePoint, metrics: Sequence[str], *, dry: bool) -> None:
+    """Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
+    evaluations are known."""
     check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
     check_export(config, standing.plan)
-    if found.checkpoint is None and not dry:
+    if standing.checkpoint is None and not dry:
         warn_of_schedule(config, standing.plan)
         warn_of_saves(config)
-    return prepared, confirm_complete(config, prepared, standing)
 
 
 def _counted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.base.errors import ModelError, ResumeError
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.checkpoint.catalogue import (
     CommittedCheckpoint,
@@ -44,7 +46,7 @@ from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.precision.quantized import QuantizedWeights
-from raytune_fsdp.model.score_head import name_of_embedding, name_of_head
+from raytune_fsdp.model.score_head import STORED, name_of_embedding, name_of_head
 from raytune_fsdp.model.weights.keys import (
     Match,
     check_shapes,
@@ -196,6 +198,7 @@ def find_origin(
     else:
         files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
         origin = StartingWeights(stored=files, match=match_keys(network, files), grown={}, seed=config.run.seed)
+        _check_classes(config, network, origin)
     weights = origin.weights(network)
     if checkpoint is not None:
         # A checkpoint has exactly the network's own names; the keys of files were matched to them.
@@ -208,6 +211,19 @@ def find_origin(
     grown = grown_rows(network, weights.shapes()) if config.model.resize_embeddings or added else {}
     check_shapes(network, GrownWeights(weights, grown))
     return replace(origin, grown=grown, added=dict.fromkeys(_rows_of_tokens(network), added) if added else {})
+
+
+def _check_classes(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights) -> None:
+    """Refuse to go on with a stored head whose classes have other names, or another order."""
+    head = config.model.head
+    if head is None or not head.labels or STORED not in origin.match.key_of.values():
+        return
+    stored = [str(name) for _, name in sorted((network.config.id2label or {}).items())]
+    if stored != head.labels and not all(re.fullmatch(r"LABEL_\d+", name) for name in stored):
+        raise ModelError(
+            f"model.head.labels={shown(head.labels)}: the classes in {config.model.path} are {shown(stored)}: "
+            "write them as they are stored, or begin with a model without such a head"
+        )
 
 
 def without_adapters(config: FinetuneConfig, network: PreTrainedModel) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,11 @@ def by_trl(directory: Path, center: float) -> Any:
     """TRL's trainer of the rows in their order, all of a step in one batch."""
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    from trl import RewardConfig, RewardTrainer
 
-    return RewardTrainer(
+    trl = import_module("trl")
+    return trl.RewardTrainer(
         model=AutoModelForSequenceClassification.from_pretrained(directory / "model"),
-        args=RewardConfig(
+        args=trl.RewardConfig(
             gradient_checkpointing=False, max_length=LENGTH, center_rewards_coefficient=center, **options_of(directory)
         ),
         train_dataset=Dataset.from_list(rows_of("reward")),

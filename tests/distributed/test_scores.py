@@ -11,7 +11,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_metrics
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks
-from tests.runs import GPT2, LLAMA, largest_difference, trajectory
+from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
 from tests.scores import OBJECTIVES, plain_loop, score_config
 
 SLOW = pytest.mark.slow
@@ -113,7 +113,7 @@ def test_exact_runs_have_the_same_bits_at_any_world(
     }  # fmt: skip
     runs = {}
     for world in (1, 2, 3):
-        exact = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
+        exact: dict[str, Any] = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
         config = score_config(tmp_path, OBJECTIVES[name], **sections, **exact)
         steps = trajectory(config, world)
         beside = [(line["preferences"], line["datasets"]) for line in lines_of(config)]
@@ -141,3 +141,26 @@ def test_ranks_that_share_samples_learn_what_one_learns(tmp_path: Path, name: st
     for alone, shared in zip(runs["alone"][1], runs["shared"][1], strict=True):
         for key in {"preferences", "values"} & alone.keys():
             assert dict(shared[key]) == pytest.approx(dict(alone[key]), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_what_another_one_has_learned(tmp_path: Path) -> None:
+    """The network of a run that predicts tokens gets a head; that of one with a head goes on with it, if it fits."""
+    made = make_config(tmp_path, run={"name": "tokens"}, train={"global_batch": 10, "micro_batch": 2, "max_steps": 2})
+    trajectory(made, 1)
+    numbers, losses = OBJECTIVES["regression"], dict[str, float]()
+    kept: dict[str, Any] = {"checkpoint": {"every": 2}, "train": {"max_steps": 2}}
+    for name, before in (("first", "tokens"), ("second", "first")):
+        path = {"path": str(tmp_path / "runs" / before / "checkpoints" / "step-00000002.a1"), "architecture": None}
+        config = score_config(tmp_path, numbers, model={**path, "init": "pretrained"}, run={"name": name}, **kept)
+        losses[name] = trajectory(config, 2)[0]["loss"]
+    whole = trajectory(
+        score_config(
+            tmp_path, numbers, model={**path, "init": "pretrained"}, run={"name": "other"}, optim={"lr": 1e-12}, **kept
+        ),
+        1,
+    )
+    assert whole[0]["loss"] == pytest.approx(losses["second"], rel=1e-9) != losses["first"]
+    three = {"head": {"type": "score", "labels": ["a", "b", "c"], "pad_token": "w0"}, **path, "init": "pretrained"}
+    with pytest.raises(AssertionError, match=r"has 1 output\(s\) of 32 numbers, and this head has 3 of 32"):
+        trajectory(score_config(tmp_path, OBJECTIVES["classification"], model=three, run={"name": "three"}), 1)

@@ -1,4 +1,4 @@
-"""Heads and teachers under Ray: a rank dies, tasks measure checkpoints, and what is learned is what one process learns."""
+"""Heads under Ray: a rank dies, tasks measure checkpoints, and what is learned is what one process learns."""
 
 from __future__ import annotations
 
