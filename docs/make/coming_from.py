@@ -52,6 +52,7 @@ raytune-fsdp train --config mine.yaml
 ```
 
 The file's trainer is guessed from its keys, or named with `--from <names>`.
+Files for distillation that do not name their teacher, such as axolotl's, need `--teacher MODEL`.
 `--gpus` is the number of GPUs that the file was meant for: its batch is the batch of one GPU, and `train.global_batch`
 is that of all. The run itself may have any number of them: that does not change what is learned.
 

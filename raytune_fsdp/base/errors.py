@@ -44,6 +44,10 @@ class DataError(UserError):
     """A dataset, a row or a tokenizer."""
 
 
+class DamagedError(DataError):
+    """A file that was whole when the run started is not any more. No row is to blame."""
+
+
 class RowError(DataError):
     """One row that cannot be used; `data.bad_rows=skip` leaves it out and counts it under `reason`."""
 

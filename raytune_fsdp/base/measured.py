@@ -39,8 +39,9 @@ class StepMetrics:
     """Name, loss, accuracy and target tokens of each dataset in the step, if there are several; with an objective of
     groups, the share of right pairs (None: they are no pairs), and the number of groups."""
     preferences: tuple[tuple[str, float], ...] = ()
-    """With an objective of groups: rewards, accuracy of pairs and log-probabilities by name, those of each dataset with
-    its name before them, if there are several."""
+    """With an objective of groups: rewards, accuracy of pairs and log-probabilities by name; of what is learned from a
+    teacher: divergences from it, and cross-entropy. Those of each dataset have its name before them, if there are
+    several."""
     windows_built: int = 0
     """Windows that had to be tokenized for this step, because they were not in the cache."""
     expert_load: tuple[float, ...] = ()

@@ -10,7 +10,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.common import Parser, run_command, say, write_new
 
 _PROJECTS = (
-    *("axolotl", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo"),
+    *("axolotl", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward", "trl-gkd"),
     *("llama-factory", "torchtune", "accelerate", "deepspeed"),
 )
 
@@ -32,6 +32,9 @@ def parser_of(prog: str) -> Parser:
         "--from", dest="project", choices=_PROJECTS, help="the trainer (default: the one that knows most of its keys)"
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that it was meant for: its batch is per GPU")
+    parser.add_argument(
+        "--teacher", metavar="MODEL", help="the model to learn from, of a file that does not name it (axolotl's kd)"
+    )
     parser.add_argument(
         "--drop",
         nargs="+",
@@ -56,7 +59,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
         file = drop.pop()
     from raytune_fsdp.convert.file import convert
 
-    converted = convert(file, project=found.project, gpus=found.gpus, drop=drop)
+    converted = convert(file, project=found.project, gpus=found.gpus, drop=drop, teacher=found.teacher)
     print(converted.report(), file=sys.stderr)
     if converted.problems:
         raise ConfigError(*converted.problems)

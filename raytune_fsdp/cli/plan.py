@@ -168,7 +168,12 @@ def plan_in_words(
 
 
 def _reference(config: FinetuneConfig) -> dict[str, str]:
-    """Return the row about what the run compares with, if it does."""
+    """Return the row about what the run compares with or learns from, if it does."""
+    if config.teacher is not None:
+        return {
+            "teacher": f"{config.teacher.model}, its {config.teacher.top_k} likeliest tokens, asked once about every "
+            "token that is trained on, before training"
+        }
     if not config.train.objective.compares:
         return {}
     which = "what the run starts from" if config.reference.model is None else config.reference.model

@@ -77,6 +77,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
         past = past_step(config, place, found.step, progress)
     losses: Losses | None = recorded_losses(place, past) if found.loss else None
     grouped = config.train.objective.rows is not None and not config.train.objective.scores
+    taught = config.train.objective.learns
     whence, loss_is = _kind_of(config.train.loss, None, grouped=grouped)
     if found.loss and losses is None:
         if config.model.head is not None:
@@ -91,7 +92,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
                 "out, keep more checkpoints (checkpoint.keep_every), or record them (tracking.documents)"
             )
         losses = _losses(config, past, checkpoint, trust=found.trust_remote_code, base=found.base)
-        whence, loss_is = _kind_of(config.train.loss, checkpoint, grouped=grouped)
+        whence, loss_is = _kind_of(config.train.loss, checkpoint, grouped=grouped or taught)
     if found.json:
         for *_, about in _documents(past, losses):
             about.update({"loss_is": loss_is} if losses is not None else {})
@@ -105,7 +106,8 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
 def _kind_of(own: str | None, checkpoint: CommittedCheckpoint | None, *, grouped: bool = False) -> tuple[str, str]:
     """Say what losses these are, to people and to programs: recorded ones, or those under a checkpoint.
 
-    `grouped`: the run's losses are of pairs or judged answers, which no single document has.
+    `grouped`: the run's losses are of pairs or judged answers, which no single document has; or, under a checkpoint, of
+    a teacher's predictions.
     """
     if checkpoint is None and grouped:
         return "cross-entropies by document, as recorded", "cross-entropy"

@@ -4,6 +4,7 @@
     rules.py       what all sections have in common, and checks that several of them share
     every.py       how often something is done
     objective.py   whether an objective suits the rest
+    tensor.py      whether the rest suits layers that ranks share
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -26,7 +27,6 @@ from pydantic import Field, model_validator
 from raytune_fsdp.config.objective import check_objective
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
-from raytune_fsdp.config.schema import sections_of
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
@@ -53,6 +53,7 @@ from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
+from raytune_fsdp.config.tensor import check_tensor
 
 
 class FinetuneConfig(Section):
@@ -147,34 +148,7 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _tensor(self) -> Self:
-        size, optimizer = self.parallel.mesh.tensor, self.optim.optimizer
-        if size == 1:
-            return self
-        combined = f"with parallel.mesh.tensor={size}"
-        if self.run.digest_every is not None:
-            raise ValueError(
-                f"run.digest_every={self.run.digest_every} {combined}: digests are of whole rows, of which each rank has a "
-                "part; leave it out, or leave tensor out"
-            )
-        if not self.method.takes_cut_layers:
-            *kinds, last = (kind for kind, each in sections_of(Method).items() if each.takes_cut_layers)
-            known = f"{', '.join(kinds)} and {last}"
-            raise ValueError(
-                f"method.type={self.method.type} {combined}: only {known} know layers that are cut; set "
-                "method.type=lora, or leave tensor out"
-            )
-        if getattr(self.method, "dora", False) or getattr(self.method, "target_parameters", None):
-            field = "dora=true" if self.method.dora else "target_parameters"  # type: ignore[union-attr]
-            raise ValueError(
-                f"method.{field} {combined}: it looks at whole weights, of which each rank has a part; leave it out, or "
-                "leave tensor out"
-            )
-        if optimizer.type in ("muon", "adafactor") or getattr(optimizer, "moments", None) == "8bit":
-            field = "moments=8bit" if optimizer.type == "adamw" else f"type={optimizer.type}"
-            raise ValueError(
-                f"optim.optimizer.{field} {combined}: it computes with whole rows of weights, some of which are cut; set "
-                "optim.optimizer.type=adamw with moments=as_weights, fp32 or bf16, or leave tensor out"
-            )
+        check_tensor(self.parallel.mesh.tensor, self.run, self.method, self.optim.optimizer)
         return self
 
     @model_validator(mode="after")

@@ -7,8 +7,10 @@ import re
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.axolotl_adapters import METHOD_OPTIONS, prepare_method
 from raytune_fsdp.convert.axolotl_data import DATA_OPTIONS, prepare_data
+from raytune_fsdp.convert.axolotl_kd import KD_OPTIONS, prepare_kd
 from raytune_fsdp.convert.axolotl_left import LEFT_OPTIONS, MACHINE_OPTIONS
 from raytune_fsdp.convert.axolotl_preferences import RL_OPTIONS, prepare_rl, rows_of_rl
+from raytune_fsdp.convert.axolotl_reward import REWARD_OPTIONS
 from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.preferences import sample_of_two
 from raytune_fsdp.convert.rules import (
@@ -49,6 +51,7 @@ def prepare(c: Translation) -> None:
     if c.gpus is None and "ray_num_workers" in c.given:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     prepare_rl(c)
+    prepare_kd(c)
     prepare_method(c)
     length(c, "num_epochs", default=1.0)
     # The batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it.
@@ -158,11 +161,13 @@ def _tf32(c: Translation, key: str) -> None:
 
 
 def _plugins(c: Translation, key: str) -> None:
-    others = [name for name in c.get(key, words, []) if not re.search(r"(?i)liger|cut_?cross_?entropy|kernels", name)]
+    others = [
+        name for name in c.get(key, words, []) if not re.search(r"(?i)liger|cut_?cross_?entropy|kernels|kdplugin", name)
+    ]
     if others:
         c.say(key, "refused", f"what {', '.join(others)} does is not known here")
     else:
-        c.say(key, "left", "other kernels for the same function; see model.loss")
+        c.say(key, "left", "other kernels for the same function; see model.loss, and for KDPlugin its options")
 
 
 def _base_config(c: Translation, key: str) -> None:
@@ -197,7 +202,7 @@ _OPTIONS = (
     carry("tokenizer_config", "model.tokenizer", text),
     carry("overrides_of_model_config model_config", "model.overrides", a_map),
     switch("reinit_weights", "model.init", "random", "from the weights of base_model"),
-    same("model_type type_of_model tokenizer_type", "by the model's config"),
+    same("tokenizer_type", "by the model's config"),
     leave("resize_token_embeddings_to_32x", "rows that no token has; see `model.resize_embeddings`"),
     ask("mean_resizing_embeddings", "same, if it is true or no token is new; else refused", _new_rows),
     refuse("shrink_embeddings", "rows that no token has stay"),
@@ -307,6 +312,8 @@ AXOLOTL = Project(
         *_OPTIONS,
         *DATA_OPTIONS,
         *RL_OPTIONS,
+        *REWARD_OPTIONS,
+        *KD_OPTIONS,
         *OPTIM_OPTIONS,
         *SHARED_OPTIONS,
         *_REFUSED_OPTIONS,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from raytune_fsdp.convert.axolotl_reward import format_of_reward, prepare_reward, trains_rewards
 from raytune_fsdp.convert.preferences import JUDGED, PAIRS, carry_objective, losses_of_pairs, no_dropout
-from raytune_fsdp.convert.rules import Translation, a_map, flag, in_words, leave, number, refuse, same, settled, text
+from raytune_fsdp.convert.rules import Translation, a_map, flag, in_words, leave, number, same, settled, text
 
 _ROWS = {"dpo": PAIRS, "ipo": PAIRS, "orpo": PAIRS, "simpo": PAIRS, "kto": JUDGED}
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
@@ -35,12 +36,17 @@ FIELDS = (*_OWN, *(f"type.{key}" for key in (*_OWN, *_OWN_TEXTS)))
 
 
 def rows_of_rl(c: Translation) -> str:
-    """Return the type of rows that `rl` is of; an empty text for supervised training."""
+    """Return the type of rows that `rl` or `reward_model` is of; an empty text for supervised training."""
+    if trains_rewards(c):
+        return PAIRS
     return _ROWS.get(c.get("rl", text, ""), "")
 
 
 def prepare_rl(c: Translation) -> None:
     """Carry the objective, and settle what it says of adapters."""
+    if trains_rewards(c):
+        prepare_reward(c)
+        return
     kind = c.get("rl", text, "")
     if not kind:
         return
@@ -109,6 +115,8 @@ def _kto(c: Translation) -> None:
 
 def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
     """Return the format of a dataset under `rl`, by its type."""
+    if trains_rewards(c):
+        return format_of_reward(c, prefix)
     if any(f"{prefix}type.{key}" in c.given for key in (*_OWN, *_OWN_TEXTS, "field_system")):
         return _own(c, prefix, rows)
     key = f"{prefix}type"
@@ -200,6 +208,5 @@ RL_OPTIONS = (
     same("dpo_padding_free", "padding does not change what is learned"),
     leave("dpo_use_liger_kernel dpo_use_logits_to_keep", "other kernels for the same function"),
     leave("dpo_generate_during_eval", "see `eval.prompts`"),
-    refuse("reward_model process_reward_model", "a network that gives rewards is not trained here"),
-    leave("trl vllm ebft num_labels center_rewards_coefficient", "for kinds of rl that are refused"),
+    leave("trl vllm ebft", "for kinds of rl that are refused"),
 )

@@ -27,9 +27,11 @@ from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
 from raytune_fsdp.convert.rules import Project, Said, TheirOption, Translation
 from raytune_fsdp.convert.torchtune import TORCHTUNE
 from raytune_fsdp.convert.trl import TRL
+from raytune_fsdp.convert.trl_gkd import TRL_GKD
 from raytune_fsdp.convert.trl_preferences import TRL_CPO, TRL_DPO, TRL_KTO, TRL_ORPO
+from raytune_fsdp.convert.trl_reward import TRL_REWARD
 
-_TRL = (TRL, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_CPO)
+_TRL = (TRL, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_CPO, TRL_REWARD, TRL_GKD)
 PROJECTS = {project.name: project for project in (AXOLOTL, *_TRL, LLAMA_FACTORY, TORCHTUNE, ACCELERATE, DEEPSPEED)}
 _INSIDES = {
     name: {option[: dot.start()] for option in project.options for dot in re.finditer(r"\.", option)}
@@ -103,7 +105,14 @@ class Converted:
         return f"{head}{part}\n{dump(self.tree)}"
 
 
-def convert(file: str, *, project: str | None = None, gpus: int | None = None, drop: Sequence[str] = ()) -> Converted:
+def convert(
+    file: str,
+    *,
+    project: str | None = None,
+    gpus: int | None = None,
+    drop: Sequence[str] = (),
+    teacher: str | None = None,
+) -> Converted:
     """Read a file and turn it into a config of ours. Raises ConfigError if it cannot be read, or is no known project's.
 
     What cannot be carried is in `problems`.
@@ -128,7 +137,7 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
         for key, option, value in leaves
         if key not in dropped and (spelled(value) is not None or (option and option.takes_null))
     }
-    c = Translation(file, given, gpus=gpus, drop=drop)
+    c = Translation(file, given, gpus=gpus, drop=drop, teacher=teacher)
     about.prepare(c)
     lines = []
     for key, option, value in leaves:
@@ -143,6 +152,10 @@ def convert(file: str, *, project: str | None = None, gpus: int | None = None, d
         if each not in about.options and not any(_drops([each], key) for key in keys):
             near = get_close_matches(each, keys, n=1)
             problems.append(f"--drop {each}: the file has no such key{f'; nearest: {near[0]}' if near else ''}")
+    if teacher is not None and c.fields.get("teacher.model", teacher) != teacher:
+        problems.append(f"--teacher {teacher}: the file names {c.fields['teacher.model']} as teacher: leave one out")
+    elif teacher is not None and "teacher.model" not in c.fields and not problems:
+        problems.append(f"--teacher {teacher}: the file learns from no teacher: leave --teacher out")
     ours = _nested(c.fields)
     problems += [
         f"{key}: looks like a secret, and the config would show it: take it out of the file, and set it in the "

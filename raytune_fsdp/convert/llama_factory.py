@@ -182,7 +182,7 @@ def _stage(c: Translation, key: str) -> None:
     if c.get(key, text, "") in ("sft", "pt"):
         c.say(key, "carried", f"format.type={'completion' if c.get(key, text, '') == 'pt' else 'chat or instruction'}")
     else:
-        c.say(key, "refused", "sft, pt, dpo and kto are here")
+        c.say(key, "refused", "sft, pt, rm, dpo and kto are here")
 
 
 def _attention(c: Translation, key: str) -> None:
@@ -250,7 +250,7 @@ def _details(owner: str, names: str) -> TheirOption:
 
 
 _METHOD_OPTIONS = (
-    ask("stage", "`format` (sft, pt), and of dpo and kto `train.objective`; others are refused", _stage),
+    ask("stage", "`format` (sft, pt), and of rm, dpo and kto `train.objective`; others are refused", _stage),
     settled("finetuning_type", "`method.type`: full, or lora, the default; others refused"),
     settled("lora_rank lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
     settled("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),

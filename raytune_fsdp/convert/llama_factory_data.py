@@ -109,7 +109,7 @@ def _read(entry: dict[str, Any], folder: Path, c: Translation, pretraining: bool
     if entry.get("folder"):
         raise _NotHereError("a dataset with `folder` is not read here")
     if bool(entry.get("ranking")) != (rows_of_stage(c) == PAIRS):
-        raise _NotHereError("a dataset with `ranking` is for stage dpo, and stage dpo for such datasets")
+        raise _NotHereError("a dataset with `ranking` is for stages dpo and rm, and these for such datasets")
     found["format"] = _format(entry, c, pretraining)
     first, many = c.get("max_samples", whole, 0), entry.get("num_samples")
     if some and (first > 0 or isinstance(many, int)):

@@ -1,4 +1,4 @@
-"""Convert LLaMA-Factory's `stage: dpo | kto`: its objective, its reference, and the columns of its datasets."""
+"""Convert LLaMA-Factory's `stage: dpo | kto | rm`: its objective, its reference, and the columns of its datasets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from raytune_fsdp.convert.preferences import EACH_TOKEN, JUDGED, PAIRS, carry_objective, no_dropout
 from raytune_fsdp.convert.rules import TheirOption, Translation, flag, in_words, number, part, refuse, text
+from raytune_fsdp.convert.scores import carry_reward
 
-STAGES = {"dpo": PAIRS, "kto": JUDGED}
+STAGES = {"dpo": PAIRS, "kto": JUDGED, "rm": PAIRS}
 _USUAL = {
     "role_tag": ("from", "role"),
     "content_tag": ("value", "content"),
@@ -30,10 +31,11 @@ def prepare_stage(c: Translation) -> None:
     """Carry the objective of a stage of preferences, and its reference."""
     if not rows_of_stage(c):
         return
-    if c.get("finetuning_type", text, "lora") == "lora":
+    adapts = c.get("finetuning_type", text, "lora") == "lora"
+    if adapts and not _scores(c):
         no_dropout(c, "lora_dropout", "off in this stage there")
     for key in ("train_on_prompt", "mask_history"):
-        c.say(key, "left", "the answers alone count in this stage, there too")
+        c.say(key, "left", f"{'whole texts' if _scores(c) else 'the answers alone'} count in this stage, there too")
     for key in ("packing", "neat_packing"):
         if not c.get(key, flag, False):
             c.say(key, "same", "each row is a sample")
@@ -41,11 +43,18 @@ def prepare_stage(c: Translation) -> None:
     c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
     why = "prompt and answers are both shortened there, here the prompt loses its start"
     c.default("data.long_documents", "truncate", why)
-    if c.get("stage", text, "") == "kto":
+    if _scores(c):
+        carry_reward(c)
+        c.tell_default("model.head", {"type": "score"}, "there a value head, with a bias and dropout of 0.1")
+    elif c.get("stage", text, "") == "kto":
         _kto(c)
     else:
         _pairs(c)
     c.say("stage", "carried", in_words("train.objective", c.fields["train.objective"]))
+
+
+def _scores(c: Translation) -> bool:
+    return c.get("stage", text, "") == "rm"
 
 
 def _kto(c: Translation) -> None:

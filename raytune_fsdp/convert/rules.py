@@ -97,13 +97,23 @@ def a_map(value: Any) -> dict[str, Any]:
 class Translation:
     """A file that is being converted: its keys, the fields that they became, and what became of each key."""
 
-    def __init__(self, file: str, given: dict[str, Any], *, gpus: int | None = None, drop: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        file: str,
+        given: dict[str, Any],
+        *,
+        gpus: int | None = None,
+        drop: Iterable[str] = (),
+        teacher: str | None = None,
+    ) -> None:
         self.file = file
         self.directory = Path(file).parent
         self.given = given
         """Values by key, as they are in the file: those that are set and not dropped."""
         self.gpus = gpus
         self.dropping = frozenset(drop)
+        self.teacher = teacher
+        """The model to learn from, of files that do not name one."""
         self.fields: dict[str, Any] = {}
         """Our fields, by dotted name."""
         self.said: dict[str, Said] = {}

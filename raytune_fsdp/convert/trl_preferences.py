@@ -44,20 +44,26 @@ _SEES = (
 )
 
 
-def _prepare(c: Translation, rows: str) -> None:
+def prepare_rows(
+    c: Translation, rows: str, *, lr: float = _LR, long: tuple[str, str] = ("truncate", TOO_LONG), sees: str = _SEES
+) -> None:
+    """Settle what all commands of TRL for such rows share.
+
+    `long`: what becomes of long rows by default, and why. `sees`: what TRL finds in rows, and the file does not say.
+    """
     if c.get("use_peft", flag, False):
         off = "disable_dropout, on by default, turns off that of adapters, too"
         if c.get("disable_dropout", flag, True):
             no_dropout(c, "lora_dropout", off)
-    prepare_compute(c, lr=_LR)
+    prepare_compute(c, lr=lr)
     if "max_length" in c.given and spelled(c.given["max_length"]) is None:
         why = "a sample has a fixed length here; give a number, such as the length of the longest row"
         c.say("max_length", "refused", why)
     sample_of_two(c, "max_length", c.get("max_length", whole, _LENGTH), rows)
     made = {"type": rows, "style": "plain"}
-    c.tell_default("data.train.*.format", made, _SEES if rows == PAIRS else f"{_SEES}. {_APART}")
+    c.tell_default("data.train.*.format", made, sees if rows == PAIRS else f"{sees}. {_APART}")
     c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
-    c.default("data.long_documents", "truncate", TOO_LONG)
+    c.default("data.long_documents", *long)
     named_data(c, made)
 
 
@@ -65,7 +71,7 @@ _APART = "TRL makes two rows of a pair; here files have one row for each answer"
 
 
 def _dpo(c: Translation) -> None:
-    _prepare(c, PAIRS)
+    prepare_rows(c, PAIRS)
     pair, weight = losses_of_pairs(c, "loss_type", "loss_weights")
     numbers: dict[str, tuple[str, float | None]] = {"beta": ("beta", 0.1)}
     made: dict[str, Any] = dict(LOSSES[pair])
@@ -101,7 +107,7 @@ def _without_reference(c: Translation, pair: str) -> str:
 
 
 def _kto(c: Translation) -> None:
-    _prepare(c, JUDGED)
+    prepare_rows(c, JUDGED)
     weights = {f"{kind}_weight": (f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable")}
     carry_objective(c, "kto", {"beta": ("beta", 0.1), **weights})
     c.tell_default("train.objective", {"type": "kto"}, "KTO's KL is that of a micro-batch there, of a step here")
@@ -117,12 +123,12 @@ def _kto(c: Translation) -> None:
 
 
 def _orpo(c: Translation) -> None:
-    _prepare(c, PAIRS)
+    prepare_rows(c, PAIRS)
     carry_objective(c, "orpo", {"beta": ("beta", 0.1)})
 
 
 def _cpo(c: Translation) -> None:
-    _prepare(c, PAIRS)
+    prepare_rows(c, PAIRS)
     loss = c.get("loss_type", text, "sigmoid")
     if loss not in ("sigmoid", "hinge", "simpo"):
         c.say("loss_type", "refused", f"{loss} is not here without a reference; sigmoid, hinge and simpo are")
@@ -139,8 +145,8 @@ def _cpo(c: Translation) -> None:
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
-def _finish(c: Translation) -> None:
-    finish_training(c, lr=_LR)
+def finish_rows(c: Translation, *, lr: float = _LR) -> None:
+    finish_training(c, lr=lr)
     c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
 
 
@@ -154,7 +160,7 @@ def _truncation(c: Translation, key: str) -> None:
         c.say(key, "refused", "unknown to TRL; it has keep_start and keep_end")
 
 
-_SHARED = (
+ROW_OPTIONS = (
     *COMPUTE_OPTIONS,
     *NAMED_DATA,
     settled("max_length", "`data.seq_len`, twice it: a sample holds two documents", takes_null=True),
@@ -239,20 +245,28 @@ _CPO_OPTIONS = (
 )
 
 
-def _project(command: str, about: str, prepare: Callable[[Translation], None], *options: TheirOption) -> Project:
+def project_of(
+    command: str,
+    about: str,
+    prepare: Callable[[Translation], None],
+    *options: TheirOption,
+    finish: Callable[[Translation], None] = finish_rows,
+) -> Project:
+    own = {name for option in options for name in option.names}
+    others = (option for option in ROW_OPTIONS if own.isdisjoint(option.names))
     return Project(
         name=f"trl-{command}",
-        title=f"TRL's {command.upper()}",
+        title=f"TRL's {command.upper() if len(command) < 5 else command}",
         about=f"{about} Name them with `--from trl-{command}`, unless a key tells that. Options of TRL 1.16, and some "
         "older ones.",
-        options=table(*options, *_SHARED),
+        options=table(*options, *others),
         prepare=prepare,
-        finish=_finish,
+        finish=finish,
         like="trl",
     )
 
 
-TRL_DPO = _project("dpo", "Files for `trl dpo --config`.", _dpo, *_DPO_OPTIONS)
-TRL_KTO = _project("kto", "Files for `trl kto --config`.", _kto, *_KTO_OPTIONS)
-TRL_ORPO = _project("orpo", "Files of an `ORPOConfig` (`trl.experimental.orpo`).", _orpo, *_ORPO_OPTIONS)
-TRL_CPO = _project("cpo", "Files of a `CPOConfig` (`trl.experimental.cpo`), SimPO's, too.", _cpo, *_CPO_OPTIONS)
+TRL_DPO = project_of("dpo", "Files for `trl dpo --config`.", _dpo, *_DPO_OPTIONS)
+TRL_KTO = project_of("kto", "Files for `trl kto --config`.", _kto, *_KTO_OPTIONS)
+TRL_ORPO = project_of("orpo", "Files of an `ORPOConfig` (`trl.experimental.orpo`).", _orpo, *_ORPO_OPTIONS)
+TRL_CPO = project_of("cpo", "Files of a `CPOConfig` (`trl.experimental.cpo`), SimPO's, too.", _cpo, *_CPO_OPTIONS)

@@ -20,5 +20,6 @@ targets.py         which of their tokens are predicted, document by document
 batches.py         the samples of one rank, as tensors; to_device.py copies them before they are needed
 shared_batches.py  micro-batches that several ranks share
 reference.py       the log-probabilities that a reference gives to documents, kept beside the windows
+teacher.py         what a teacher predicts in documents, kept for all that learn from it
 questions.py       questions with known answers
 """

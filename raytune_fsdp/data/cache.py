@@ -6,6 +6,7 @@
     <cache>/<fingerprint>/locks/0012                held while window 12, or 12 plus a multiple of 1024, is built
     <cache>/files/<key>/                            rows prepared by `sources`
     <cache>/reference/<key>/                        what a reference says of documents (data/reference.py)
+    <cache>/teacher/<key>/                          what a teacher predicts in them (data/teacher.py)
 
 A file appears under its name complete or not at all; two processes that write the same window write the same bytes.
 Nothing is synced to disk: a file that a crash of the machine truncates is found by its digest and built again.
@@ -44,15 +45,15 @@ FORMAT = 1
 """Version of the bytes: an Arrow stream with one record batch, then its xxh3_128 (16 bytes)."""
 
 _DIGEST_BYTES = 16
-FILES, REFERENCE = "files", "reference"
+FILES, REFERENCE, TEACHER = "files", "reference", "teacher"
 _ABOUT = "about.json"
-_TEMPORARY = ".tmp"
+TEMPORARY = ".tmp"
 _LOCKS = 1024
 _LOCK_SECONDS = 300.0
 """A process that has waited this long for another to build a window builds it itself."""
 _OURS = re.compile(r"[0-9a-f]{32}")
 # A temporary file older than this was left by a process that was killed: writing one takes seconds.
-_ABANDONED_SECONDS = 3600
+ABANDONED_SECONDS = 3600
 _BYTES_BETWEEN_LOOKS = 1 << 30
 """A process measures the size of the whole cache again after adding this much to it."""
 
@@ -320,26 +321,28 @@ class Entry:
     used: float
     """When it was last written or read, in seconds since 1970."""
     is_files: bool = False
-    """Whether it holds prepared rows, or what a reference says; otherwise it is a window."""
+    """Whether it holds prepared rows, or what a reference or a teacher says; otherwise it is a window."""
 
 
 def entries(root: Path) -> Iterator[Entry]:
     """Yield everything in a cache directory that can be made again, except what is being written right now."""
-    said = [each for each in _named_by_us(root / REFERENCE) if "reference" in _json_of(each / _ABOUT)]
+    said = [
+        each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / _ABOUT)
+    ]
     for directory in [*_named_by_us(root / FILES), *said]:
         known = directory in said or "identity" in _json_of(directory / "meta.json")
-        if directory.suffix != _TEMPORARY and not known:
+        if directory.suffix != TEMPORARY and not known:
             continue
         with suppress(OSError):
             found = [path.stat() for path in directory.rglob("*") if path.is_file()]
             used = max((status.st_mtime for status in found), default=directory.stat().st_mtime)
-            if directory.suffix != _TEMPORARY or time.time() - used > _ABANDONED_SECONDS:
+            if directory.suffix != TEMPORARY or time.time() - used > ABANDONED_SECONDS:
                 yield Entry(directory, sum(status.st_size for status in found), used, True)
     for directory in _window_directories(root):
         for file in os.scandir(directory):
             with suppress(OSError):
                 status = file.stat()
-                abandoned = file.name.endswith(_TEMPORARY) and time.time() - status.st_mtime > _ABANDONED_SECONDS
+                abandoned = file.name.endswith(TEMPORARY) and time.time() - status.st_mtime > ABANDONED_SECONDS
                 if file.name.endswith(".arrow") or abandoned:
                     yield Entry(Path(file.path), status.st_size, status.st_mtime)
 
@@ -366,7 +369,7 @@ def remove(
         held -= entry.bytes
         removed.append(entry)
     for directory in [] if dry_run else _window_directories(root):
-        if not any(path.suffix in (".arrow", _TEMPORARY) for path in directory.iterdir()):
+        if not any(path.suffix in (".arrow", TEMPORARY) for path in directory.iterdir()):
             shutil.rmtree(directory, ignore_errors=True)
     return removed
 

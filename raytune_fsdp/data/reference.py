@@ -35,26 +35,29 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the bytes: a line of JSON, 16 bytes a document (its name), 8 bytes a document (fp64), their xxh3_128."""
 
-_NAME = np.dtype([("first", "<u8"), ("second", "<u8")])
+NAME = np.dtype([("first", "<u8"), ("second", "<u8")])
 _DIGEST_BYTES = 16
 _SKIPPED = GROUP_COLUMNS.index("skipped")
 
 Names = np.ndarray[Any, np.dtype[np.void]]
-Values = np.ndarray[Any, np.dtype[np.float64]]
+Values = np.ndarray[Any, np.dtype[Any]]
 
 
-def names_of(batch: MicroBatch) -> Names:
-    """Return the names of a whole micro-batch's documents that have targets, in order. Its tensors are on the host."""
+def names_of(batch: MicroBatch, *, grouped: bool = True) -> Names:
+    """Return the names of a whole micro-batch's documents that have targets, in order. Its tensors are on the host.
+
+    `grouped`: what the loss is told of a document is `GROUP_COLUMNS`.
+    """
     targets = batch.targets
     ids, labels = (each.reshape(-1).numpy().astype("<i4") for each in (batch.input_ids, batch.labels))
     starts = batch.borders.starts.numpy()
     edges = np.searchsorted(targets.places.numpy(), starts)
-    found = np.empty(len(targets.by_document), dtype=_NAME)
+    found = np.empty(len(targets.by_document), dtype=NAME)
     for number, place in enumerate(np.flatnonzero(np.diff(edges))):
         here = slice(starts[place], starts[place + 1])
         # How many of its first targets do not count is part of the name: with sft.over=all, two documents may have the
         # same tokens and the same targets, and answers that begin at different places.
-        skipped = int(targets.columns[number][_SKIPPED]) if targets.columns else 0
+        skipped = int(targets.columns[number][_SKIPPED]) if grouped and targets.columns else 0
         said = np.array([skipped], dtype="<i4")
         digest = xxhash.xxh3_128_digest(said.tobytes() + ids[here].tobytes() + labels[here].tobytes())
         found[number] = tuple(np.frombuffer(digest, dtype="<u8"))
@@ -71,12 +74,9 @@ class Known:
     @classmethod
     def of(cls, parts: Iterable[tuple[Names, Values]]) -> Known:
         """Return what is in these parts. Of a document that is in two, the value of the first part counts."""
-        names, values = [np.empty(0, dtype=_NAME)], [np.empty(0)]
-        for some, theirs in parts:
-            names.append(some)
-            values.append(theirs)
-        found, first = np.unique(np.concatenate(names), return_index=True)
-        return cls(found, np.concatenate(values)[first])
+        every = list(parts) or [(np.empty(0, dtype=NAME), np.empty(0))]
+        found, first = np.unique(np.concatenate([names for names, _ in every]), return_index=True)
+        return cls(found, np.concatenate([values for _, values in every])[first])
 
     def with_new(self, names: Names, values: Values) -> Known:
         """Return these and others, none of which is known; theirs are sorted, too."""
@@ -128,14 +128,14 @@ class ReferenceFiles:
             return None
         body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         head, end, rest = body.partition(b"\n")
-        if xxhash.xxh3_128_digest(body) != digest or not end or len(rest) % (_NAME.itemsize + 8):
+        if xxhash.xxh3_128_digest(body) != digest or not end or len(rest) % (NAME.itemsize + 8):
             return None
-        many = len(rest) // (_NAME.itemsize + 8)
+        many = len(rest) // (NAME.itemsize + 8)
         if head != self._head(epoch, k, many):
             return None
         with suppress(OSError):
             os.utime(self._path(epoch, k))  # `data clean` removes what nobody has used for a while
-        names = np.frombuffer(rest, dtype=_NAME, count=many)
+        names = np.frombuffer(rest, dtype=NAME, count=many)
         values = np.frombuffer(rest, dtype="<f8", offset=names.nbytes).astype(np.float64)
         return names, values
 

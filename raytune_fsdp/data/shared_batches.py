@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from raytune_fsdp.base.batch import IGNORE, PADDING, Borders, MicroBatch, MicroBatchPart, StepBatches, Targets
+from raytune_fsdp.data.to_device import map_tensors
 from raytune_fsdp.plan.plan import Layout
 
 
@@ -84,6 +85,7 @@ def part_of(micro_batch: MicroBatch, member: int, members: int) -> MicroBatch:
             by_document=targets.by_document,
             columns=targets.columns,
             before=int((targets.places < first).sum()),
+            teacher=map_tensors(targets.teacher, lambda tensor: tensor[inside]),
         ),
         tokens=int((source_ids != PADDING).sum()),
         target_tokens=int(inside.sum()),

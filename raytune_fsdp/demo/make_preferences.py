@@ -16,7 +16,7 @@ from raytune_fsdp.demo import CONVERSATIONS, PREFERENCES
 _SECOND = re.compile(r": |; |\. |, (?:and|but|so|which|because) ")
 _SHORTEST = 3
 """The fewest words that are an answer."""
-_AROUND = (
+AROUND = (
     "That is a very good question, and one that is asked often. {}",
     "{} I hope that this helps, and please do ask again if anything is unclear.",
     "There is much to say about this, and opinions differ, but in short: {}",
@@ -39,7 +39,7 @@ def pairs() -> Iterator[dict[str, Any]]:
         *prompt, answer = json.loads(line)["messages"]
         whole = answer["content"]
         short = first_part(whole)
-        chosen, rejected = (whole, _AROUND[number % len(_AROUND)].format(whole)) if short is None else (short, whole)
+        chosen, rejected = (whole, AROUND[number % len(AROUND)].format(whole)) if short is None else (short, whole)
         yield {"prompt": prompt, "chosen": _said(chosen), "rejected": _said(rejected)}
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raytune_fsdp.base.batch import Stop
-from raytune_fsdp.base.errors import DataError, HandedOver, Interrupted, TrainingError
+from raytune_fsdp.base.errors import DamagedError, DataError, HandedOver, Interrupted, TrainingError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.quiet import log_warnings
@@ -113,6 +113,8 @@ def _work(parts: RankRun, stop: Stop, lease: Lease | None, *, dry: bool = False)
     except (Interrupted, SignalReceived):
         status = "failed" if dry else "interrupted"  # which the console prints as "the same command continues"
         raise
+    except DamagedError as error:
+        raise TrainingError(str(error)) from error
     except DataError as error:
         # About a row that was not read before. Training has started, so this is no longer a refusal (exit code 2).
         raise TrainingError(

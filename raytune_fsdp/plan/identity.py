@@ -84,6 +84,8 @@ random, the columns that `train.loss_columns` names already, and modules that ar
 REFERENCE_OF, REFERENCE_VALUES = "reference.of", "reference.values"
 """Entries that ranks add: which model the reference is and how it computes, and digests of what it has said, by file.
 They are compared when the ranks have them (run/reference/)."""
+TEACHER_OF, TEACHER_VALUES = "teacher.of", "teacher.values"
+"""The same of a teacher (run/teacher/)."""
 
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
@@ -118,7 +120,7 @@ def check_identity(
     files_now: Mapping[str, Sequence[str]],
 ) -> None:
     """Refuse to continue a run as another one, naming every difference. `files_*`: names by key, for the message."""
-    known_later = (REFERENCE_OF, REFERENCE_VALUES)
+    known_later = (REFERENCE_OF, REFERENCE_VALUES, TEACHER_OF, TEACHER_VALUES)
     before = {key: value for key, value in before.items() if not _GONE.fullmatch(key) and key not in known_later}
     for key, what in _VERSIONS.items():
         if before.get(key) != now.get(key):

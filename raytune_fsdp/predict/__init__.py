@@ -7,6 +7,7 @@ memory.py       from those few layers to the whole network: the peak, where it i
 links.py        what moves between devices; speed.py: how long a step takes
 host.py         memory of the machines, and storage
 prediction.py   all of this in one call
+teacher.py      what the pass of a teacher needs before a run trains
 stopping.py     how long saves and stops take, and the notice that a run would get
 advise/         what may not be meant, and what would be better
 planned.py      everything about a config on a cluster; search.py: the cheapest one

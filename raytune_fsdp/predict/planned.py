@@ -23,6 +23,7 @@ from raytune_fsdp.predict.host import HostNeeds, host_needs
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict
 from raytune_fsdp.predict.stopping import Stopping, Writing
 from raytune_fsdp.predict.subject import ModelSpec
+from raytune_fsdp.predict.teacher import teacher_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,13 @@ def planned(
     return Planned(
         prediction=found,
         host_needs=host_needs(config, found),
-        advice=advice(asked, found, moving_less(subject, config, found) if bound else None, stopping),
+        advice=advice(
+            asked,
+            found,
+            moving_less(subject, config, found) if bound else None,
+            stopping,
+            teacher_pass(asked, plan, cluster),
+        ),
         largest_micro_batch=largest,
         allowed_micro_batch=allowed_micro_batch(config, world),
         paying_micro_batch=paying,

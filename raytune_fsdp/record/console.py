@@ -186,12 +186,15 @@ class ConsoleTracker(Tracker):
 
 
 def _preferred(step: StepMetrics) -> Iterator[str]:
-    """Say how many pairs are right, and how far apart rewards are."""
+    """Say how many pairs are right, and how far apart rewards are; or how far the student is from its teacher."""
     found = {f"train/{key}": value for key, value in step.preferences}
     if names.PAIRS_RIGHT in found:
         yield f"right {100 * found[names.PAIRS_RIGHT]:5.1f}%"
     if names.REWARDS[2] in found:
         yield f"margin {found[names.REWARDS[2]]:7.3f}"
+    for name, said in zip(names.FROM_TEACHER, ("kl", "reverse kl", "nll"), strict=True):
+        if name in found:
+            yield f"{said} {found[name]:.4f}"
 
 
 def _about(run: RunStart) -> Iterator[str]:
@@ -277,6 +280,21 @@ def _reference(fields: Mapping[str, object]) -> str:
     return f"the reference's log-probabilities of {documents} documents: {how} ({path})"
 
 
+def _teacher(fields: Mapping[str, object]) -> str:
+    made, windows, documents, seconds, path = map(fields.get, ("computed", "windows", "documents", "seconds", "path"))
+    how = f"{made} of {windows} windows computed in {seconds} s" if made else "as they were computed before"
+    rests = fields.get("not_kept")
+    left = [
+        f"{rest['mean']:.2%} in {name} on average, at most {rest['largest']:.1%} of one token's"
+        for name, rest in (rests.items() if isinstance(rests, dict) else ())
+        if isinstance(rest, dict) and all(isinstance(rest.get(key), int | float) for key in ("mean", "largest"))
+    ]
+    return (
+        f"the predictions of {fields.get('model')} in {documents} documents: {how} ({path}); of its probability, "
+        f"top_k={fields.get('top_k')} leaves out {'; '.join(left) or 'nothing'}"
+    )
+
+
 def _predicted(fields: Mapping[str, object]) -> str:
     kept, peak, seconds = (fields.get(key) for key in ("kept_bytes", "peak_bytes", "step_seconds"))
     if not isinstance(kept, int) or not isinstance(peak, int):
@@ -326,6 +344,7 @@ _IN_WORDS = {
     names.AUDITED: _audited,
     names.PREDICTED: _predicted,
     names.REFERENCE: _reference,
+    names.TEACHER: _teacher,
     names.PREDICTION_CHECKED: _checked,
     names.NOTICE_SHORT: _notice_short,
     names.STOPPED_EARLY: _stopped_early,

@@ -21,6 +21,9 @@ PAIRS_RIGHT = "train/rewards/accuracies"
 are also train/rewards/chosen and /rejected (of KTO: those of desirable and of undesirable answers), their difference
 /margins, train/logps/chosen and /rejected, train/nll_loss, if there is a term of cross-entropy, and train/kl, KTO's:
 the names that TRL gives them. With several datasets, those of each as train/<dataset>/rewards/chosen and so on."""
+FROM_TEACHER = ("train/kl/forward", "train/kl/reverse", "train/nll")
+"""With `train.objective.type=distill`: the divergences from teacher to student and back, those that have a weight, at
+the temperature of `teacher`, in nats for each target; and the cross-entropy of the data's tokens."""
 REWARDS = ("train/rewards/chosen", "train/rewards/rejected", "train/rewards/margins")
 EXPERT_LOAD = ("train/expert_load/mean", "train/expert_load/max")
 """Mean and maximum over the layers of: tokens of the busiest expert / mean of its layer's experts. 1 is perfect
@@ -88,6 +91,10 @@ in which it was idle, and in which it only communicated."""
 REFERENCE = "reference"
 """The log-probabilities that preferences are compared with are there. Fields: path of their files, documents, windows,
 and of this attempt: computed (windows) and seconds."""
+TEACHER = "teacher"
+"""The predictions that a run of distillation learns are there. Fields: model, path of their files, top_k, temperature,
+documents, windows, not_kept (of the teacher's probability, by dataset: mean and largest of a token), and of this
+attempt: computed (windows) and seconds."""
 SAVED = "saved"
 """Fields: step, seconds, bytes, path; recovery (true), if the clock chose the step; with run.exact digest, of
 the weights, and everything, a digest with the optimizer's state and the place in the data."""
@@ -195,17 +202,30 @@ OF_GROUPS = {
     "accuracy": "accuracy", "confidence": "confidence", "mae": "mae", "score": "score",
 }  # fmt: skip
 """What is measured of pairs, judged answers and scores, eval/<dataset>/<name>, by what it is called in training."""
-_ONLY_OF_GROUPS = ("logps_chosen", "kl", "score", "confidence")
-_HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen")
+_HIGHER_OF_GROUPS = ("margins", "rewards_chosen", "logps_chosen", "f1", "auc", "r2", "pearson")
+_ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "mae", "confidence")}
+"""What nothing else has."""
+_CALIBRATION = re.compile(r"eval/(.+)/calibration/([0-9]{2})/(confidence|right)")
 
 
 def evaluation_of_groups(dataset: str, kind: str) -> str:
-    return f"eval/{dataset}/{OF_GROUPS[kind]}"
+    return f"eval/{dataset}/{OF_GROUPS.get(kind, kind)}"
 
 
-def is_of_groups(metric: str, measured: Collection[str]) -> bool:
-    """Return whether a metric is of a dataset of pairs, of judged answers or of scores, by what else was measured."""
-    return any(f"{metric.rpartition('/')[0]}/{kind}" in measured for kind in _ONLY_OF_GROUPS)
+def measured_of(metric: str, measured: Collection[str]) -> str:
+    """Return what a metric is of, by what else was measured: `groups` (pairs or judged answers), `scores` (classes or
+    numbers), or `tokens`."""
+    place = metric.rpartition("/")[0]
+    for kind, only in _ONLY.items():
+        if any(f"{place}/{each}" in measured for each in only):
+            return kind
+    return "tokens"
+
+
+def of_calibration(metric: str) -> tuple[str, str, str] | None:
+    """Return the dataset, the tenth of confidence and the kind of a point on a reliability curve; None: it is none."""
+    found = _CALIBRATION.fullmatch(metric)
+    return None if found is None else (found[1], found[2], found[3])
 
 
 ACCURACY_OF_CHOICES = ("accuracy", "accuracy_normalised")
@@ -246,7 +266,7 @@ def score(values: Mapping[str, float], metric: str | None) -> float | None:
 
 def is_cross_entropy(metric: str, measured: Collection[str]) -> bool:
     """Return whether a metric is a mean cross-entropy of tokens, whose exponential means something."""
-    return metric.endswith("/loss") and not is_of_groups(metric, measured)
+    return metric.endswith("/loss") and measured_of(metric, measured) == "tokens"
 
 
 def with_perplexity(values: Mapping[str, float]) -> dict[str, float]:
@@ -274,7 +294,8 @@ def labelled(key: str) -> tuple[str, str]:
     if kind == "perf" or key in EXPERT_LOAD:
         of, figure = "", rest
     elif kind == "train":
-        figure = next((each for each in OF_GROUPS if "/" in each and rest.endswith(each)), figure)
+        longer = (*OF_GROUPS, *(name.removeprefix("train/") for name in FROM_TEACHER))
+        figure = next((each for each in longer if "/" in each and rest.endswith(each)), figure)
         of = rest.removesuffix(figure).removesuffix("/")
     return re.sub(r"\W", "_", f"{kind}_{figure}", flags=re.ASCII), of
 

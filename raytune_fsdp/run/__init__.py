@@ -23,6 +23,7 @@ On every rank:
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
     reference/           what an objective of preferences compares with
+    teacher/             whose predictions an objective of distillation learns
     evaluation/          what the model is worth
     saving.py            when a save begins, and what is recorded of it
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub

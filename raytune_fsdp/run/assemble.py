@@ -23,11 +23,13 @@ from raytune_fsdp.data.census import SkippedRows
 from raytune_fsdp.data.reference import Given
 from raytune_fsdp.data.shared_batches import from_first, own_parts
 from raytune_fsdp.data.stream import Stream
+from raytune_fsdp.data.teacher import Lessons
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.model.adapters.attach import is_adapted, keep_initial_adapters
 from raytune_fsdp.model.adapters.principal import pairs_of
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.documents import DocumentLosses
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import load_code
@@ -51,6 +53,7 @@ from raytune_fsdp.run.reference.loss import loss_of_groups
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
+from raytune_fsdp.run.teacher.attempt import Teacher, open_teacher
 from raytune_fsdp.run.trials.computation import check_computation, check_split_tokens
 from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.optim.update import Optimizer
@@ -96,6 +99,7 @@ def assemble(
     hooks, plan, state = hooks or LauncherHooks(), standing.plan, standing.state
     say = partial(print, file=hooks.console, flush=True)
     reference = open_reference(config, prepared, standing, device, say)
+    teacher = open_teacher(config, prepared, standing, device, say)
     built = build(
         config, prepared.hf_config, prepared.needs, Site.of_rank(plan, device),
         lambda network: kernels_of(config, prepared, standing, network, device),
@@ -113,26 +117,21 @@ def assemble(
         check_split_tokens(model, built.groups.sequence, device, dtype)
     groups = loss_of_groups(config, prepared, standing, built, reference, say)
     loss = load_code(prepared.codes, config.train.loss_columns, device, dtype)
-    objective = Objective.of(config.train, built.routers, documents, loss, groups)
+    objective = Objective.of(config.train, built.routers, documents, loss, groups, Distillation.of(config))
     hooks.reached("model")
     # Nothing is written before this line: what is refused until here leaves the run as it was.
     opened = on_rank0(lambda: open_run(config, prepared, standing), what="write to the run's storage")
     tracker = start_tracker(config, prepared, standing, opened, built.kernels, device, hooks.console, hooks.trackers)
     stream = Stream(prepared.train, seed=config.run.seed)
     given = None if reference is None else reference.given()
-    batches = _batches(hooks, standing, stream, built.groups.together, given)
+    batches = _batches(hooks, standing, stream, built.groups.together, given if teacher is None else teacher.lessons)
     exam = replace(evaluation_of_run(config, prepared.evals, prepared.tasks, groups, dry=prepared.dry), given=given)
     saves = open_saves(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
     )  # fmt: skip
     _report(tracker, built, saves.saver, hooks.predicted)
-    if given is not None and reference is not None:
-        tracker.event(names.REFERENCE, **reference.event())
-    own = None
-    if plan.layout.world > 1:
-        modules = [module for unit in built.units for module in unit.modules]
-        own = OwnTime(modules, device, storage=lambda: saves.saver.own_seconds)
+    _report_asked(tracker, None if given is None else reference, teacher)
     return RankRun(
         config=config,
         plan=plan,
@@ -154,14 +153,14 @@ def assemble(
         ),
         batches=to_device(batches, device),
         exam=exam,
-        meter=_meter(config, prepared, standing, built, optimizer, objective, own, hooks.predicted),
+        meter=_meter(config, prepared, standing, built, optimizer, objective, saves.saver, hooks.predicted),
         documents=DocumentRecord(documents, prepared.place.documents, standing.attempt),
         digests=StepDigests(config.run, saves.saver),
         profiler=StepProfiler(config.profile.steps, prepared.place.profile, device, dist.get_rank()),
         skipped=SkippedRows(stream, state.cursor, counted=prepared.census is not None or dist.get_rank() != 0),
         saves=saves,
         tracker=tracker,
-        state=_next_state(prepared, standing, built, base, reference),
+        state=_next_state(prepared, standing, built, base, reference or teacher),
         not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )
@@ -172,7 +171,7 @@ def _batches(
     standing: ResumePoint,
     stream: Stream,
     together: dist.ProcessGroup | None,
-    given: Given | None,
+    given: Given | Lessons | None,
 ) -> Iterator[StepBatches]:
     """Return the batches that this rank trains on. Taking one is collective where ranks share micro-batches."""
     plan, rank = standing.plan, dist.get_rank()
@@ -197,10 +196,13 @@ def _meter(
     built: Build,
     optimizer: Optimizer,
     objective: Objective,
-    own: OwnTime | None,
+    saver: Saver,
     predicted: Predicted | NotPredicted | None,
 ) -> Meter:
-    device = built.site.device
+    device, own = built.site.device, None
+    if standing.plan.layout.world > 1:
+        modules = [module for unit in built.units for module in unit.modules]
+        own = OwnTime(modules, device, storage=lambda: saver.own_seconds)
     kept = partial(bytes_kept, built.model, optimizer, device)
     return Meter(
         standing.plan, built.counts.architecture, device,
@@ -227,6 +229,14 @@ def _report(tracker: Tracker, built: Build, saver: Saver, predicted: Predicted |
         tracker.event(names.MEMORY_SHORT, **cramped)
 
 
+def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teacher | None) -> None:
+    """Report what other models have said of the run's documents."""
+    if reference is not None:
+        tracker.event(names.REFERENCE, **reference.event())
+    if teacher is not None:
+        tracker.event(names.TEACHER, **teacher.event())
+
+
 def _not_evaluated(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, exam: Evaluation) -> bool:
     """Return whether an evaluation is due at the run's step and was not completed by an earlier attempt. Collective."""
     step, plan = standing.state.step, standing.plan
@@ -251,13 +261,13 @@ def _next_state(
     standing: ResumePoint,
     built: Build,
     base: Mapping[str, Any] | None,
-    reference: Reference | None,
+    asked: Reference | Teacher | None,
 ) -> RunState:
     """Return the state that this attempt starts from and saves: the checkpoint's, with today's identity and world."""
     return replace(
         standing.state,
         schedule_steps=standing.plan.schedule_steps,
-        identity={**prepared.identity, **({} if reference is None else reference.record)},
+        identity={**prepared.identity, **({} if asked is None else asked.record)},
         files=prepared.files_of_data,
         kernels={what: choice.name for what, choice in built.kernels.items()},
         base=base,

@@ -43,7 +43,13 @@ from raytune_fsdp.plan.run_dir import (
     names_checkpoints,
 )
 
-_MODELS = (("model", "path"), ("model", "tokenizer"), ("method", "adapter"), ("reference", "model"))
+_MODELS = (
+    ("model", "path"),
+    ("model", "tokenizer"),
+    ("method", "adapter"),
+    ("reference", "model"),
+    ("teacher", "model"),
+)
 _LISTS = (("data", "train"), ("data", "eval"), ("eval", "tasks"))
 _OTHERS = (
     ("data", "cache", "path"), ("data", "chat_template"), ("checkpoint", "storage"), ("tracking", "mlflow", "uri"),

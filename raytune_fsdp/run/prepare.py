@@ -69,6 +69,7 @@ from raytune_fsdp.run.starting_weights import (
     model_directory,
     own_model_files,
 )
+from raytune_fsdp.run.teacher.find import learned_from
 from raytune_fsdp.run.tokenizer import add_tokens
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import check_step
@@ -145,18 +146,21 @@ def prepare(
         codes=codes,
         started_by=started_by(),
     )
-    prepared = compared(config, prepared, directory)
+    prepared = learned_from(config, compared(config, prepared, directory))
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
-    # Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
-    # evaluations are known.
-    metrics = metrics_of_run(config, evals, tasks)
+    _check_with_length(config, standing, metrics_of_run(config, evals, tasks), dry=dry)
+    return prepared, confirm_complete(config, prepared, standing)
+
+
+def _check_with_length(config: FinetuneConfig, standing: ResumePoint, metrics: Sequence[str], *, dry: bool) -> None:
+    """Refuse what is wrong, and warn of what may not be meant in a new run, once its length and the names of its
+    evaluations are known."""
     check_best(config, standing.plan, metrics)
     check_early_stop(config, metrics)
     check_export(config, standing.plan)
-    if found.checkpoint is None and not dry:
+    if standing.checkpoint is None and not dry:
         warn_of_schedule(config, standing.plan)
         warn_of_saves(config)
-    return prepared, confirm_complete(config, prepared, standing)
 
 
 def _counted(

@@ -95,6 +95,7 @@ def identity_of(
         **{key: value for each in own for key, value in each.identity.items()},
         **(code or {}),
         **_reference(config),
+        **_teacher(config),
         **data_identity_of(train),
     }
     return _normal(identity)
@@ -109,6 +110,15 @@ def _reference(config: FinetuneConfig) -> dict[str, Any]:
         if chosen.when != "before":
             found["reference.when"] = chosen.when
     return found
+
+
+def _teacher(config: FinetuneConfig) -> dict[str, Any]:
+    """Return the entries for what is asked of a teacher. Which model it is, its values decide."""
+    teacher = config.teacher
+    if teacher is None:
+        return {}
+    dtype = teacher.kept_in(config.parallel.precision)  # in one spelling
+    return {"teacher.top_k": teacher.top_k, "teacher.temperature": teacher.temperature, "teacher.dtype": dtype}
 
 
 def own_code(config: FinetuneConfig, hf_config: PretrainedConfig) -> tuple[OwnCode, ...]:

@@ -34,7 +34,7 @@ from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
-from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights
+from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, TeacherModel
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class RunInputs:
     """The code of the user's that ranks import: a loss, a network."""
     reference: ReferenceModel | None = None
     """The model that the objective compares with; None: it compares with none."""
+    teacher: TeacherModel | None = None
+    """The model that the objective learns from; None: it learns from none."""
     started_by: Mapping[str, Any] = field(default_factory=dict)
     """The command that trains the run: who started it, where, on which code (described.py)."""
 

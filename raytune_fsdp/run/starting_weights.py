@@ -33,6 +33,7 @@ from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import LoraMethod, QloraMethod
+from raytune_fsdp.data.teacher import Form, TeacherFiles
 from raytune_fsdp.model.adapters.attach import AdaptedWeights, adapted_modules, check_adapter_shapes, is_adapted
 from raytune_fsdp.model.adapters.config_file import adapter_method, read_adapter_config
 from raytune_fsdp.model.adapters.names import keys_held, own_names
@@ -419,3 +420,16 @@ class ReferenceModel:
     adapted: Collection[str] | None = None
     is_start: bool = False
     """Whether it is what the run itself starts from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel:
+    """Whose predictions a run learns, found before any rank is started. Picklable."""
+
+    model: ReferenceModel | None
+    """None: `kept` is all that there is of it."""
+    kept: TeacherFiles | None
+    """What an earlier pass has left, if the config names that."""
+    form: Form
+    tokenizer: str
+    """A digest of the run's tokenizer."""

@@ -71,8 +71,8 @@ class StepTensors:
     """`StepCounts`, packed into int64."""
     values: torch.Tensor
     """In float64: loss, gradient norm, 1 if the update was skipped; then each dataset's sum of losses, and how many of
-    its targets were the model's first choice (with an objective of groups, each of the `KINDS` of groups.py); then the
-    tokens of each watched expert."""
+    its targets were the model's first choice (with an objective of groups, each of the `KINDS` of groups.py; with a
+    teacher, also what `figures.taught_values` names); then the tokens of each watched expert."""
 
 
 def train_step(

@@ -15,6 +15,7 @@ from raytune_fsdp.checkpoint.catalogue import as_checkpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli import export as export_command
 from raytune_fsdp.model.export.mark import MARK_FILE
+from raytune_fsdp.record.jsonl import append_event
 from raytune_fsdp.record.report.card import is_of_same_run, model_card, with_digest
 from tests.planted import FILL, SHAPES
 
@@ -36,15 +37,22 @@ def with_texts(values: Any, text: str) -> Any:
     config["model"].update(path=text, tokenizer=text, init="pretrained")
     config["data"]["train"] = [{**each, "path": text, "hub": text, "name": text} for each in config["data"]["train"]]
     config["train"][text] = text
+    config["teacher"] = {"model": text, "top_k": text, "temperature": text}
     return {**values, "version": text, "versions": {"torch": text, text: text}, "model_on_hub": True, "config": config}
 
 
 def card_of(run: Path, text: str) -> str:
     recipe = run / "model" / "recipe.json"
     recipe.write_text(json.dumps(with_texts(json.loads(recipe.read_text()), text)))
+    learned(run, {text: {"mean": 0.5, "largest": 1}, "x": {"mean": text, "largest": 1}})
+    learned(run, {text: {"mean": 0.5, "largest": 1}}, model=text)
     found = as_checkpoint(str(run / CHECKPOINT))
     assert found is not None
     return model_card(found, run / "model", dtype="bf16")
+
+
+def learned(run: Path, not_kept: dict[str, Any], **more: Any) -> None:
+    append_event(run / "events.jsonl", "teacher", attempt=1, fields={"not_kept": not_kept, **more})
 
 
 @pytest.fixture
@@ -116,3 +124,22 @@ def test_an_honest_card_is_what_it_was(run: Path) -> None:
     assert f"the digest `{'a1' * 32}`" in card and f"it is `{'b2' * 32}`" in card
     manifest.write_text(json.dumps({**written, "digest": {"weights": "<b>", "everything": "b2" * 32}}))
     assert "have the digest" not in model_card(found, run / "model", dtype="bf16")
+
+
+def test_a_card_says_which_teacher_and_how_much_of_what_it_predicted(run: Path) -> None:
+    file = run / "model" / "recipe.json"
+    recipe = json.loads(file.read_text())
+    found = as_checkpoint(str(run / CHECKPOINT))
+    assert found is not None and "Teacher" not in model_card(found, run / "model", dtype="bf16")
+    recipe["config"]["teacher"] = {"model": "/home/me/models/large", "top_k": 32, "temperature": 2.0}
+    file.write_text(json.dumps(recipe))
+    card = model_card(found, run / "model", dtype="bf16")
+    assert "It has learned what `large` predicts, at temperature 2: of each token" in card and "/home/me" not in card
+    assert "the 32 most likely ones" in card and "on average" not in card
+    learned(run, {"chats": {"mean": 0.5, "largest": 0.6}})
+    learned(run, {"chats": {"mean": 0.024, "largest": 0.356}})
+    card = model_card(found, run / "model", dtype="bf16")
+    assert "| `chats` | 2.40% on average, at most 35.60% of one token's |" in card and "50.00%" not in card
+    learned(run, {"chats": {"mean": "much", "largest": 1}}, model="org/large")
+    card = model_card(found, run / "model", dtype="bf16")
+    assert "on average" not in card and "what `org/large` predicts" in card

@@ -56,6 +56,8 @@ LEAST: dict[str, dict[str, Any]] = {
             ("kto", {"desirable_weight": 1.0}),
             ("orpo", {"beta": 0.1}),
             ("cpo", {"cpo_alpha": 1.0}),
+            ("reward", {"center_rewards_coefficient": 0.01}),
+            ("gkd", {"teacher_model_name_or_path": "org/teacher", "lmbda": 0.0, "beta": 0.0}),
         )
     },
     "llama-factory": {
@@ -224,7 +226,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("trl", {"neftune_noise_alpha": 0.0}, "same"),
     ("axolotl", {"rl": "grpo"}, "refused"),
     ("axolotl", {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "left"),
-    ("axolotl", {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "refused"),
+    ("axolotl", {"plugins": ["axolotl.integrations.grokfast.GrokfastPlugin"]}, "refused"),
     ("axolotl", {"group_by_length": True}, "left"),
     ("axolotl", {"curriculum_sampling": True}, ("data.shuffle", "none")),
     ("axolotl", {"deepspeed": "deepspeed_configs/zero2.json"}, ("parallel.strategy", "shard_grad_op")),
@@ -334,7 +336,7 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("llama-factory", {"packing": True}, ("data.packing", "best_fit")),
     ("llama-factory", {"packing": False}, ("data.packing", "none")),
     ("llama-factory", {"stage": "pt"}, ("data.packing", "concat")),
-    ("llama-factory", {"stage": "rm"}, "refused"),
+    ("llama-factory", {"stage": "ppo"}, "refused"),
     ("llama-factory", {"mask_history": True}, "carried"),
     ("llama-factory", {"train_on_prompt": True}, ("data.train.0.format.then.loss", "all")),
     ("llama-factory", {"max_samples": 10}, ("data.train.0.rows", {"first": 10})),
@@ -475,6 +477,8 @@ def test_defaults_that_are_not_ours_are_written(project: str, tmp_path: Path) ->
         "data.long_documents": "truncate",
         "optim.lr": 1e-6,
     }
+    expected["trl-reward"] = {**of_pairs, "data.long_documents": "drop", "optim.lr": 1e-4}
+    expected["trl-gkd"] = {**of_pairs, "data.seq_len": 1024, "optim.lr": 2e-5}
     for field, value in expected.get(project, of_pairs).items():
         assert ours(found, field) == value, field
 
@@ -493,6 +497,11 @@ def test_options_and_defaults_of_the_installed_libraries() -> None:
         assert not (shared.keys() | own.keys()) - tables[f"trl-{command}"]
         assert own["learning_rate"] == 1e-6 and own["max_length"] == 1024 and own["beta"] == 0.1
         assert own.get("disable_dropout") is True
+    reward, gkd = declared("trl", "trainer/reward_config.py"), declared("trl", "experimental/gkd/gkd_config.py")
+    assert not (shared.keys() | reward.keys()) - tables["trl-reward"]
+    assert not (of_trl.keys() | gkd.keys()) - tables["trl-gkd"]
+    assert (reward["learning_rate"], reward["max_length"], reward["disable_dropout"]) == (1e-4, 1024, True)
+    assert (gkd["lmbda"], gkd["beta"], gkd["disable_dropout"]) == (0.5, 0.5, True)
     assert not declared("transformers", "training_args.py").keys() - tables["llama-factory"]
     assert not declared("accelerate", "commands/config/config_args.py", "ClusterConfig").keys() - tables["accelerate"]
     assumed = {
@@ -641,7 +650,7 @@ def test_datasets_of_llama_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     for names, expected in (
         ("nothing", "has no map nothing"),
-        ("preferences", "with `ranking` is for stage dpo, and stage dpo for such datasets"),
+        ("preferences", "with `ranking` is for stages dpo and rm, and these for such datasets"),
         ("pictures", "images is not read here"),
     ):
         assert expected in convert(write(tmp_path, {**least, "dataset": names}), gpus=1).problems[0]

@@ -207,7 +207,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama-factory", {"pref_bco_weight": 0.1}, "pref_bco_weight", "no such term"),
     ("llama-factory", {"ref_model_adapters": "a"}, "ref_model_adapters", "merge them into the model"),
     ("llama-factory", {"stage": "kto", "pref_ftx": 0.1, "dataset": "judged"}, "pref_ftx", "no term of cross-entropy"),
-    ("llama-factory", {"dataset": "judged"}, "dataset", "`ranking` is for stage dpo, and stage dpo for such datasets"),
+    ("llama-factory", {"dataset": "judged"}, "dataset", "`ranking` is for stages dpo and rm"),
     ("llama-factory", {"dataset": "other"}, "dataset", "usual names here: rename them by format.type=python"),
 ]  # fmt: skip
 

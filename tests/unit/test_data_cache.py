@@ -243,7 +243,7 @@ def test_clean_up_takes_what_was_unused_for_longest(tmp_path: Path, window: Wind
     assert len(removed) == 4 and not old.directory.exists() and not prepared.exists()
     assert len(list(new.directory.glob("*.arrow"))) == 3 and half.exists() and making.exists()
     for path in (half, making / "rows.arrow"):
-        os.utime(path, (time.time() - cache_module._ABANDONED_SECONDS - 9,) * 2)
+        os.utime(path, (time.time() - cache_module.ABANDONED_SECONDS - 9,) * 2)
     remove(tmp_path)
     assert all((directory / "notes.arrow").exists() for directory in mine) and (tmp_path / "mine.txt").exists()
     left = {path.name for directory in (tmp_path, tmp_path / "files") for path in directory.iterdir()}

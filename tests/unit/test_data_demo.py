@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from raytune_fsdp.demo import CONVERSATIONS, HELDOUT, PREFERENCES, TOKENIZER
+from raytune_fsdp.demo import CLASSES, CONVERSATIONS, HELDOUT, PREFERENCES, TOKENIZER
+from raytune_fsdp.demo.make_classes import classes
 from raytune_fsdp.demo.make_preferences import first_part, pairs
 from raytune_fsdp.demo.make_tokenizer import make_tokenizer
 
@@ -63,3 +64,12 @@ def test_preferences_can_be_made_again_and_are_for_short_answers() -> None:
     )
     assert first_part("It is fast, and safe.") == "It is fast."
     assert first_part("No. It is safe.") is None and first_part("Fast, small, and safe.") is None
+
+
+def test_classes_can_be_made_again_and_are_as_many_of_each() -> None:
+    rows = [json.loads(line) for line in CLASSES.read_text(encoding="utf-8").splitlines()]
+    assert rows == list(classes())
+    plain, wordy = ([row["messages"] for row in rows if row["label"] == label] for label in ("plain", "wordy"))
+    assert plain == conversations(CONVERSATIONS) and len(wordy) == len(plain)
+    for short, long in zip(plain, wordy, strict=True):
+        assert short[:-1] == long[:-1] and short[-1]["content"] in long[-1]["content"] != short[-1]["content"]

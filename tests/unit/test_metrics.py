@@ -11,9 +11,13 @@ import torch
 
 from raytune_fsdp.base.batch import Cursor, StepBatches
 from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.config.sections.objectives import DistillObjective, ObjectiveChoice
 from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.plan import Layout, Plan
 from raytune_fsdp.plan.step_counts import StepCounts
+from raytune_fsdp.record.console import _preferred
+from raytune_fsdp.record.lines import step_lines
+from raytune_fsdp.record.names import ACCURACY, TOKEN_ACCURACY, higher_is_better, labelled, step_values
 from raytune_fsdp.run.measure import meter as meters
 from raytune_fsdp.run.measure import nodes as measure_nodes
 from raytune_fsdp.run.measure.meter import Meter
@@ -31,18 +35,21 @@ ONE_WEIGHT = Architecture(
 )  # fmt: skip
 
 
-def meter() -> Meter:
+def meter(objective: ObjectiveChoice | None = None) -> Meter:
     return Meter(
         PLAN, ONE_WEIGHT, torch.device("cpu"), windows=lambda _: 4,
         cursor=Cursor(), datasets=("books", "code"), max_skipped=3, checkpoints="",
+        objective=objective,
     )  # fmt: skip
 
 
-def add(meter: Meter, step: int, targets: tuple[int, int], sums: tuple[float, float], right: tuple[int, int]) -> None:
+def add(
+    meter: Meter, step: int, targets: tuple[int, int], sums: tuple[float, float], right: tuple[int, int], *more: float
+) -> None:
     counts = torch.tensor(StepCounts.pack(step, [], 0, DIVISION, 2))
     counts[0], counts[-2:] = sum(targets), torch.tensor(targets)
     loss = sum(sums) / max(1, sum(targets))
-    values = torch.tensor([loss, 1.0, 0.0, *sums, *right], dtype=torch.float64)
+    values = torch.tensor([loss, 1.0, 0.0, *sums, *right, *more], dtype=torch.float64)
     batches = StepBatches(step=step, micro_batches=(), counts=counts)
     meter.add(batches, StepTensors(counts=counts, values=values), lr=0.1, data_seconds=0.0)
 
@@ -58,6 +65,26 @@ def test_datasets_have_their_own_loss_and_accuracy() -> None:
     assert sum(loss * many for _, loss, _, many in first.datasets) == pytest.approx(first.loss * 40, rel=1e-12)
     assert second.datasets == (("books", 0.5, 0.1, 40),), "one that has no target in the step is left out"
     assert third.datasets == () and third.accuracy is None
+
+
+def test_what_is_learned_from_a_teacher_is_recorded_by_dataset() -> None:
+    measured = meter(DistillObjective(type="distill", forward=0.0, reverse=2.0))
+    add(measured, 1, (30, 10), (60.0, 5.0), (15, 10), 6.0, 4.0, 90.0, 10.0)
+    add(measured, 2, (40, 0), (20.0, 0.0), (4, 0), 8.0, 0.0, 40.0, 0.0)
+    add(measured, 3, (0, 0), (0.0, 0.0), (0, 0), 0.0, 0.0, 0.0, 0.0)
+    first, second, third = measured.fetch()
+    assert first.datasets == (("books", 2.0, 0.5, 30), ("code", 0.5, 1.0, 10)) and first.accuracy == 25 / 40
+    names = ("kl/reverse", "books/kl/reverse", "code/kl/reverse", "nll", "books/nll", "code/nll")
+    assert first.preferences == tuple(zip(names, (0.25, 0.2, 0.4, 2.5, 3.0, 1.0), strict=True))
+    assert dict(second.preferences) == {"kl/reverse": 0.2, "books/kl/reverse": 0.2, "nll": 1.0, "books/nll": 1.0}
+    assert third.preferences == ()
+    (line, *_) = step_lines([first], 1, 1)
+    values = step_values(line)
+    assert values["train/kl/reverse"] == 0.25 and values["train/code/nll"] == 1.0
+    assert labelled("train/code/kl/reverse") == ("train_kl_reverse", "code")
+    assert list(_preferred(first)) == ["reverse kl 0.2500", "nll 2.5000"]
+    accuracies = {ACCURACY, TOKEN_ACCURACY, "train/books/accuracy", "train/code/accuracy"}
+    assert not any(map(higher_is_better, values.keys() - accuracies))
 
 
 def test_on_a_gpu_the_latest_step_is_fetched_later() -> None:

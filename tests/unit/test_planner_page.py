@@ -13,16 +13,22 @@ from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config.load import load_config, recipes
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.model.network import build_base, load_architecture
+from raytune_fsdp.plan.counts import Census
+from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.advise.alternatives import alternatives, cheapest_fit, micro_batches, with_micro_batch
 from raytune_fsdp.predict.devices import find_device
 from raytune_fsdp.predict.page.text import WIDTH
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec, bundled
+from raytune_fsdp.predict.teacher import teacher_pass
 from raytune_fsdp.record.jsonl import append_event
 
 _HARDWARE = re.compile(r"Hardware: (\d+) x (\w+)(?: 80 GB)? on (\d+) node")
 
-_LARGE = ("llama3-70b-qlora", "falcon-180b-lora", "gpt-oss-20b-lora", "qwen3-8b-lora", "qwen3.5-9b-lora")
+_LARGE = (
+    *("llama3-70b-qlora", "falcon-180b-lora", "gpt-oss-20b-lora", "qwen3-8b-lora", "qwen3.5-9b-lora"),
+    *("llama3-8b-reward", "llama3.1-70b-to-8b-distill"),
+)
 """Recipes that take the planner four seconds or more each."""
 
 SEVENTY = ("--config", "llama2-70b-full-16xa100", "--gpu", "A100-80GB", "--network", "400Gbps", "--price", "2.5")
@@ -45,6 +51,14 @@ def test_every_recipe_fits_the_hardware_that_it_names(name: str, gpus: int, node
     cluster = Cluster(device=find_device(device), per_node=gpus // nodes, between=50e9)
     found = predict(ModelSpec.of(config), config, gpus, cluster)
     assert found.fits, f"{found.needed / 2**30:.1f} GiB"
+    teacher = teacher_pass(
+        config, resolve(config, gpus, Census(seq_len=config.data.seq_len, epochs=(50_000,))), cluster
+    )
+    if teacher is not None:
+        text = recipes()[name].read_text()
+        assert teacher.fits and teacher.memory is not None and teacher.seconds is not None
+        assert f"{teacher.memory / 2**30:.0f} GiB of each GPU, {teacher.token_bytes} bytes a token" in text
+        assert f"of 100 million tokens {teacher.seconds / 36 / teacher.tokens * 1e6:.1f} hours" in text
     assert 0.05 < found.mfu < 0.6
 
 

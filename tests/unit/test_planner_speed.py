@@ -82,6 +82,23 @@ def test_preferences_take_the_head_twice_and_kto_the_network() -> None:
     assert 1.2 < step("kto", "binary") < 1.4
 
 
+@pytest.mark.thorough
+def test_a_teacher_takes_little_more_of_the_head() -> None:
+    """A pass more over its logits at another temperature, in the memory of a chunk; on parts of the tokens, too."""
+    wide = {**LLAMA, "vocab_size": 4096}
+
+    def found(temperature: float, **mesh: int) -> Prediction:
+        return planned(
+            2, wide, train={"objective": {"type": "distill", "cross_entropy": 0.5}}, parallel={"mesh": mesh},
+            teacher={"model": "./teacher", "temperature": temperature},
+        )  # fmt: skip
+
+    usual, learning, hot = planned(2, wide), found(1.0), found(2.0)
+    assert 1.0 < learning.seconds.compute / usual.seconds.compute < hot.seconds.compute / usual.seconds.compute < 1.2
+    assert usual.memory.total <= learning.memory.total < hot.memory.total
+    assert found(1.0, sequence=2).memory.total < learning.memory.total
+
+
 def test_a_step_is_inside_of_its_interval() -> None:
     for found in (
         planned(),

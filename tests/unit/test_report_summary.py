@@ -74,3 +74,12 @@ def test_the_next_commands_ask_what_the_run_was_asked(tmp_path: Path) -> None:
     run.tracker.event("answered", step=1, prompt="Who's there?", answer="x")
     text = next_commands(run.path, export=tmp_path / "my export", mlflow_uri=None)
     assert f"generate '{tmp_path}/my export' 'Who'\"'\"'s there?'" in text and "my-model" not in text
+
+
+def test_a_model_that_scores_is_measured_and_not_asked(tmp_path: Path) -> None:
+    run = Recorded(tmp_path)
+    run.attempt()
+    (run.path / "model").mkdir(exist_ok=True)
+    (run.path / "model" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    text = next_commands(run.path, export=tmp_path / "export", mlflow_uri=None)
+    assert f"eval {run.path}" in text and "generate" not in text

@@ -293,6 +293,9 @@ def test_a_layer_more_than_are_tried_is_no_other_layer(tmp_path: Path) -> None:
     check_scores(config, build_network(load_architecture(config.model, None), config))
 
 
+OF_THREE = {"type": "score", "outputs": 3}
+
+
 def scoring_base(home: Path, model: str = "llama") -> tuple[Path, PreTrainedModel]:
     """A directory of a class that scores, as an export has it, and the network that it is of."""
     (home / "first").mkdir()
@@ -306,7 +309,9 @@ def scoring_base(home: Path, model: str = "llama") -> tuple[Path, PreTrainedMode
 def test_a_run_begins_with_the_head_of_a_model_that_scores(tmp_path: Path, model: str) -> None:
     """One that was exported, or a stranger's of the same class. Its classes keep their names where none are given."""
     base, network = scoring_base(tmp_path, model)
-    config, _ = begun(tmp_path, model, model={"head": {"type": "score", "outputs": 3}})
+    config = scoring_config(
+        tmp_path, {}, model={"path": str(base), "init": "pretrained", "architecture": None, "head": OF_THREE}
+    )
     files = described(tmp_path, config, base)
     assert json.loads((files / "config.json").read_text())["id2label"] == {"0": "poor", "1": "fair", "2": "good"}
     own = build_network(load_architecture(config.model, base), config)
@@ -323,7 +328,7 @@ def test_a_run_begins_with_the_head_of_a_model_that_scores(tmp_path: Path, model
     [
         (
             None,
-            "is a LlamaForSequenceClassification: its head scores texts, and predicts no tokens; set model.head.type",
+            "is a LlamaForSequenceClassification: its head scores texts, and predicts no tokens; set model.head",
         ),
         ({"type": "score", "outputs": 2}, "model.head.outputs=2, and the head of .* has 3: set model.head.outputs=3"),
     ],
@@ -371,9 +376,7 @@ def test_what_scores_is_not_talked_with(tmp_path: Path) -> None:
     base, network = scoring_base(tmp_path)
     cpu = torch.device("cpu")
     for refused in (lambda: describe_for_inference(base), lambda: load_for_inference(base, cpu)):
-        with pytest.raises(
-            ModelError, match="is a LlamaForSequenceClassification: it scores texts and predicts no tok"
-        ):
+        with pytest.raises(ModelError, match="is a LlamaForSequenceClassification: it scores texts and predicts no"):
             refused()
     found, _ = load_for_inference(base, cpu, scores=True)
     assert torch.equal(ours(found), ours(network)), "and is measured by its scores"

@@ -23,3 +23,9 @@ class TeacherConfig(Section):
 
     dtype: Literal["auto", "fp32", "fp64"] = "auto"
     """The type in which probabilities are kept. `auto`: fp32; fp64 with `parallel.precision=fp64`."""
+
+    def kept_in(self, precision: str) -> str:
+        """Return the type in which probabilities are kept, for a run of this precision."""
+        if self.dtype == "auto":
+            return "fp64" if precision == "fp64" else "fp32"
+        return self.dtype

@@ -78,6 +78,12 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _objective(self) -> Self:
+        for field in ("loss", "label_smoothing", "z_loss") if self.objective.learns else ():
+            if value := getattr(self, field):
+                raise ValueError(
+                    f"train.{field}={value} with train.objective.type={self.objective.type}: it changes the cross-entropy, in "
+                    f"whose place the teacher's predictions are learned: leave {field} out"
+                )
         if self.objective.rows is None:
             return self
         fields = ("loss", "neftune_noise_alpha", "label_smoothing", "z_loss")

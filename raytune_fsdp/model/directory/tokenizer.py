@@ -20,6 +20,7 @@ from typing import Any
 
 import tokenizers
 import transformers
+import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -92,6 +93,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> int:
             "download it again"
         )
     return int(most) + 1
+
+
+def digest_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of which token each id is: of what token ids mean, not of how texts become ids."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
 
 
 def _check_class(directory: Path, values: Mapping[str, Any]) -> None:

@@ -9,18 +9,18 @@ besides the gradients, in 0.92 of the time of the plain loss, which takes 2.76 t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.base.batch import Targets
+from raytune_fsdp.base.batch import Targets, Taught
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
@@ -29,6 +29,9 @@ from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, los
 from raytune_fsdp.model.objective.own_loss import Bent
 from raytune_fsdp.model.pieces.sums import local_weight, summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
+
+if TYPE_CHECKING:
+    from raytune_fsdp.model.objective.distillation import Lesson
 
 _CHUNK = {"cpu": 2**25, "cuda": 2**27}
 """Logits at a time: 128 MiB in fp32, and products large enough for matrix units (261 tokens of 128,256). A GPU takes
@@ -56,6 +59,10 @@ class Shape:
         return cls(scale=scale, softcap=cap if isinstance(cap, int | float) and cap else None)
 
 
+Ask = Callable[[torch.Tensor, VocabularyPart | None], Taught]
+"""Is given the logits of some tokens, of this rank's part of the vocabulary, to do with as it likes."""
+
+
 class NewRows(NamedTuple):
     """Rows of a head that are trained in place of rows of its frozen weight."""
 
@@ -71,6 +78,7 @@ class LossHead(HeadWithRows):
 
     shape: Shape
     _targets: Targets | None = None
+    _asked: tuple[torch.Tensor, Ask, list[Taught]] | None = None
     _objective: Objective = CROSS_ENTROPY
     losses: Losses | None = None
     stands_for: str | None = None
@@ -96,29 +104,62 @@ class LossHead(HeadWithRows):
         finally:
             self._targets = None
 
+    @contextmanager
+    def asked(self, places: torch.Tensor, ask: Ask) -> Iterator[list[Taught]]:
+        """In this context a forward pass of the network, which has no logits, puts what `ask` says of those in these
+        places into this list, some tokens at a time."""
+        found: list[Taught] = []
+        self._asked = (places, ask, found)
+        try:
+            yield found
+        finally:
+            self._asked = None
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight, bias = local_weight(self.weight), None if self.bias is None else local_weight(self.bias)
+        rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
+        if self._asked is not None:
+            return self._answer(*self._asked, hidden, weight, bias, rows)
         if self._targets is None:
             if self.vocabulary is not None:
                 return self.vocabulary.gathered(F.linear(hidden, weight, bias))
             return super().forward(hidden)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
-        rows = NewRows(weight=self.added_rows, ids=self.places) if self.added_rows is not None else None
         compute = partial(
             linear_cross_entropy, chosen, weight, bias, self._targets.ids, self.shape, self._objective, rows,
             device_type=self.stands_for, vocabulary=self.vocabulary,
         )  # fmt: skip
-        bent = None
+        bent = lesson = None
         if self._objective.bends is not None:
             with torch.no_grad():
                 plain = compute().each
             bent = self._objective.bends.bend(-plain, self._targets)
-        losses = compute(bent=bent)
+        if self._objective.distillation is not None:
+            lesson = self._objective.distillation.lesson(self._targets, hidden.new_empty(0, dtype=_wide(hidden)))
+        losses = compute(bent=bent, lesson=lesson)
         # One number in place of the logits, for the network to cap and scale as it likes. Gradients must come back
         # through it, since FSDP gathers weights for backward when they reach what a module has returned.
         output = losses.total[None, None, None].clone()  # FSDP warns of views
         self.losses = replace(losses, total=output.sum())
         return output
+
+    def _answer(
+        self,
+        places: torch.Tensor,
+        ask: Ask,
+        found: list[Taught],
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: NewRows | None,
+    ) -> torch.Tensor:
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
+        own, ids = (None, None) if rows is None else rows
+        for some in torch.split(chosen, tokens_at_once(hidden.device.type, _width(weight, self.vocabulary))):
+            if len(some):
+                logits, _ = _logits(some, weight, bias, own, ids, self.shape, _wide(hidden))
+                found.append(ask(logits, self.vocabulary))
+        return hidden.new_zeros(1, 1, 1)
 
 
 def install_chunked_loss(model: PreTrainedModel) -> None:
@@ -159,19 +200,39 @@ def linear_cross_entropy(
     device_type: str | None = None,
     vocabulary: VocabularyPart | None = None,
     bent: Bent | None = None,
+    lesson: Lesson | None = None,
 ) -> Losses:
     """Compute the losses of the targets `ids`, each predicted from its row of `hidden` (tokens, width).
 
-    `bent`: their losses, known already, and the derivatives of these by the log-probabilities.
+    `bent`: their losses, known already, and the derivatives of these by the log-probabilities. `lesson`: what a teacher
+    predicts for them, which is to be learned.
     """
-    at_once = _CHUNK.get(device_type or hidden.device.type, _CHUNK["cpu"])
+    at_once = tokens_at_once(device_type or hidden.device.type, _width(weight, vocabulary))
     # Asked here, since gradients are always off inside of a Function.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
-        ids, shape, objective, learning, at_once, vocabulary, bent,
+        ids, shape, objective, learning, at_once, vocabulary, bent, lesson,
     )  # fmt: skip
-    return Losses(total=total, each=each, right=right, groups=None if bent is None else bent.recorded)
+    groups = None if bent is None else bent.recorded
+    if lesson is not None:
+        groups = lesson.recorded(each, right)
+    return Losses(total=total, each=each, right=right, groups=groups)
+
+
+def tokens_at_once(device_type: str, width: int) -> int:
+    """Return of how many tokens such a device computes the logits at a time, if each has this many."""
+    return max(1, _CHUNK.get(device_type, _CHUNK["cpu"]) // width)
+
+
+def _width(weight: torch.Tensor, vocabulary: VocabularyPart | None) -> int:
+    """Return how many logits a token has on the rank with the most. All ranks need chunks of the same size: the tensors
+    that they exchange for a chunk have its length."""
+    return weight.shape[0] if vocabulary is None else vocabulary.most
+
+
+def _wide(hidden: torch.Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -192,8 +253,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         at_once: int,
         vocabulary: VocabularyPart | None,
         bent: Bent | None,
+        lesson: Lesson | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide = _wide(hidden)
         each = torch.empty(len(ids), dtype=wide, device=hidden.device)
         right = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
         # Torch says that a parameter needs its gradient even under no_grad.
@@ -203,12 +265,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         of_rows = torch.zeros_like(rows, dtype=wide) if rows is not None and wanted[3] else None
-        # All ranks need chunks of the same size: the tensors that they exchange for a chunk have its length.
-        size = max(1, at_once // (weight.shape[0] if vocabulary is None else vocabulary.most))
-        for start in range(0, len(ids), size):
-            part = slice(start, start + size)
+        for start in range(0, len(ids), at_once):
+            part = slice(start, start + at_once)
             logits, slope = _logits(hidden[part], weight, bias, rows, places, shape, wide)
-            each[part], right[part] = losses_and_gradients(logits, ids[part], objective, vocabulary)
+            if lesson is None:
+                each[part], right[part] = losses_and_gradients(logits, ids[part], objective, vocabulary)
+            else:
+                each[part], right[part] = lesson.losses_and_gradients(logits, part, vocabulary)
             _bend(each, logits, bent, part)
             if of_hidden is None and of_weight is None and of_rows is None:
                 continue
@@ -238,7 +301,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, *[None] * 8)
+        return (*scaled, *[None] * 9)
 
 
 def _logits(

@@ -1,10 +1,11 @@
-"""What sums over groups come to: loss, rewards, accuracy, log-probabilities, under the names that TRL gives them."""
+"""What sums over groups come to: loss, rewards, accuracy, log-probabilities, under the names that TRL gives them; and
+what is recorded where a teacher is learned from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raytune_fsdp.config.sections.objectives import ObjectiveChoice
+from raytune_fsdp.config.sections.objectives import DistillObjective, ObjectiveChoice
 from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS
 from raytune_fsdp.model.objective.preference import PairObjective
 
@@ -29,6 +30,15 @@ def kinds_of(objective: ObjectiveChoice) -> tuple[str, ...]:
 def right_of(values: Mapping[str, float]) -> float | None:
     """Return the share of pairs in the right order, or of documents whose class was found; None: there is no such."""
     return values.get(PAIRS_RIGHT, values.get("accuracy"))
+
+
+def taught_values(objective: ObjectiveChoice) -> list[str]:
+    """Return what is recorded of each target besides loss and right choices: divergences from the teacher that have a
+    weight, at the run's temperature and without weights, and the cross-entropy of the data's tokens."""
+    if not isinstance(objective, DistillObjective):
+        return []
+    weights = {"kl/forward": objective.forward, "kl/reverse": objective.reverse}
+    return [*(name for name, weight in weights.items() if weight), "nll"]
 
 
 def values_of(objective: ObjectiveChoice) -> list[str]:

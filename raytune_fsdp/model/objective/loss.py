@@ -72,6 +72,8 @@ def plain_losses(logits: torch.Tensor, batch: MicroBatch, objective: Objective =
     if objective.bends is not None:
         total, found = bent_sum(objective.bends, log_probabilities[places, ids], batch.targets)
         each, groups = found.values, found.recorded
+    if objective.distillation is not None:
+        return objective.distillation.lesson(batch.targets, each).losses(logits, log_probabilities, right)
     return Losses(total=total, each=each, right=right, groups=groups)
 
 

@@ -28,7 +28,8 @@ class Losses:
     right: torch.Tensor
     """Whether the most likely token is the target."""
     groups: Recorded | None = None
-    """What is recorded of groups; None: the losses are those of targets."""
+    """What is recorded of groups, or of what is learned from a teacher; None: the losses of targets, and how many are
+    right."""
     scores: torch.Tensor | None = None
     """[documents, outputs]: what a head that scores has computed for the last token of each, without gradients."""
     load: tuple[torch.Tensor, ...] = ()

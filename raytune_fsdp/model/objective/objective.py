@@ -1,5 +1,5 @@
-"""What a step minimises: the cross-entropy of its targets, a loss of the user's own, or one of groups of documents
-(groups.py), and what a run adds to it.
+"""What a step minimises: the cross-entropy of its targets, a loss of the user's own, one of groups of documents
+(groups.py), or a divergence from a teacher's predictions (distillation.py), and what a run adds to it.
 
 Each token's loss is computed in two ways, which are next to each other here: from all logits of a micro-batch, where
 torch finds the gradient (`losses_of_targets`), and from a chunk's, with the gradient (`losses_and_gradients`).
@@ -20,6 +20,7 @@ from raytune_fsdp.model.pieces.sums import summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:
+    from raytune_fsdp.model.objective.distillation import Distillation
     from raytune_fsdp.model.objective.documents import DocumentLosses
     from raytune_fsdp.model.objective.groups import SumOverStep
     from raytune_fsdp.model.objective.own_loss import Bends, Bent
@@ -59,6 +60,9 @@ class Objective:
     groups: BendsGroups | None = None
     """Minimises the losses of groups in their place."""
 
+    distillation: Distillation | None = None
+    """Minimises the divergence from a teacher's predictions in their place."""
+
     @classmethod
     def of(
         cls,
@@ -67,6 +71,7 @@ class Objective:
         documents: DocumentLosses | None = None,
         own: Bends | None = None,
         groups: BendsGroups | None = None,
+        distillation: Distillation | None = None,
     ) -> Objective:
         return cls(
             label_smoothing=train.label_smoothing,
@@ -76,6 +81,7 @@ class Objective:
             documents=documents,
             own=own,
             groups=groups,
+            distillation=distillation,
         )
 
     def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Objective:

@@ -40,7 +40,11 @@ class VocabularyPart:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather all logits, without gradients, for the few tokens that a model is asked about."""
-        sent = F.pad(logits.detach(), (0, self.most - self.rows)).contiguous()
+        return self.of_all(F.pad(logits.detach(), (0, self.most - self.rows)))[..., : self.whole]
+
+    def of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, which have the same shape, side by side."""
+        sent = tensor.contiguous()
         every = [torch.empty_like(sent) for _ in range(self.group.size())]
         dist.all_gather(every, sent, group=self.group)
-        return torch.cat(every, -1)[..., : self.whole]
+        return torch.cat(every, -1)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.predict.advise.alternatives import Alternative, change_in_words
-from raytune_fsdp.predict.prediction import Prediction
+from raytune_fsdp.predict.prediction import GIB, Prediction
 from raytune_fsdp.predict.speed import forwards_of
 from raytune_fsdp.predict.stopping import Stopping
+from raytune_fsdp.predict.teacher import TeacherPass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +43,12 @@ def advice(
     found: Prediction,
     faster: Sequence[Alternative] | None = None,
     stopping: Stopping | None = None,
+    teacher: TeacherPass | None = None,
 ) -> list[Advice]:
     """Return warnings and suggestions about a config.
 
     `faster`: what was found to make a step wait less for its links; None: nobody has looked. `stopping`: how long saves
-    take; None: that is not known.
+    take; None: that is not known. `teacher`: what its pass needs; None: there is no teacher.
     """
     return [
         *_of_learning(config, found),
@@ -54,6 +56,7 @@ def advice(
         *_of_links(config, found, faster),
         *_of_notice(config, found, stopping),
         *_of_reference(config, found),
+        *([] if teacher is None else _of_teacher(teacher, found)),
     ]
 
 
@@ -170,6 +173,28 @@ def _of_reference(config: FinetuneConfig, found: Prediction) -> Iterator[Advice]
             "that",
             source=source,
         )
+
+
+def _of_teacher(teacher: TeacherPass, found: Prediction) -> Iterator[Advice]:
+    kept = (
+        f"at most {teacher.bytes / 1e9:,.1f} GB are kept beside the prepared data ({teacher.token_bytes:,} bytes for "
+        "each token that is trained on), for every run with the same teacher"
+    )
+    if teacher.memory is None or teacher.seconds is None:
+        yield Advice(
+            id="teacher", text=f"teacher.model={teacher.model}: its sizes are not known ({teacher.because}); {kept}",
+            source="this plan",
+        )  # fmt: skip
+        return
+    device = found.cluster.device
+    fits = "" if teacher.fits else ", which DOES NOT FIT: more GPUs, or a smaller teacher"
+    yield Advice(
+        id="teacher",
+        text=f"before its first step, the run asks teacher.model={teacher.model} once about each token that it trains "
+        f"on: about {teacher.memory / GIB:,.1f} of the {device.memory / GIB:,.1f} GiB of one {device.name}{fits}, "
+        f"{teacher.seconds / 3600:.1f} hours at most; {kept}",
+        source="a step of the teacher, of which a forward pass is a third",
+    )
 
 
 def _may_move_less(config: FinetuneConfig) -> bool:

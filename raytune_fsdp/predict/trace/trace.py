@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets
+from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets, Taught
 from raytune_fsdp.base.measured import ParameterCount
-from raytune_fsdp.config import FinetuneConfig, ParallelConfig, TrainConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
+from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.model.attention.calls import PREFIX
@@ -32,6 +33,7 @@ from raytune_fsdp.model.compile_layers import EAGER
 from raytune_fsdp.model.fill import allocate
 from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.objective.chunked_head import LossHead, install_chunked_loss
+from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.groups import GroupStandIn
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
@@ -346,17 +348,19 @@ def one_step(
     train_step(
         model, optimizer, LossScale.start(enabled=config.parallel.precision == "fp16", device=device), batches,
         plan=plan, parallel=parallel, optim=config.optim, lr_factor=1.0, seed=0,
-        objective=_stood_for(config.train), sums=sums,
+        objective=_stood_for(config), sums=sums,
     )  # fmt: skip
 
 
-def _stood_for(train: TrainConfig) -> Objective:
+def _stood_for(config: FinetuneConfig) -> Objective:
     """Return what takes the work of a run's objective, whose numbers of documents are not counted."""
+    train = config.train
     groups = ScoreStandIn() if train.objective.scores else GroupStandIn()
     return Objective.of(
         train,
         own=None if train.loss is None else StandIn(),
         groups=None if train.objective.rows is None else groups,
+        distillation=Distillation.of(config),
     )
 
 
@@ -408,10 +412,23 @@ def full_batches(config: FinetuneConfig, hf_config: PretrainedConfig, passes: in
         id=0,
     )
     micro_batch = _repeated(to_batch([sample], index=0, after=Cursor()), config.train.micro_batch)
+    if config.teacher is not None:
+        said = _any_teacher(config.teacher, len(micro_batch.targets.ids), vocabulary)
+        micro_batch = replace(micro_batch, targets=replace(micro_batch.targets, teacher=said))
     micro_batches: tuple[MicroBatch, ...] = tuple(replace(micro_batch, index=index) for index in range(passes))
     assert all(each.index != FILLER_INDEX for each in micro_batches)
     counts = torch.ones(3 + len(config.data.train), dtype=torch.int64)
     return StepBatches(step=1, micro_batches=micro_batches, counts=counts)
+
+
+def _any_teacher(teacher: TeacherConfig, targets: int, vocabulary: int) -> Taught:
+    """Return predictions that take the work of real ones. To write billions of them would take seconds."""
+    kept = min(teacher.top_k, vocabulary)
+    each = torch.full((1, 1), -math.log(kept + 1))
+    return Taught(
+        ids=torch.arange(kept, dtype=torch.int32).expand(targets, kept),
+        log_probabilities=each.expand(targets, kept), rest=each[0].expand(targets),
+    )  # fmt: skip
 
 
 def _repeated(one: MicroBatch, times: int) -> MicroBatch:

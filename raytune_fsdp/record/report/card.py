@@ -31,8 +31,9 @@ from raytune_fsdp.model.directory.known_files import CARD_FILE
 from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
 from raytune_fsdp.record.jsonl import each_line_of
 from raytune_fsdp.record.lines import step_of
-from raytune_fsdp.record.names import with_perplexity
+from raytune_fsdp.record.names import of_calibration, with_perplexity
 from raytune_fsdp.record.report.card_scores import of_scores, scores
+from raytune_fsdp.record.report.card_teacher import of_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _LOCAL = ("/", "~", "./", "../", "file:")
 """Prefixes of paths that exist only on one machine."""
 _FINGERPRINT = "- fingerprint of everything that decided the training"
 _RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
-RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train")
+RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train", "teacher")
 """The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
 
 
@@ -55,7 +56,7 @@ def recipe_of(
 
     `config` must have no secrets. `commit`: the hub's commit of the model that the run began with.
     """
-    chosen = {section: config[section] for section in RECIPE if section in config}
+    chosen = {section: config[section] for section in RECIPE if config.get(section) is not None}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
     # Decided here, where the run reads the model: where a card is written, a directory may have the same name.
@@ -117,6 +118,7 @@ def model_card(
         logger.warning("the model card has no results: %s", in_one_line(error))
     if results:
         parts += ["", "## Results", "", "| | |", "|---|---|", *results]
+    parts += list(of_teacher(recipe, run_dir))
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
@@ -227,6 +229,8 @@ def _results(lines: list[dict[str, Any]]) -> Iterator[str]:
     last = max((step_of(line) for line in lines if line["kind"] == "eval"), default=None)
     evals = [line["values"] for line in lines if line["kind"] == "eval" and step_of(line) == last]
     for key, value in with_perplexity({key: value for values in evals for key, value in values.items()}).items():
+        if of_calibration(key) is not None:  # points of a curve
+            continue
         yield f"| {_prose(key)} (step {last}) | {value:.4f} |"
 
 

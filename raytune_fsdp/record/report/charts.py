@@ -80,14 +80,14 @@ class Run:
         yield found
 
     def evaluations(
-        self, wanted: str, *, colours_from: int = 0, of_groups: bool | None = None, scale: float = 1.0
+        self, wanted: str, *, colours_from: int = 0, of: str | None = None, scale: float = 1.0
     ) -> Iterator[Series]:
-        """Yield the points of one metric, such as `loss`, for every dataset; `of_groups`: of such datasets, or of the
-        others."""
+        """Yield the points of one metric, such as `loss`, for every dataset; `of`: for those of groups, scores or
+        tokens."""
         measured = self.history.evaluations
         ends = [
             name for name in measured
-            if name.endswith(f"/{wanted}") and of_groups in (None, names.is_of_groups(name, measured))
+            if name.endswith(f"/{wanted}") and of in (None, names.measured_of(name, measured))
         ]  # fmt: skip
         for place, name in enumerate(ends, start=colours_from):
             what = name.removesuffix(f"/{wanted}").replace("/", " ", 1)
@@ -142,7 +142,7 @@ _LEARNING: Sequence[Chart] = (
     (
         "accuracy", "accuracy", "share of tokens",
         lambda run: [
-            *run.column("train", "accuracy"), *run.evaluations("accuracy", colours_from=1, of_groups=False)
+            *run.column("train", "accuracy"), *run.evaluations("accuracy", colours_from=1, of="tokens")
         ],
     ),
     ("lr", "learning rate", "learning rate", lambda run: run.column("", "lr")),
@@ -153,7 +153,7 @@ _PREFERENCES: Sequence[Chart] = (
         "pairs", "right pairs", "% of the pairs",
         lambda run: [
             *run.column("train", "rewards/accuracies", scale=100),
-            *run.evaluations("accuracy", colours_from=1, of_groups=True, scale=100),
+            *run.evaluations("accuracy", colours_from=1, of="groups", scale=100),
         ],
     ),
     (
@@ -163,7 +163,18 @@ _PREFERENCES: Sequence[Chart] = (
             *run.column("margin", "rewards/margins", 2), *run.evaluations("margins", colours_from=3),
         ],
     ),
+    (
+        "classes", "right documents", "% of the documents",
+        lambda run: run.evaluations("accuracy", of="scores", scale=100),
+    ),
     ("kl", "distance from the reference", "nats", lambda run: run.column("", "kl")),
+    (
+        "teacher", "distance from the teacher", "nats for each target",
+        lambda run: [
+            *run.column("teacher to student", "kl/forward"), *run.column("student to teacher", "kl/reverse", 1),
+            *run.column("cross-entropy of the data", "nll", 2),
+        ],
+    ),
 )  # fmt: skip
 _SPEED: Sequence[Chart] = (
     ("speed", "tokens a second", "tokens/s", lambda run: run.column("", "tokens_per_second")),

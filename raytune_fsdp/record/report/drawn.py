@@ -1,4 +1,5 @@
-"""What the page draws without its script: the curves of the loss, a histogram, and the small curves of a list of runs.
+"""What the page draws without its script: the curves of the loss, a histogram, how far confidence is to be trusted, and
+the small curves of a list of runs.
 
 Paths have numbers only; words are escaped.
 """
@@ -13,6 +14,7 @@ from markupsafe import Markup
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW = 1000, 300, 74, 24, 22
 _BARS_WIDTH, _BARS_HEIGHT = 360, 130
+_SQUARE = 240
 _STEPS_IN_TEN = (1, 2, 5)
 
 
@@ -74,6 +76,27 @@ def bars(of: Sequence[tuple[float, float, float, str]], across: Sequence[tuple[f
     drawn += [_text(0, 11, "documents", "start"), _text(_BARS_WIDTH, _TOP + high + 32, "tokens of a document", "end")]
     return Markup('<svg class="bars" viewBox="0 0 {} {}" role="img" aria-label="documents by length">{}</svg>').format(
         _BARS_WIDTH, _TOP + high + 38, Markup("").join(drawn)
+    )
+
+
+def reliability(points: Sequence[tuple[float, float]], dataset: str) -> Markup:
+    """Return a reliability curve as SVG: the share of right documents over their confidence, beside the diagonal."""
+    side, right = _SQUARE, _LEFT + _SQUARE
+    drawn = []
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y, x = _TOP + side * (1 - value), _LEFT + side * value
+        drawn += [_line(y, right), _text(_LEFT - 6, y + 4, f"{value:.0%}", "end")]
+        drawn.append(_text(x, _TOP + side + 16, f"{value:.0%}", "middle"))
+    drawn.append(Markup('<path class="grid" d="M{} {}L{} {}"/>').format(_LEFT, _TOP + side, right, _TOP))
+    places = [(_LEFT + side * x, _TOP + side * (1 - y), f"{x:.1%} sure, {y:.1%} right") for x, y in points]
+    drawn.append(Markup('<path class="curve s0" d="M{}"/>').format("L".join(f"{x:.1f} {y:.1f}" for x, y, _ in places)))
+    drawn += [
+        Markup('<circle class="dot s0" cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>').format(*place)
+        for place in places
+    ]
+    drawn += [_text(0, 11, "right", "start"), _text(right, _TOP + side + 32, "confidence", "end")]
+    return Markup('<svg class="bars" viewBox="0 0 {} {}" role="img" aria-label="reliability of {}">{}</svg>').format(
+        _BARS_WIDTH, _TOP + side + 38, dataset, Markup("").join(drawn)
     )
 
 

@@ -31,6 +31,7 @@ _QUIET = {
 """Events that are shown elsewhere on the page, or that every attempt has."""
 _ANSWER_STEPS, _PROMPTS, _ANSWER = 8, 20, 1000
 _VALUE = 300
+_RELIABILITIES = 12
 
 
 Figure = tuple[str, str, str]
@@ -158,12 +159,32 @@ def evaluations(history: History) -> list[tuple[str, str, str, str]]:
     """Return metric, first, best and last value. Which is best follows from the metric's name, as on a terminal."""
     rows = []
     for metric, points in history.evaluations.items():
+        if names.of_calibration(metric) is not None:
+            continue
         finite = [point for point in points if math.isfinite(point[1])]
         sign = -1 if names.higher_is_better(metric) else 1
         top = min(finite, key=lambda point: (sign * point[1], -point[0]), default=points[0])
         first, best_one, last = (f"{value:.4f} (step {step:,})" for step, value, _ in (points[0], top, points[-1]))
         rows.append((metric, first, best_one, last))
     return rows
+
+
+def reliability(history: History) -> dict[str, list[tuple[float, float]]]:
+    """Return the reliability curve of each dataset at its last evaluation: mean confidence, and the share right."""
+    last: dict[str, int] = {}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for metric, points in history.evaluations.items():
+        if (place := names.of_calibration(metric)) is not None:
+            dataset, tenth, kind = place
+            step, value, _ = points[-1]
+            if step > last.get(dataset, -1):
+                last[dataset], found[dataset] = step, {}
+            if step == last[dataset] and 0 <= value <= 1:
+                found[dataset].setdefault(tenth, {})[kind] = value
+    return {
+        dataset: sorted((each["confidence"], each["right"]) for each in tenths.values() if len(each) == 2)
+        for dataset, tenths in list(found.items())[:_RELIABILITIES]
+    }
 
 
 def answers(history: History) -> dict[str, Any]:

@@ -46,8 +46,11 @@ BESIDE = (
     "accuracy", "step_seconds", "data_seconds", "tokens_per_second", "mfu", "memory_bytes", "host_memory_bytes",
     "gpu_utilization", "world_size", "attempt",
 )  # fmt: skip
-PREFERENCES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl")
-"""Of pairs and judged answers."""
+PREFERENCES = (
+    "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl",
+    "kl/forward", "kl/reverse", "nll",
+)  # fmt: skip
+"""Of pairs and judged answers; and of what is learned from a teacher."""
 RANKS = ("rank_seconds", "rank_data_seconds", "rank_compute_seconds")
 """Each becomes three columns, <name>.0 to <name>.2: the fastest rank, the median, the slowest."""
 NODES = NODE_FIGURES

@@ -30,7 +30,7 @@ from raytune_fsdp.record.report import facts, surroundings
 from raytune_fsdp.record.report.charts import charts_of
 from raytune_fsdp.record.report.curves import can_draw, plot
 from raytune_fsdp.record.report.difference import difference
-from raytune_fsdp.record.report.drawn import bars, static_curves
+from raytune_fsdp.record.report.drawn import bars, reliability, static_curves
 from raytune_fsdp.record.report.history import History, read_history
 from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
 from raytune_fsdp.record.report.rows import rows_of
@@ -151,6 +151,9 @@ def _of_one(history: History, stands: tuple[str, str], drawn: dict[str, Any]) ->
         ],
         "spiked": many,
         "evaluations": facts.evaluations(history),
+        "reliability": [
+            (dataset, reliability(points, dataset)) for dataset, points in facts.reliability(history).items() if points
+        ],
         "answers": facts.answers(history),
         "attempts": facts.attempts(history),
         "events": facts.events(marks),

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.base.untrusted import MIB, printable, read_json
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config.recorded import shown_uri
-from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, MODEL_FILES
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
 from raytune_fsdp.record.lines import preferences_of, step_of
 from raytune_fsdp.record.names import (
@@ -93,12 +93,23 @@ def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
     return [fields for fields in found if all(isinstance(fields.get(key), kind) for key, kind in kinds.items())]
 
 
+def _scores(run_dir: Path) -> bool:
+    """Return whether a run's model scores texts, by the class that its config.json names."""
+    try:
+        named = read_json(run_dir / MODEL_FILES / "config.json", limit=MIB)["architectures"]
+        return any(str(name).endswith("ForSequenceClassification") for name in named)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None, mlflow_page: str | None = None) -> str:
     """Return commands to try with a finished run."""
     program, model = _program("raytune-fsdp"), shlex.quote(_short(export or run_dir))
     prompts = [fields["prompt"] for fields in _answers(run_dir)]
     question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
     commands = [f"{program} generate {model} {question}"]
+    if _scores(run_dir):  # it answers nothing
+        commands = [f"{program} eval {shlex.quote(_short(run_dir))}"]
     if export is None:
         commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
     if mlflow_uri is not None:

@@ -2,6 +2,7 @@
 
 evaluation.py  what an evaluation consists of
 losses.py      the loss on each dataset
+score_figures.py  what scores and classes of a dataset are worth
 answers.py     what the model answers
 tasks.py       questions with known answers
 harness.py     tasks of lm-evaluation-harness, as that tool measures them

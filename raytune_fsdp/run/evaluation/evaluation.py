@@ -20,6 +20,7 @@ from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
+from raytune_fsdp.run.evaluation.score_figures import names_of
 from raytune_fsdp.run.evaluation.tasks import measure_tasks, metrics_of
 
 
@@ -94,7 +95,8 @@ def metrics_of_run(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: 
     found = [name for task in tasks for name in metrics_of(task)]
     for name, windows in evals.items():
         if windows.kind is not None:
-            found += [evaluation_of_groups(name, kind) for kind in values_of(config.train.objective)]
+            objective = config.train.objective
+            found += [evaluation_of_groups(name, kind) for kind in (*values_of(objective), *names_of(objective))]
         else:
             found += [evaluation_loss(name), evaluation_accuracy(name)]
     return found

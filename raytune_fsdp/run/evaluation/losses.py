@@ -25,6 +25,7 @@ from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.scores import LossOfGroups, ScoredDocuments, ScoreObjective
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
+from raytune_fsdp.run.evaluation.score_figures import figures_of
 from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
 from raytune_fsdp.step.train_step import eval_step
@@ -58,8 +59,9 @@ def losses(
                 whole = map(told, whole)
             batches = to_device((own_part(batch, layout, rank) for batch in whole), device)
             if isinstance(groups, ScoreObjective):
-                scored = _scored(model, batches, groups)
-                values = _of_scores(scored, groups, device, exact=exact)
+                # A few numbers of each document.
+                scored = [(batch.index, groups.own(model, batch)) for batch in batches]
+                values = {**figures_of(groups, scored), **_of_scores(scored, groups, device, exact=exact)}
                 results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
                 continue
             if groups is not None and windows.kind is not None:
@@ -76,13 +78,6 @@ def losses(
             total, right, targets = _summed(each, 3, device, exact=exact).tolist()
             results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
     return results
-
-
-def _scored(
-    model: PreTrainedModel, batches: Iterable[MicroBatch], groups: ScoreObjective
-) -> list[tuple[int, ScoredDocuments]]:
-    """Return what this rank counts of a dataset, by the index of the micro-batch: a few numbers of each document."""
-    return [(batch.index, groups.own(model, batch)) for batch in batches]
 
 
 def _of_scores(

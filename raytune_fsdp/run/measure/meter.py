@@ -17,7 +17,7 @@ from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.checkpoint.catalogue import ways_out_of_divergence
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice, SftObjective
-from raytune_fsdp.model.objective.figures import group_values, kinds_of, right_of
+from raytune_fsdp.model.objective.figures import group_values, kinds_of, right_of, taught_values
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.step_counts import StepCounts, digest_of
 from raytune_fsdp.run.measure.against_prediction import Forecast
@@ -194,7 +194,9 @@ class Meter:
         counts = StepCounts.unpack(packed, pending.step, self._plan.division, many)
         self.cursor = counts.cursor
         loss, norm, skipped, *rest = values
-        kinds = 2 if self._objective.rows is None else len(kinds_of(self._objective))
+        kinds = 2 + len(taught_values(self._objective))
+        if self._objective.rows is not None:
+            kinds = len(kinds_of(self._objective))
         load = np.array(rest[kinds * many :]).reshape(self._experts)
         sums = np.array(rest[: kinds * many]).reshape(kinds, many)
         flops = training_flops(
@@ -229,13 +231,18 @@ class Meter:
         )
 
     def _of_tokens(self, sums: np.ndarray[Any, Any], counts: StepCounts) -> dict[str, Any]:
-        each = zip(self._datasets, *sums.tolist(), counts.by_dataset, strict=True)
+        each = zip(self._datasets, *sums[:2].tolist(), counts.by_dataset, strict=True)
         datasets = tuple((name, total / many, hits / many, many) for name, total, hits, many in each if many)
-        right = sum(sums[1].tolist())
+        right, several = sum(sums[1].tolist()), len(self._datasets) > 1
+        found = list[tuple[str, float]]()
+        for key, own in zip(taught_values(self._objective), sums[2:].tolist(), strict=True):
+            found += [(key, sum(own) / counts.target_tokens)] if counts.target_tokens else []
+            by_dataset = zip(self._datasets, own, counts.by_dataset, strict=True)
+            found += [(f"{name}/{key}", total / many) for name, total, many in by_dataset if several and many]
         return {
             "accuracy": right / counts.target_tokens if counts.target_tokens else None,
-            "datasets": datasets if len(self._datasets) > 1 else (),
-        }
+            "datasets": datasets if several else (), "preferences": tuple(found),
+        }  # fmt: skip
 
     def _of_groups(self, sums: np.ndarray[Any, Any]) -> dict[str, Any]:
         whole = group_values(sums.sum(1).tolist(), self._objective)

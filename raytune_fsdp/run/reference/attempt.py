@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.collectives import on_rank0
-from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.data.reference import Given, Known, ReferenceFiles
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
-from raytune_fsdp.run.described import computed_on
-from raytune_fsdp.run.fetching import Say, brought
+from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.during import is_within
-from raytune_fsdp.run.reference.network import build_reference, decided_by
+from raytune_fsdp.run.reference.network import build_reference, let_go
 from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
+from raytune_fsdp.run.reference.unchanged import check_unchanged, digest_now, how_computed, same_values
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.starting_weights import ReferenceModel, fill_mode
+from raytune_fsdp.run.starting_weights import ReferenceModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,18 +67,11 @@ class Reference:
 
     def _checked(self) -> dict[str, str]:
         """Return the digests of all values that the run has ever used, by file. Refuse others than checkpoints name."""
-        recorded = self.standing.state.identity.get(REFERENCE_VALUES)
-        before: dict[str, str] = recorded if isinstance(recorded, dict) else {}
-        now = {name: digest for task in self.tasks for name, digest in task.digests.items()}
-        for name, digest in now.items():
-            if before.get(name, digest) != digest:
-                raise ResumeError(
-                    f"{self.tasks[0].files.root / REFERENCE / name}: these log-probabilities of the reference are not "
-                    "those that this run began with: they were computed anew, with other kernels or on another kind of "
-                    "device, and it would not be the same run; restore the file from before, or start again under "
-                    "another run.name"
-                )
-        return {**before, **now}
+        return same_values(
+            self.standing.state.identity.get(REFERENCE_VALUES),
+            {name: digest for task in self.tasks for name, digest in task.digests.items()},
+            self.tasks[0].files.root / REFERENCE, "these log-probabilities of the reference",
+        )  # fmt: skip
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the event that describes it."""
@@ -113,13 +102,11 @@ def open_reference(
     found = Reference(standing=standing, of=of, tasks=tasks, say=say, device=device)
     if not found.is_complete and not (model.is_start and standing.checkpoint is None):
         if model.is_start:  # of another model `_of` has hashed the files already
-            _check_unchanged(of, _now(config, prepared, model, device, say), model)
+            _check_unchanged(config, prepared, model, of, device, say)
         network, objective = build_reference(model, prepared, standing, device, say)
         found.complete(network, objective)
         del network
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        let_go(device)
     return found
 
 
@@ -147,42 +134,19 @@ def _of(
     """Return the digest of the reference: that of a run which goes on, if it still names the same one. Collective."""
     before = standing.state.identity.get(REFERENCE_OF)
     if before is None:
-        return _now(config, prepared, model, device, say)
+        return digest_now(model, prepared.identity, how_computed(config, device), say)
     if not model.is_start or config.reference.when != "before":  # it is read now, and may be another model today
-        _check_unchanged(str(before), _now(config, prepared, model, device, say), model)
+        _check_unchanged(config, prepared, model, str(before), device, say)
     return str(before)
 
 
-def _now(config: FinetuneConfig, prepared: RunInputs, model: ReferenceModel, device: torch.device, say: Say) -> str:
-    """Return the digest of the reference and of how it computes, as they are now. Collective."""
-    origin, adapter = brought(model.config, model.origin, model.adapter, say)
-    alone = fill_mode(model.config, origin, adapter) == "rank0"
-    which = decided_by(model, prepared.identity, origin, adapter, alone=alone)
-    how = on_rank0(lambda: _how(config, device), what="find out what it computes with")
-    return "-".join(xxhash.xxh3_64_hexdigest(json.dumps(each, sort_keys=True).encode()) for each in (which, how))
-
-
-def _how(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
-    """Return what decides the last digits of values, but for what the network itself decides."""
-    parallel, computed = config.parallel, computed_on(device, {})
-    if not config.run.exact:  # ranks have other threads at each world, and only exact runs keep theirs
-        del computed["threads"]
-    return {
-        **computed, "precision": parallel.precision, "fp8_scaling": parallel.fp8_scaling, "tf32": parallel.tf32,
-        "mesh": [parallel.mesh.sequence, parallel.mesh.tensor], "micro_batch": config.train.micro_batch,
-        "attention": config.model.attention, "loss": config.model.loss,
-    }  # fmt: skip
-
-
-def _check_unchanged(before: str, now: str, model: ReferenceModel) -> None:
-    if before.partition("-")[0] != now.partition("-")[0]:
-        where = f"reference.model={model.config.model.path}"
-        if model.is_start:
-            where = f"model.path={model.config.model.path}"
-            where += (
-                f" or method.adapter={adapter}" if (adapter := getattr(model.config.method, "adapter", None)) else ""
-            )
-        raise OtherRunError(
-            f"{where} is not the model that this run compares with: its files have changed since the run began; put "
-            "these back, or choose another run.name"
-        )
+def _check_unchanged(
+    config: FinetuneConfig, prepared: RunInputs, model: ReferenceModel, before: str, device: torch.device, say: Say
+) -> None:
+    """Refuse a run whose reference is another model than before. Collective."""
+    where = f"reference.model={model.config.model.path}"
+    if model.is_start:
+        where = f"model.path={model.config.model.path}"
+        where += f" or method.adapter={adapter}" if (adapter := getattr(model.config.method, "adapter", None)) else ""
+    now = digest_now(model, prepared.identity, how_computed(config, device), say)
+    check_unchanged(before, now, f"{where} is not the model that this run compares with")

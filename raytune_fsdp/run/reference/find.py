@@ -76,26 +76,30 @@ def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: Pre
     if wanted == BASE:
         bare = config.model_copy(update={"method": config.method.model_copy(update={"adapter": None})})
         return replace(start, config=bare, adapter=None, is_start=False)
+    return other_model(config, "reference.model", wanted, tokenizer)
+
+
+def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreTrainedTokenizerBase) -> ReferenceModel:
+    """Return a model besides the run's own, which a field names, after checking that it knows the run's texts."""
     if config.model.add_tokens:
         raise ConfigError(
-            f"reference.model={wanted} with model.add_tokens: the reference has no rows for the new tokens: leave "
-            "one of the two out"
+            f"{field}={wanted} with model.add_tokens: it has no rows for the new tokens: leave one of the two out"
         )
     model = config.model.model_copy(
         update={
-            "path": wanted, "revision": None, "init": "pretrained", "overrides": {}, "network": None,
-            "tokenizer": config.model.tokenizer or config.model.path,
+            "path": wanted, "revision": None, "init": "pretrained", "architecture": None, "overrides": {},
+            "network": None, "tokenizer": config.model.tokenizer or config.model.path,
         }
     )  # fmt: skip
     other = config.model_copy(update={"model": model, "method": FullMethod()})
     directory = model_directory(other)
     assert directory is not None, "it has a path"
-    check_same_tokenizer(wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
+    check_same_tokenizer(field, wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
     hf_config = load_architecture(model, directory)
     fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=False)
     if config.data.seq_len > (positions := positions_of(hf_config)):
         raise ConfigError(
-            f"reference.model={wanted} knows {positions} positions, and data.seq_len is {config.data.seq_len}: lower "
+            f"{field}={wanted} knows {positions} positions, and data.seq_len is {config.data.seq_len}: lower "
             "seq_len, or name another model"
         )
     network = build_network(copy.deepcopy(hf_config), other)
@@ -105,22 +109,22 @@ def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: Pre
 
 
 def check_same_tokenizer(
-    wanted: str, directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+    field: str, wanted: str, directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Refuse a reference that means other tokens by the same ids."""
+    """Refuse a model that means other tokens by the same ids."""
     try:
         theirs = tokenizer_in(directory, trust_remote_code=trust_remote_code).get_vocab()
     except ModelError:
         raise
     except Exception as error:  # many libraries read tokenizers
         raise ModelError(
-            f"reference.model={wanted}: no tokenizer could be loaded from {directory} ({first_line(error)}), so "
+            f"{field}={wanted}: no tokenizer could be loaded from {directory} ({first_line(error)}), so "
             "nobody knows whether it has the run's tokens: put its tokenizer there"
         ) from error
     differ = sorted(token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number)
     if differ:
         raise ModelError(
-            f"reference.model={wanted} has another tokenizer than the run: {shorten(differ[0])} "
+            f"{field}={wanted} has another tokenizer than the run: {shorten(differ[0])} "
             f"{'has another id there' if differ[0] in theirs else 'is unknown there'} (and {len(differ) - 1} more); "
-            "its log-probabilities would be of other texts: name a model with the same tokenizer"
+            "its probabilities would be of other texts: name a model with the same tokenizer"
         )

@@ -6,6 +6,7 @@ model, a second network is built in the same way, and let go before training beg
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.fill import fill
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.identity import named
-from raytune_fsdp.run.build import Site, build
+from raytune_fsdp.run.build import Build, Site, build
 from raytune_fsdp.run.fetching import Say, brought
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.same_files import digests
@@ -98,25 +99,40 @@ def _content(origin: StartingWeights, *, alone: bool) -> dict[str, Any]:
 def build_reference(
     reference: ReferenceModel, prepared: RunInputs, standing: ResumePoint, device: torch.device, say: Say
 ) -> tuple[PreTrainedModel, GroupObjective]:
-    """Build and fill the reference as a network of its own, spread over the ranks; and what measures its answers.
-    Collective."""
-    config = reference.config
-    if not reference.is_start:
-        prepared = replace(prepared, hf_config=reference.hf_config, needs=reference.needs)
+    """Build and fill the reference as a network of its own, and return what measures its answers, too. Collective."""
+    built = build_other(reference, prepared, standing, device, say)
+    objective = GroupObjective.of(reference.config.train.objective, built.groups.sequence, judged=prepared.judged)
+    return built.model, objective
+
+
+def build_other(
+    other: ReferenceModel, prepared: RunInputs, standing: ResumePoint, device: torch.device, say: Say
+) -> Build:
+    """Build and fill a network besides the run's own, spread over the ranks. Collective."""
+    config = other.config
+    if not other.is_start:
+        prepared = replace(prepared, hf_config=other.hf_config, needs=other.needs)
         standing = replace(standing, checkpoint=None, state=replace(standing.state, kernels={}))
     built = build(
-        config, reference.hf_config, reference.needs, Site.of_rank(standing.plan, device),
+        config, other.hf_config, other.needs, Site.of_rank(standing.plan, device),
         lambda network: kernels_of(config, prepared, standing, network, device),
-        added=reference.added, adapted=reference.adapted,
+        added=other.added, adapted=other.adapted,
     )  # fmt: skip
     model, host = built.model, torch.device("cpu") if built.parallel.cpu_offload else None
-    origin, adapter = brought(config, reference.origin, reference.adapter, say)
+    origin, adapter = brought(config, other.origin, other.adapter, say)
     mode = fill_mode(config, origin, adapter)
     weights, beginning = first_weights(config, origin, model, mode, adapter)
     fill(model, weights, mode, device, shards_at=host, before=beginning.turn_to if beginning else None)
     dtype = compute_dtype(config.parallel.precision)
-    if not reference.is_start:  # what the run starts from is checked as its own network
+    if not other.is_start:  # what the run starts from is checked as its own network
         check_computation(model, config.data.packing, device, dtype)
     if built.groups.sequence is not None:
         check_split_tokens(model, built.groups.sequence, device, dtype)
-    return model, GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
+    return built
+
+
+def let_go(device: torch.device) -> None:
+    """Give back the memory of a network that nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,64 @@
+"""Whether another model is what it was when a run began, and what it has said, too: by their digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.errors import OtherRunError, ResumeError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.run.described import computed_on
+from raytune_fsdp.run.fetching import Say, brought
+from raytune_fsdp.run.reference.network import decided_by
+from raytune_fsdp.run.starting_weights import ReferenceModel, fill_mode
+
+
+def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[str, Any], say: Say) -> str:
+    """Return the digest of a model, and of how rank 0 computes with it, as they are now. Collective.
+
+    `identity`: the run's.
+    """
+    origin, adapter = brought(model.config, model.origin, model.adapter, say)
+    alone = fill_mode(model.config, origin, adapter) == "rank0"
+    which = decided_by(model, identity, origin, adapter, alone=alone)
+    same = on_rank0(lambda: how, what="find out what it computes with")
+    return "-".join(xxhash.xxh3_64_hexdigest(json.dumps(each, sort_keys=True).encode()) for each in (which, same))
+
+
+def how_computed(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
+    """Return what decides the last digits of values, but for what the network itself decides."""
+    parallel, computed = config.parallel, computed_on(device, {})
+    if not config.run.exact:  # ranks have other threads at each world, and only exact runs keep theirs
+        del computed["threads"]
+    return {
+        **computed, "precision": parallel.precision, "fp8_scaling": parallel.fp8_scaling, "tf32": parallel.tf32,
+        "mesh": [parallel.mesh.sequence, parallel.mesh.tensor], "micro_batch": config.train.micro_batch,
+        "attention": config.model.attention, "loss": config.model.loss,
+    }  # fmt: skip
+
+
+def check_unchanged(before: str, now: str, problem: str) -> None:
+    """Refuse another model than that of the digest from before, however either computes."""
+    if before.partition("-")[0] != now.partition("-")[0]:
+        raise OtherRunError(
+            f"{problem}: its files have changed since the run began; put these back, or choose another run.name"
+        )
+
+
+def same_values(recorded: Any, now: Mapping[str, str], where: Path, what: str) -> dict[str, str]:
+    """Return the digests of all values that a run has ever used, by name. Refuse others than checkpoints name."""
+    before: dict[str, str] = recorded if isinstance(recorded, dict) else {}
+    for name, digest in now.items():
+        if before.get(name, digest) != digest:
+            raise ResumeError(
+                f"{where / name}: {what} are not those that this run began with: they were computed anew, with "
+                "other kernels or on another kind of device, and it would not be the same run; restore the file from "
+                "before, or start again under another run.name"
+            )
+    return {**before, **now}

@@ -1,0 +1,59 @@
+"""Which model is the teacher: one with weights, or what a pass of it has left somewhere, without the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.data.teacher import Form, TeacherFiles
+from raytune_fsdp.model.directory.tokenizer import digest_of, vocabulary_of
+from raytune_fsdp.run.reference.find import other_model
+from raytune_fsdp.run.resume_point import RunInputs
+from raytune_fsdp.run.starting_weights import TeacherModel
+
+
+def learned_from(config: FinetuneConfig, prepared: RunInputs) -> RunInputs:
+    """Return the inputs of a run with its teacher, if it learns from one."""
+    if config.teacher is None:
+        return prepared
+    return replace(prepared, teacher=find_teacher(config, config.teacher, prepared.tokenizer))
+
+
+def find_teacher(config: FinetuneConfig, wanted: TeacherConfig, tokenizer: PreTrainedTokenizerBase) -> TeacherModel:
+    """Return the run's teacher, after checking that it knows the run's tokens."""
+    form = form_of(config, wanted, vocabulary_of(tokenizer))
+    tokens = digest_of(tokenizer)
+    kept = None if is_url(wanted.model) else TeacherFiles.kept(Path(wanted.model).expanduser())
+    if kept is None:
+        model = other_model(config, "teacher.model", wanted.model, tokenizer)
+        return TeacherModel(model=model, kept=None, form=form, tokenizer=tokens)
+    if kept.tokenizer != tokens:
+        raise ConfigError(
+            f"teacher.model={wanted.model} has predictions of {kept.model}, made with another tokenizer than the "
+            "run's: its ids are other tokens; name a model with the run's tokenizer"
+        )
+    for field, asked, theirs in (
+        ("top_k", form.top_k, kept.form.top_k),
+        ("temperature", form.temperature, kept.form.temperature),
+        ("dtype", form.dtype, kept.form.dtype),
+    ):
+        if asked != theirs:
+            raise ConfigError(
+                f"teacher.{field}={asked}: what teacher.model={wanted.model} keeps has {field}={theirs}: set it to "
+                f"that, or name the teacher itself, {kept.model}"
+            )
+    return TeacherModel(model=None, kept=kept, form=form, tokenizer=tokens)
+
+
+def form_of(config: FinetuneConfig, wanted: TeacherConfig, vocabulary: int) -> Form:
+    """Return in which form the teacher's predictions are kept. `vocabulary`: of the tokenizer."""
+    return Form(
+        top_k=min(wanted.top_k, vocabulary), temperature=wanted.temperature,
+        dtype=wanted.kept_in(config.parallel.precision), vocabulary=vocabulary,
+    )  # fmt: skip

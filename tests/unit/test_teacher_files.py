@@ -1,0 +1,336 @@
+"""The files of what a teacher predicts: what is read of them as it was written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from raytune_fsdp.base.batch import StepBatches
+from raytune_fsdp.base.errors import DamagedError, DataError, RowError, TransientError
+from raytune_fsdp.data.batches import filler
+from raytune_fsdp.data.cache import remove
+from raytune_fsdp.data.reference import names_of
+from raytune_fsdp.data.shared_batches import part_of
+from raytune_fsdp.data.teacher import (
+    Form,
+    Lessons,
+    Predictions,
+    Rest,
+    TeacherFiles,
+    WindowSaid,
+    digest_of_window,
+    rest_of,
+)
+from tests.unit.test_reference import micro_batch
+
+FORM = Form(top_k=3, temperature=1.5, dtype="fp32", vocabulary=64)
+DOCUMENTS = (([5, 6, 7], 2, 0), ([5, 6, 8, 9], 3, 0))
+
+
+def files(root: Path, **changes: object) -> TeacherFiles:
+    form = replace(FORM, **changes) if changes else FORM  # type: ignore[arg-type]
+    return TeacherFiles.within(root, of="1234-5678", form=form, tokenizer="abc", model="big")
+
+
+def predictions(targets: int, seed: int = 0, form: Form = FORM) -> Predictions:
+    rng = np.random.default_rng(seed)
+    logs = np.log(rng.dirichlet(np.ones(form.top_k + 1), targets)).astype(form.number)
+    ids = rng.integers(0, form.vocabulary, (targets, form.top_k), dtype=np.int32)
+    return Predictions(ids=ids, log_probabilities=logs[:, :-1], rest=logs[:, -1])
+
+
+def written(own: TeacherFiles, *documents: tuple[list[int], int, int], seed: int = 0) -> tuple[str, list[Predictions]]:
+    batch = micro_batch(*documents)
+    said = [predictions(targets, seed + number, own.form) for number, (_, targets, _) in enumerate(documents)]
+    data = [each.to_bytes(own.form) for each in said]
+    return own.write(names_of(batch, grouped=False), data, [rest_of(each.rest) for each in said]).name, said
+
+
+def lessons(own: TeacherFiles, *parts: str) -> Lessons:
+    found = [own.open(part) for part in parts]
+    made = Lessons(own)
+    made.add(part for part in found if part is not None)
+    assert None not in found
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_predictions_are_read_as_they_were_written(tmp_path: Path, dtype: str) -> None:
+    own = files(tmp_path, dtype=dtype)
+    part, (first, second) = written(own, *DOCUMENTS)
+    (path,) = (own.directory / "parts").iterdir()
+    assert path.name == f"{part}.topk" and part == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    size = 4 if dtype == "fp32" else 8
+    assert own.form.target_bytes == 3 * (4 + size) + size
+    assert path.stat().st_size == path.read_bytes().index(b"\n") + 1 + 2 * 48 + 5 * own.form.target_bytes
+    moved = micro_batch(([9, 9], 0, 0), DOCUMENTS[1], ([3], 0, 0), DOCUMENTS[0], length=16)
+    taught = lessons(own, part).told(moved).targets.teacher
+    assert taught is not None and taught.ids.dtype == torch.int32 and str(taught.rest.dtype).endswith(str(8 * size))
+    for key, tensor in (("ids", taught.ids), ("log_probabilities", taught.log_probabilities), ("rest", taught.rest)):
+        wanted = np.concatenate([getattr(second, key), getattr(first, key)])
+        assert tensor.numpy().tobytes() == wanted.tobytes(), "in the order of the micro-batch, bit for bit"
+
+
+def test_columns_of_a_users_loss_are_no_part_of_a_name() -> None:
+    batch = micro_batch(*DOCUMENTS)
+    other = replace(batch, targets=replace(batch.targets, columns=((7.0,), (8.0,))))
+    assert (names_of(batch, grouped=False) == names_of(other, grouped=False)).all()
+
+
+def test_parts_of_a_micro_batch_get_their_own_targets_and_fillers_none(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    made = lessons(own, written(own, *DOCUMENTS)[0])
+    whole = made.told(micro_batch(*DOCUMENTS))
+    found = [part_of(whole, member, 3).targets for member in range(3)]
+    assert whole.targets.teacher is not None
+    for key in ("ids", "log_probabilities", "rest"):
+        parts = [getattr(each.teacher, key) for each in found]
+        assert [len(part) for part in parts] == [len(each.ids) for each in found] and min(map(len, parts)) < 3
+        assert torch.equal(torch.cat(parts), getattr(whole.targets.teacher, key))
+    empty = made.told(filler(2, seq_len=12, pad_id=0)).targets.teacher
+    assert empty is not None and empty.ids.shape == (0, 3) and empty.rest.shape == (0,)
+
+
+def test_every_bit_of_a_part_counts(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    path = own.path(part)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        assert own.open(part) is None, f"a bit of byte {place} differs"
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        assert own.open(part) is None, f"half written: {length} bytes"
+    path.write_bytes(content + b"\0")
+    assert own.open(part) is None
+    path.unlink()
+    assert own.open(part) is None
+    path.symlink_to(tmp_path / "elsewhere")
+    assert own.open(part) is None
+    (tmp_path / "elsewhere").write_bytes(content)
+    assert own.open(part) is None
+    path.unlink()
+    path.write_bytes(content)
+    assert own.open(part) is not None and own.parts() == [part]
+
+
+def test_a_part_that_is_renamed_or_another_teachers_is_none(tmp_path: Path) -> None:
+    own, other = files(tmp_path), files(tmp_path, temperature=2.0)
+    assert own.directory != other.directory and own.key != other.key
+    part, _ = written(own, *DOCUMENTS)
+    renamed = own.path("0" * 32)
+    renamed.write_bytes(own.path(part).read_bytes())
+    assert own.open("0" * 32) is None
+    other.path(part).parent.mkdir(parents=True)
+    other.path(part).write_bytes(own.path(part).read_bytes())
+    assert other.open(part) is None and own.open(part) is not None
+    (own.directory / "parts" / "..topk").write_bytes(b"")
+    (own.directory / "parts" / "half.topk.1234.tmp").write_bytes(b"")
+    assert own.parts() == sorted([part, "0" * 32])
+
+
+def test_headers_that_lie_are_refused_though_the_name_is_their_digest(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    content = own.path(part).read_bytes()
+    end = content.index(b"\n") + 1
+    row = np.dtype([("name", "V16"), ("targets", "<u8"), ("digest", "<u8"), ("mass", "<f8"), ("largest", "<f8")])
+
+    def with_table(**changes: float) -> bytes:
+        table = np.frombuffer(content[end : end + 96], dtype=row).copy()
+        for key, value in changes.items():
+            table[key][0] = value
+        return content[:end] + table.tobytes() + content[end + 96 :]
+
+    def headed(documents: object) -> bytes:
+        return content[:end].replace(b'"documents": 2', f'"documents": {documents}'.encode()) + content[end:]
+
+    hostile = [
+        *(headed(each) for each in (0, -1, 3, 1, 10**15, 2.0, "true", "NaN", "[2]", '"2"')), b"", b"{}\n", b"{" * 3000,
+        with_table(targets=0), with_table(targets=2**63 + 1), with_table(targets=1), with_table(targets=2**62),
+        with_table(mass=float("nan")), with_table(mass=-1.0), with_table(largest=2.0), with_table(mass=float("inf")),
+    ]  # fmt: skip
+    for each in hostile:
+        name = xxhash.xxh3_128_hexdigest(each)
+        own.path(name).write_bytes(each)
+        assert own.open(name) is None, each[:120]
+    assert own.open(xxhash.xxh3_128_hexdigest(with_table())) is not None
+
+
+def test_a_document_that_is_damaged_after_it_was_verified_ends_the_run_before_it_is_used(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    made = lessons(own, part)
+    content = own.path(part).read_bytes()
+    own.path(part).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    made.told(micro_batch(DOCUMENTS[0]))
+    with pytest.raises(DataError, match=f"{part}.topk has been damaged since the run started") as refused:
+        made.told(micro_batch(DOCUMENTS[1]))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(DataError, match="start the same command again"):
+        made.told(micro_batch(([40, 41], 1, 0)))
+    made.close()
+    own.path(part).unlink()
+    with pytest.raises(TransientError, match="cannot be read"):
+        made.told(micro_batch(DOCUMENTS[0]))
+
+
+@pytest.mark.parametrize("wrong", [64, -1])
+def test_tokens_that_do_not_exist_are_refused(tmp_path: Path, wrong: int) -> None:
+    """A digest is no signature: whoever has a file can make another one that has its own."""
+    own, batch = files(tmp_path), micro_batch(DOCUMENTS[0])
+    said = predictions(2)
+    said.ids[1, 2] = wrong
+    part = own.write(names_of(batch), [said.to_bytes(FORM)], [rest_of(said.rest)]).name
+    with pytest.raises(DataError, match="tokens that do not exist"):
+        lessons(own, part).told(batch)
+    said.ids[1, 2] = 0
+    said.rest[0] = np.nan
+    part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)]).name
+    with pytest.raises(DataError, match="or of no number"):
+        lessons(own, part).told(batch)
+
+
+def test_of_two_predictions_in_a_document_the_first_counts(tmp_path: Path) -> None:
+    own, batch = files(tmp_path), micro_batch(DOCUMENTS[0])
+    one, (wanted, _) = written(own, *DOCUMENTS)
+    other, _ = written(own, DOCUMENTS[0], ([3, 4], 1, 0), seed=9)
+    both = lessons(own, one, other, one)
+    taught = both.told(batch).targets.teacher
+    assert taught is not None and taught.rest.numpy().tobytes() == wanted.rest.tobytes()
+    assert len(both.parts) == 2 and both.known.has(names_of(micro_batch(([3, 4], 1, 0)))).all()
+    names = names_of(micro_batch(*DOCUMENTS))
+    digest = digest_of_window(both, names)
+    assert digest == digest_of_window(both, names[::-1]) == digest_of_window(lessons(own, one), names)
+    assert digest != digest_of_window(lessons(own, other, one), names)
+
+
+def test_a_window_says_which_parts_it_needs_and_what_is_not_kept(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, said = written(own, *DOCUMENTS)
+    rest = rest_of(said[0].rest) + rest_of(said[1].rest)
+    masses = np.exp(np.concatenate([each.rest for each in said]).astype(np.float64))
+    assert rest.targets == 5 and rest.mean == pytest.approx(masses.mean()) and rest.largest == masses.max()
+    window = WindowSaid(parts=(part,), documents=2, values="feed", rest={"train": rest})
+    own.write_window("f" * 32, 0, 3, window)
+    assert own.read_window("f" * 32, 0, 3) == window
+    assert own.read_window("f" * 32, 0, 4) is None and own.read_window("e" * 32, 0, 3) is None
+    path = own.directory / "windows" / ("f" * 32) / "e000-w00000003.json"
+    content = path.read_bytes()
+    path.with_name("e000-w00000004.json").write_bytes(content)
+    assert own.read_window("f" * 32, 0, 4) is None, "another window's, copied"
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert own.read_window("f" * 32, 0, 3) in (None, window), f"a bit of byte {place} differs"
+    for hostile in ({"parts": ["../../etc/passwd"]}, {"parts": 7}, {"rest": {"a": [1]}}, {"format": 2}, {"rest": None}):
+        text = json.dumps({**json.loads(json.loads(content)["said"]), **hostile})
+        path.write_text(json.dumps({"said": text, "digest": xxhash.xxh3_128_hexdigest(text.encode())}))
+        assert own.read_window("f" * 32, 0, 3) is None, hostile
+
+
+def test_what_a_pass_has_left_is_known_by_what_it_says(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    copied = own.directory.rename(tmp_path / "copied")
+    found = TeacherFiles.kept(copied)
+    assert found is not None and found == replace(own, directory=copied) and found.key == own.key
+    assert found.open(part) is not None
+    assert TeacherFiles.kept(tmp_path) is None and TeacherFiles.kept(Path("org/model")) is None
+    about = copied / "about.json"
+    said = json.loads(about.read_text())
+    for wrong in (
+        {"top_k": 0},
+        {"top_k": "3"},
+        {"dtype": "bf16"},
+        {"format": 2},
+        {"temperature": None},
+        {"teacher": 1},
+    ):
+        about.write_text(json.dumps({**said, **wrong}))
+        with pytest.raises(DataError, match="is not what this version writes there"):
+            TeacherFiles.kept(copied)
+    about.write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        TeacherFiles.kept(copied)
+    about.write_text('{"datasets": []}')
+    assert TeacherFiles.kept(copied) is None
+
+
+def test_clean_up_removes_what_nobody_has_used_and_eviction_does_not(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    every = [path for path in own.directory.rglob("*") if path.is_file()]
+    long_ago = every[0].stat().st_mtime - 30 * 86400
+    for each in every:
+        os.utime(each, (long_ago, long_ago))
+    assert remove(tmp_path, files=False) == []
+    assert own.open(part) is not None and remove(tmp_path, unused_for=86400) == [], "it was read just now"
+    os.utime(own.path(part), (long_ago, long_ago))
+    assert [each.path for each in remove(tmp_path, unused_for=86400)] == [own.directory] and not own.directory.exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "no").write_text("a file in the way")
+    with pytest.raises(DataError, match="lower teacher.top_k, or set data.cache.path") as refused:
+        written(files(tmp_path / "no"), *DOCUMENTS)
+    assert "\n" not in str(refused.value)
+
+
+def test_many_parts_are_read_with_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytune_fsdp.data.teacher._OPEN_FILES", 4)
+    own = files(tmp_path)
+    documents = [([3 + number, 4], 1, 0) for number in range(10)]
+    made = lessons(own, *(written(own, each)[0] for each in documents))
+    before = len(os.listdir("/proc/self/fd"))
+    for each in documents:
+        made.told(micro_batch(each))
+    assert len(os.listdir("/proc/self/fd")) - before == 4
+    made.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_steps_are_told_ahead_and_fail_where_they_fail(tmp_path: Path) -> None:
+    """What is wrong with a step's own rows is raised when training comes to it, as without a teacher."""
+    own = files(tmp_path)
+    made = lessons(own, written(own, *DOCUMENTS)[0])
+
+    def steps() -> Iterator[StepBatches]:
+        for number, document in enumerate((*DOCUMENTS, DOCUMENTS[0])):
+            yield StepBatches(step=number + 1, micro_batches=(micro_batch(document),), counts=torch.zeros(1))
+        raise RowError("row 4 is bad", "bad")
+
+    told = made.steps(steps())
+    first = next(told)
+    taught = first.micro_batches[0].targets.teacher
+    assert first.step == 1 and taught is not None and len(taught.ids) == 2
+    assert [step.step for step in islice(told, 2)] == [2, 3]
+    with pytest.raises(RowError, match="row 4"):
+        next(told)
+    path = own.path(made.parts[0].name)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    made.close()
+    assert next(made.steps(steps())).step == 1
+    with pytest.raises(DamagedError, match="start the same command again"):
+        list(made.steps(steps()))
+
+
+def test_what_killed_passes_have_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    left = [own.path(name).with_name(f"{name}.topk.12345678.tmp") for name in ("old", "new")]
+    for path in left:
+        path.write_bytes(b"half")
+    os.utime(left[0], (0, 0))
+    own.tidy()
+    assert [path.exists() for path in left] == [False, True] and own.open(part) is not None
