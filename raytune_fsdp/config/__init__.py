@@ -134,9 +134,8 @@ class FinetuneConfig(Section):
     @model_validator(mode="after")
     def _objective(self) -> Self:
         check_objective(
-            self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher, self.parallel,
-            self.tracking,
-        )  # fmt: skip
+            self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher, self.parallel
+        )
         return self
 
     @model_validator(mode="after")
