@@ -75,6 +75,8 @@ def scoring_config(home: Path, values: Mapping[str, Any], **sections: Mapping[st
 def described(home: Path, config: FinetuneConfig, directory: Path | None = None) -> Path:
     """The directory with config and tokenizer that a run of this config has."""
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(home / "tokenizer"))
+    assert config.model.head is not None
+    set_padding(config.model.head, tokenizer)
     hf_config = load_architecture(config.model, directory)
     describe_head(config, hf_config, build_network(hf_config, config), tokenizer)
     hf_config.save_pretrained(home / "files")
@@ -388,13 +390,15 @@ def test_what_scores_is_not_talked_with(tmp_path: Path) -> None:
         load_for_inference(tmp_path / "other" / "adapter", cpu)
 
 
-def test_a_pad_token_that_is_a_part_of_words_is_refused(tmp_path: Path) -> None:
-    """transformers splits words at it, once the exported tokenizer names it as a special token."""
-    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "words"))
-    set_padding(HeadConfig(type="score", pad_token="w2"), tokenizer)
-    assert tokenizer.pad_token_id == 2
-    with pytest.raises(ConfigError, match="model.head.pad_token='w5' is no special token.*'w0, w2'"):
-        set_padding(HeadConfig(type="score", pad_token="w5"), tokenizer)
+def test_a_pad_token_that_is_a_part_of_words_is_in_the_config_alone(tmp_path: Path) -> None:
+    """transformers would split words at it, if the exported tokenizer named it as a special token."""
+    head = {"type": "score", "labels": LABELS, "pad_token": "w5"}
+    files = described(tmp_path, scoring_config(tmp_path, values_of("llama"), model={"head": head}))
+    tokenizer = AutoTokenizer.from_pretrained(files)
+    assert tokenizer.pad_token_id is None and json.loads((files / "config.json").read_text())["pad_token_id"] == 5
+    assert tokenizer("w5 w55 w6").input_ids == [5, 55, 6]
+    tokenizer.pad_token_id = 5  # as the card says
+    assert tokenizer(["w55 w6", "w7"], padding=True).input_ids == [[55, 6], [7, 5]]
 
 
 def test_mlflow_is_told_the_class_and_the_task(tmp_path: Path) -> None:

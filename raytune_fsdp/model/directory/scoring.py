@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from raytune_fsdp.base.errors import ConfigError, ModelError
-from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.model import HeadConfig
 from raytune_fsdp.data.rows.scores.scoring import pad_token_of
@@ -45,17 +44,13 @@ def kind_for(model_type: str) -> type[PreTrainedModel] | None:
 
 
 def set_padding(head: HeadConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have a tokenizer pad with the token of a head, as whoever uses the model does."""
+    """Have a tokenizer pad with the token of a head, as whoever uses the model does, or with none.
+
+    A token that is not special would become so when transformers loads the exported tokenizer, which would then read
+    texts otherwise. Such a token is in the model's config alone, and who pads without naming it gets an error.
+    """
     pad = pad_token_of(head, tokenizer)
-    text = str(tokenizer.convert_ids_to_tokens(pad))
-    if pad not in tokenizer.added_tokens_decoder:
-        special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        raise ConfigError(
-            f"model.head.pad_token={shown(text)} is no special token: transformers would make it one when it loads the "
-            "exported tokenizer, and read texts otherwise; name a special token with which none of your rows ends "
-            f" ({shown(', '.join(special[:12]))})"
-        )
-    tokenizer.pad_token = text
+    tokenizer.pad_token = str(tokenizer.convert_ids_to_tokens(pad)) if pad in tokenizer.added_tokens_decoder else None
 
 
 def describe_head(
@@ -63,7 +58,7 @@ def describe_head(
 ) -> None:
     """Say in a run's config what transformers needs to load its network with a head that scores, if it has one.
 
-    Refuses a network for which transformers has no such class. The tokenizer pads with the token of the head.
+    Refuses a network for which transformers has no such class.
     """
     head = config.model.head
     if head is None:
@@ -80,7 +75,7 @@ def describe_head(
         part.id2label, part.label2id = dict(enumerate(labels)), {name: number for number, name in enumerate(labels)}
         classes = config.train.objective.type == "classification"
         part.problem_type = "single_label_classification" if classes else "regression"
-        part.pad_token_id = tokenizer.pad_token_id
+        part.pad_token_id = pad_token_of(head, tokenizer)
     hf_config.architectures = [kind.__name__]
 
 
