@@ -22,6 +22,7 @@ from raytune_fsdp.record.names import (
     REWARDS,
     higher_is_better,
     is_cross_entropy,
+    is_neutral,
     is_of_subject,
     perplexity,
 )
@@ -84,7 +85,7 @@ def _losses(run_dir: Path) -> Iterator[str]:
         finite = [step for step in steps if math.isfinite(series[step])]
         sign = -1.0 if higher_is_better(name) else 1.0
         best = min(finite, key=lambda step: sign * series[step], default=steps[-1])
-        yield text if best == steps[-1] else f"{text}, best {series[best]:.4f} at step {best}"
+        yield text if best == steps[-1] or is_neutral(name) else f"{text}, best {series[best]:.4f} at step {best}"
 
 
 def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
