@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from raytune_fsdp.model.network import build_network, choose_trained, init_buffe
 from raytune_fsdp.model.score_head import head_of, put_score_head
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.record.copies.mlflow_model import flavor_of
+from raytune_fsdp.record.report.card_scores import of_scores
 from raytune_fsdp.run.checks import check_trackers
 from raytune_fsdp.run.starting_weights import find_adapter, find_origin
 from raytune_fsdp.run.trials.export_proof import check_acts
@@ -409,3 +411,17 @@ def test_mlflow_is_told_the_class_and_the_task(tmp_path: Path) -> None:
     config, _ = begun(tmp_path, "llama", **method)
     with pytest.raises(ConfigError, match="mlflow.transformers loads no adapter with a head"):
         check_trackers(config)
+
+
+def test_a_card_names_classes_in_their_order_as_texts() -> None:
+    """Whatever they are called, and however the file sorts them."""
+    names = [f"c{number}" for number in range(12)]
+    names[2:7] = ["<b>x</b>", "a | b", "`tick`", "two\nlines", "\x1b[31mred"]
+    config = {"architectures": [CLASSES["llama"]], "pad_token_id": 7}
+    config["id2label"] = dict(sorted((str(number), name) for number, name in enumerate(names)))
+    lines = list(of_scores(config, {"config": {"train": {"objective": {"type": "classification"}}}}, adapter=False))
+    table = [line for line in lines if re.match(r"\| \d", line)]
+    assert [line.split(" | ")[0].strip("| ") for line in table] == [str(number) for number in range(12)]
+    assert all(re.fullmatch(r"\| \d+ \| `[^`|\n\x1b]*` \|", line) for line in table), table
+    assert table[1] == '| 1 | `"c1"` |' and table[11] == '| 11 | `"c11"` |'
+    assert "# (texts, 12)" in "\n".join(lines) and "padding token (number 7)" in "\n".join(lines)

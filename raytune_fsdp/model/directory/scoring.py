@@ -68,8 +68,8 @@ def describe_head(
         raise no_class_for(network)
     own = hf_config.id2label if scoring_class({"architectures": hf_config.architectures}) is not None else None
     labels = head.labels or [f"LABEL_{number}" for number in range(head.size)]
-    if not head.labels and own is not None and len(own) == head.size:  # those of the model that the run begins with
-        labels = [own[number] for number in range(head.size)]
+    if not head.labels and own is not None and {*own} == {*range(head.size)}:  # those of the model that it begins with
+        labels = [str(own[number]) for number in range(head.size)]
     for part in {id(each): each for each in (hf_config, hf_config.get_text_config())}.values():
         part.problem_type = None  # checked against the number of labels
         part.id2label, part.label2id = dict(enumerate(labels)), {name: number for number, name in enumerate(labels)}

@@ -78,8 +78,12 @@ def _adapter(outputs: int, pad: int) -> Iterator[str]:
 
 def _labels(hf_config: Mapping[str, Any]) -> list[str]:
     found = hf_config.get("id2label")
-    # transformers does not write the names that it gives to two classes.
-    return [str(each) for each in found.values()] if isinstance(found, Mapping) and found else ["LABEL_0", "LABEL_1"]
+    if (
+        not isinstance(found, Mapping) or not found
+    ):  # transformers does not write the names that it gives to two classes
+        return ["LABEL_0", "LABEL_1"]
+    # In the file 10 comes before 2.
+    return [str(found[key]) for key in sorted(found, key=lambda key: (len(str(key)), str(key)))]
 
 
 def _pad(hf_config: Mapping[str, Any]) -> int:
