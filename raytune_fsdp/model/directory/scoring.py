@@ -53,7 +53,7 @@ def set_padding(head: HeadConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ConfigError(
             f"model.head.pad_token={shown(text)} is no special token: transformers would make it one when it loads the "
             "exported tokenizer, and read texts otherwise; name a special token with which none of your rows ends "
-            f" ({shown(', '.join(special[:12]))})"
+            f"({shown(', '.join(special[:12]))})"
         )
     tokenizer.pad_token = text
 
