@@ -276,7 +276,7 @@ def test_padding_is_a_token_with_which_no_text_ends(special: str, named: dict[st
     tokenizer = tokenizer_of(special, **named)
     if chosen is None:
         with pytest.raises(
-            ConfigError, match=r"no special token with which no text ends.*set model\.head\.pad_token to"
+            ConfigError, match=r"no special token with which no text ends.*set model\.head\.pad_token to.*\('<e>'\)"
         ):
             pad_token_of(HeadConfig(type="score"), tokenizer)
     else:

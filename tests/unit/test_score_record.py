@@ -47,7 +47,7 @@ def test_the_page_draws_how_far_confidence_is_to_be_trusted(tmp_path: Path) -> N
     assert reliability(history) == {"a/b": [(0.62, 0.5), (0.97, 0.9)]}
     rows = {metric: best for metric, _, best, _ in evaluations(history)}
     assert not [metric for metric in rows if "/calibration/" in metric]
-    assert rows["eval/numbers/score"] == "" and rows["eval/a/b/f1"] == "0.7000 (step 1)"
+    assert rows["eval/numbers/score"] == "" and rows["eval/a/b/f1"] == "0.7000 (step 2)"
     assert [line for line in _losses(run.path) if "/score" in line] == ["eval/numbers/score 0.5000 -> 0.2000"]
     charts = {each["id"]: each for each in charts_of([history])["charts"]}
     assert [each["name"] for each in charts["classes"]["series"]] == ["eval a/b"] and "pairs" not in charts

@@ -120,8 +120,8 @@ def with_padding(ids: Int32Array, scoring: Scoring, where: str) -> tuple[Int32Ar
     if ids[-1] == scoring.pad_token:
         return RowError(
             f"{where}: its last token is {shorten(scoring.pad_text)!r}, which texts are padded with, and they are "
-            "scored at their last token that is not padding; set model.head.pad_token to a token with which no row "
-            "ends, or correct or remove the row",
+            "scored at their last token that is not padding; set model.head.pad_token to a special token with which no "
+            "row ends (a copy of the tokenizer may have one more: model.tokenizer), or correct or remove the row",
             "ends_with_padding",
         )
     ids = np.append(ids, np.int32(scoring.pad_token))
