@@ -370,7 +370,7 @@ def test_ids_beyond_the_tokenizer_and_what_would_be_infinite_are_refused_before_
     assert form.top_k == 64
     check_possible(config, form, rows=64)
     check_possible(config, replace(form, top_k=63), rows=72)
-    with pytest.raises(ConfigError, match=r"teacher.top_k=64 keeps .* has 72 rows: .* set teacher.top_k to 63 or less"):
+    with pytest.raises(ConfigError, match=r"teacher.top_k=64 keeps .* has 72 rows, .* set teacher.top_k to 63 or less"):
         check_possible(config, form, rows=72)
     own = replace(files(tmp_path), form=form, tokenizer=digest_of(tokenizer), directory=tmp_path / "said")
     written(own, *DOCUMENTS)
