@@ -34,8 +34,8 @@ def check_possible(config: FinetuneConfig, form: Form, *, rows: int) -> None:
     objective = config.train.objective
     if isinstance(objective, DistillObjective) and objective.reverse and form.top_k == form.vocabulary < rows:
         raise ConfigError(
-            f"teacher.top_k={form.top_k} keeps all tokens of the tokenizer, and the model has {rows} rows, some of tokens "
-            "that the teacher never says, so train.objective.reverse would be infinite; set teacher.top_k to "
+            f"teacher.top_k={form.top_k} keeps all tokens of the tokenizer, and the model has {rows} rows, some of "
+            "tokens that the teacher never says, so train.objective.reverse would be infinite; set teacher.top_k to "
             f"{form.vocabulary - 1} or less"
         )
 
