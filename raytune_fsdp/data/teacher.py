@@ -34,7 +34,7 @@ from raytune_fsdp.base.batch import MicroBatch, StepBatches, Taught
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, first_line
-from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, printable, read_json
+from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, parse_json, printable, read_json
 from raytune_fsdp.data.cache import ABANDONED_SECONDS, TEACHER, TEMPORARY
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
 
@@ -50,8 +50,12 @@ _ID = np.dtype("<i4")
 _PART = re.compile(r"[0-9a-f]{32}")
 _ABOUT, _SUFFIX = "about.json", ".topk"
 _HEAD_BYTES, _CHUNK = 4096, 8 * MIB
-PART_BYTES, _MOST_DOCUMENTS = 256 * MIB, 1 << 20
-"""A part is written when it has this many bytes or documents; files with more documents are none of ours."""
+_HEAD = re.compile(rb'\{"documents": (\d{1,7}), ')
+PART_BYTES, PART_DOCUMENTS, _MOST_DOCUMENTS = 256 * MIB, 1 << 18, 1 << 20
+"""A part is written when it has this many bytes or documents; files with more documents than the last are none
+of ours."""
+_CERTAIN = 1e-3
+"""No logarithm of a probability is larger, but for rounding."""
 _OPEN_FILES = 64
 
 Table = np.ndarray[Any, np.dtype[np.void]]
@@ -239,8 +243,9 @@ class TeacherFiles:
     def _opened(self, handle: int, part: str, path: Path) -> KeptPart | None:
         size = os.fstat(handle).st_size
         head, end, _ = os.pread(handle, _HEAD_BYTES, 0).partition(b"\n")
-        documents = json.loads(head).get("documents") if end and head.startswith(b"{") else None
-        if not isinstance(documents, int) or not 0 < documents <= _MOST_DOCUMENTS or head != self._head(documents):
+        counted = _HEAD.match(head) if end else None
+        documents = int(counted[1]) if counted else 0
+        if not 0 < documents <= _MOST_DOCUMENTS or head != self._head(documents):
             return None
         first = len(head) + 1
         data = _read(handle, documents * _ROW.itemsize, first)
@@ -259,21 +264,24 @@ class TeacherFiles:
         """Return what is known of a window of these; None if its file is missing, damaged or another's."""
         try:
             found = read_json(self._window(fingerprint, epoch, k), limit=16 * MIB)
-            said = json.loads(found["said"])
-            if found["digest"] != xxhash.xxh3_128_hexdigest(found["said"].encode()):
+            text = found["said"].encode()
+            said = parse_json(text, doubles=True)
+            if found["digest"] != xxhash.xxh3_128_hexdigest(text):
                 return None
             if [said[key] for key in ("format", "key", "place")] != [FORMAT, self.key, [fingerprint, epoch, k]]:
                 return None
             if not all(_PART.fullmatch(part) for part in said["parts"]):
                 return None
             rest = {
-                str(name): Rest(targets=int(each["targets"]), mass=float(each["mass"]), largest=float(each["largest"]))
+                printable(name): Rest(
+                    targets=int(each["targets"]), mass=float(each["mass"]), largest=float(each["largest"])
+                )
                 for name, each in said["rest"].items()
             }
             return WindowSaid(
                 parts=tuple(said["parts"]), documents=int(said["documents"]), values=str(said["values"]), rest=rest
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
 
     def write_window(self, fingerprint: str, epoch: int, k: int, window: WindowSaid) -> None:
@@ -394,10 +402,11 @@ class Lessons:
             **{key: np.concatenate([getattr(each, key) for each in (empty, *found)]) for key in Predictions.__slots__}
         )
         inside = not joined.ids.size or (joined.ids.min() >= 0 and joined.ids.max() < form.vocabulary)
-        if not inside or np.isnan(joined.log_probabilities).any() or np.isnan(joined.rest).any():
+        logs, rest = joined.log_probabilities, joined.rest  # the rest may have no probability; what is no number fails
+        if not inside or not (np.isfinite(logs) & (logs <= _CERTAIN)).all() or not (rest <= _CERTAIN).all():
             raise DataError(
-                f"{self.files.directory}: a document has predictions of tokens that do not exist, or of no number: no "
-                "teacher has made it; remove the directory"
+                f"{self.files.directory}: a document has predictions of tokens that do not exist, or that are no "
+                "probabilities: no teacher has made it; remove the directory"
             )
         return joined
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from raytune_fsdp.base.batch import StepBatches
-from raytune_fsdp.base.errors import DamagedError, DataError, RowError, TransientError
+from raytune_fsdp.base.errors import ConfigError, DamagedError, DataError, RowError, TransientError
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import names_of
@@ -30,6 +30,9 @@ from raytune_fsdp.data.teacher import (
     digest_of_window,
     rest_of,
 )
+from raytune_fsdp.model.directory.tokenizer import digest_of, tokenizer_in
+from raytune_fsdp.run.teacher.find import check_possible, find_teacher, form_of
+from tests.runs import make_config
 from tests.unit.test_reference import micro_batch
 
 FORM = Form(top_k=3, temperature=1.5, dtype="fp32", vocabulary=64)
@@ -157,6 +160,7 @@ def test_headers_that_lie_are_refused_though_the_name_is_their_digest(tmp_path: 
 
     hostile = [
         *(headed(each) for each in (0, -1, 3, 1, 10**15, 2.0, "true", "NaN", "[2]", '"2"')), b"", b"{}\n", b"{" * 3000,
+        b'{"documents": ' + b"[" * 4000 + b"\n",
         with_table(targets=0), with_table(targets=2**63 + 1), with_table(targets=1), with_table(targets=2**62),
         with_table(mass=float("nan")), with_table(mass=-1.0), with_table(largest=2.0), with_table(mass=float("inf")),
     ]  # fmt: skip
@@ -195,10 +199,15 @@ def test_tokens_that_do_not_exist_are_refused(tmp_path: Path, wrong: int) -> Non
     with pytest.raises(DataError, match="tokens that do not exist"):
         lessons(own, part).told(batch)
     said.ids[1, 2] = 0
-    said.rest[0] = np.nan
+    for values, what in ((said.rest, np.nan), (said.log_probabilities, np.inf), (said.log_probabilities, -np.inf)):
+        values.flat[0], before = what, values.flat[0]
+        part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)]).name
+        with pytest.raises(DataError, match="or that are no probabilities"):
+            lessons(own, part).told(batch)
+        values.flat[0] = before
+    said.rest[0] = -np.inf
     part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)]).name
-    with pytest.raises(DataError, match="or of no number"):
-        lessons(own, part).told(batch)
+    assert lessons(own, part).told(batch).targets.teacher is not None, "all tokens may be kept"
 
 
 def test_of_two_predictions_in_a_document_the_first_counts(tmp_path: Path) -> None:
@@ -233,9 +242,23 @@ def test_a_window_says_which_parts_it_needs_and_what_is_not_kept(tmp_path: Path)
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert own.read_window("f" * 32, 0, 3) in (None, window), f"a bit of byte {place} differs"
     for hostile in ({"parts": ["../../etc/passwd"]}, {"parts": 7}, {"rest": {"a": [1]}}, {"format": 2}, {"rest": None}):
-        text = json.dumps({**json.loads(json.loads(content)["said"]), **hostile})
-        path.write_text(json.dumps({"said": text, "digest": xxhash.xxh3_128_hexdigest(text.encode())}))
+        put(path, json.dumps({**json.loads(json.loads(content)["said"]), **hostile}))
         assert own.read_window("f" * 32, 0, 3) is None, hostile
+    text = json.loads(content)["said"]
+    for hostile_text in (
+        text.replace('"documents": 2', '"documents": 1e400'),
+        text.replace('"mass": ', f'"mass": {"9" * 400}, "mess": '),
+        f'{text[:-1]}, "deep": {"[" * 100_000}{"]" * 100_000}}}',
+    ):
+        assert hostile_text != text
+        put(path, hostile_text)
+        assert own.read_window("f" * 32, 0, 3) is None, hostile_text[:200]
+    put(path, text)
+    assert own.read_window("f" * 32, 0, 3) is not None
+
+
+def put(path: Path, text: str) -> None:
+    path.write_text(json.dumps({"said": text, "digest": xxhash.xxh3_128_hexdigest(text.encode())}))
 
 
 def test_what_a_pass_has_left_is_known_by_what_it_says(tmp_path: Path) -> None:
@@ -334,3 +357,25 @@ def test_what_killed_passes_have_left_is_removed_after_an_hour(tmp_path: Path) -
     os.utime(left[0], (0, 0))
     own.tidy()
     assert [path.exists() for path in left] == [False, True] and own.open(part) is not None
+
+
+def test_ids_beyond_the_tokenizer_and_what_would_be_infinite_are_refused_before_a_run(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, train={"max_steps": 1, "objective": {"type": "distill", "reverse": 0.5}},
+        teacher={"model": str(tmp_path / "said"), "top_k": 100},
+    )  # fmt: skip
+    teacher, tokenizer = config.teacher, tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False)
+    assert teacher is not None
+    form = form_of(config, teacher, 64)
+    assert form.top_k == 64
+    check_possible(config, form, rows=64)
+    check_possible(config, replace(form, top_k=63), rows=72)
+    with pytest.raises(ConfigError, match=r"teacher.top_k=64 keeps .* has 72 rows, .* set teacher.top_k to 63 or less"):
+        check_possible(config, form, rows=72)
+    own = replace(files(tmp_path), form=form, tokenizer=digest_of(tokenizer), directory=tmp_path / "said")
+    written(own, *DOCUMENTS)
+    assert find_teacher(config, teacher, tokenizer).kept == own
+    about = own.directory / "about.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "vocabulary": 128}))
+    with pytest.raises(ConfigError, match="made with another tokenizer than the run's"):
+        find_teacher(config, teacher, tokenizer)

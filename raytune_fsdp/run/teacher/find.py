@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.sections.objectives import DistillObjective
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.data.teacher import Form, TeacherFiles
 from raytune_fsdp.model.directory.tokenizer import digest_of, vocabulary_of
@@ -22,7 +23,21 @@ def learned_from(config: FinetuneConfig, prepared: RunInputs) -> RunInputs:
     """Return the inputs of a run with its teacher, if it learns from one."""
     if config.teacher is None:
         return prepared
-    return replace(prepared, teacher=find_teacher(config, config.teacher, prepared.tokenizer))
+    teacher = find_teacher(config, config.teacher, prepared.tokenizer)
+    check_possible(config, teacher.form, rows=prepared.hf_config.get_text_config().vocab_size)
+    return replace(prepared, teacher=teacher)
+
+
+def check_possible(config: FinetuneConfig, form: Form, *, rows: int) -> None:
+    """Refuse a divergence that is infinite: of what the student may say and its teacher never does. `rows`: of the
+    student's output embedding, which may have more than its tokenizer has tokens."""
+    objective = config.train.objective
+    if isinstance(objective, DistillObjective) and objective.reverse and form.top_k == form.vocabulary < rows:
+        raise ConfigError(
+            f"teacher.top_k={form.top_k} keeps all tokens of the tokenizer, and the model has {rows} rows, some of "
+            "tokens that the teacher never says, so train.objective.reverse would be infinite; set teacher.top_k to "
+            f"{form.vocabulary - 1} or less"
+        )
 
 
 def find_teacher(config: FinetuneConfig, wanted: TeacherConfig, tokenizer: PreTrainedTokenizerBase) -> TeacherModel:
@@ -33,7 +48,7 @@ def find_teacher(config: FinetuneConfig, wanted: TeacherConfig, tokenizer: PreTr
     if kept is None:
         model = other_model(config, "teacher.model", wanted.model, tokenizer)
         return TeacherModel(model=model, kept=None, form=form, tokenizer=tokens)
-    if kept.tokenizer != tokens:
+    if (kept.tokenizer, kept.form.vocabulary) != (tokens, form.vocabulary):
         raise ConfigError(
             f"teacher.model={wanted.model} has predictions of {kept.model}, made with another tokenizer than the "
             "run's: its ids are other tokens; name a model with the run's tokenizer"

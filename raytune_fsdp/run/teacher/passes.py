@@ -28,6 +28,7 @@ from raytune_fsdp.data.reference import NAME, Names, names_of
 from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.teacher import (
     PART_BYTES,
+    PART_DOCUMENTS,
     ROW_BYTES,
     KeptPart,
     Lessons,
@@ -349,7 +350,7 @@ class _Keeper:
             self._names.append(names[document])
             self._said.append(said.to_bytes(self.files.form))
             self._rest.append(rest_of(said.rest))
-        if sum(map(len, self._said)) >= PART_BYTES:
+        if sum(map(len, self._said)) >= PART_BYTES or len(self._said) >= PART_DOCUMENTS:
             self._write()
 
     def finish(self) -> list[KeptPart]:
