@@ -96,8 +96,8 @@ def _class(row: dict[str, Any], column: str, scoring: Scoring, where: str) -> fl
     if number not in meant and (meant or numbers):
         other = f", and the name of that with the number {meant[0]}" if meant else ", and names are numbers, too"
         raise RowError(
-            f"{where}: {column}={shorten(repr(value))} is the number of the class {labels[number]!r}{other}: write names "
-            "as texts, as model.head.labels has them, or leave that out",
+            f"{where}: {column}={shorten(repr(value))} is the number of the class {labels[number]!r}{other}: write "
+            "names as texts, as model.head.labels has them, or leave that out",
             "wrong_class",
         )
     return float(number)
