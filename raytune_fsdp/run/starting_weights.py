@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.directory.files import WeightFiles, known_weights, locate
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.directory.named_class import find_named
+from raytune_fsdp.model.directory.scoring import other_classes
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, build_network
@@ -217,10 +217,8 @@ def find_origin(
 def _check_classes(config: FinetuneConfig, network: PreTrainedModel) -> None:
     """Refuse to go on with a stored head whose classes have other names, or another order."""
     head = config.model.head
-    if head is None or not head.labels:
-        return
-    stored = [str(name) for _, name in sorted((network.config.id2label or {}).items())]
-    if stored != head.labels and not all(re.fullmatch(r"LABEL_\d+", name) for name in stored):
+    stored = None if head is None else other_classes(network.config, head)
+    if head is not None and stored is not None:
         raise ModelError(
             f"model.head.labels={shown(head.labels)}: the classes in {config.model.path} are {shown(stored)}: "
             "write them as they are stored, or begin with a model without such a head"

@@ -217,6 +217,9 @@ def test_a_number_that_is_also_another_class_name_is_not_guessed() -> None:
         wrong
     )
     assert isinstance(right, Document) and right.columns[2] == 0.0
+    for said in ("1.0", 1.0, "0", 0):  # as pandas writes it; a star less than there are
+        (other,) = documents([{"t": "a", "l": said}], stars, text="t", label="l")
+        assert isinstance(other, RowError) and "is the number of the class" in str(other), said
     assert isinstance(beyond, RowError) and "l=5 is none of the classes" in str(beyond)
     (bool_,) = documents([{"t": "a", "l": True}], scoring("true", "false"), text="t", label="l")
     assert isinstance(bool_, RowError) and "the number of the class 'false'" in str(bool_)

@@ -23,6 +23,7 @@ from raytune_fsdp.checkpoint.model_files import describe_for_inference, load_for
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import Method
 from raytune_fsdp.config.sections.model import HeadConfig, ModelConfig
+from raytune_fsdp.launch.examine import StoredModel
 from raytune_fsdp.model.adapters.attach import adapter_tensors
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.adapters.merge import MergedWeights
@@ -401,6 +402,27 @@ def test_a_pad_token_that_is_a_part_of_words_is_in_the_config_alone(tmp_path: Pa
     assert tokenizer("w5 w55 w6").input_ids == [5, 55, 6]
     tokenizer.pad_token_id = 5  # as the card says
     assert tokenizer(["w55 w6", "w7"], padding=True).input_ids == [[55, 6], [7, 5]]
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ({"labels": LABELS[::-1]}, r"the classes of .* are \['poor', 'fair', 'good'\].*set --model.head.labels to"),
+        ({"labels": LABELS[:2]}, r"has a head of 3 output\(s\), and what is measured here is of 2: name a model with"),
+        ({"labels": LABELS}, None),
+        ({"outputs": 3}, None),
+    ],
+)
+def test_what_scores_is_measured_on_rows_of_its_own_classes(
+    tmp_path: Path, head: Mapping[str, Any], said: str | None
+) -> None:
+    base, _ = scoring_base(tmp_path)
+    config = scoring_config(tmp_path, values_of("llama"), model={"head": {"type": "score", **head}})
+    if said is None:
+        assert StoredModel(path=base).described(config)[0].num_labels == 3
+        return
+    with pytest.raises(ModelError, match=said):
+        StoredModel(path=base).described(config)
 
 
 def test_mlflow_is_told_the_class_and_the_task(tmp_path: Path) -> None:

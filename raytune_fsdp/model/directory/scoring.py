@@ -6,6 +6,7 @@ That class, `...ForSequenceClassification`, has the decoder of the run's network
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,6 +94,27 @@ def check_head(hf_config: PretrainedConfig, head: HeadConfig | None, path: str) 
         raise ModelError(
             f"model.head.outputs={head.size}, and the head of model.path={path} (a {kind}) has {hf_config.num_labels}: "
             f"set model.head.outputs={hf_config.num_labels}, or begin with the model that it was made of"
+        )
+
+
+def other_classes(hf_config: PretrainedConfig, head: HeadConfig) -> list[str] | None:
+    """Return the names of a stored head's classes, in order, if a config gives them other ones, or another order."""
+    stored = [str(name) for _, name in sorted((hf_config.id2label or {}).items())]
+    named = head.labels and not all(re.fullmatch(r"LABEL_\d+", name) for name in stored)
+    return stored if named and stored != head.labels else None
+
+
+def check_measured(hf_config: PretrainedConfig, head: HeadConfig, path: str) -> None:
+    """Refuse to measure a stored model on rows of other classes than its head has."""
+    if head.size != hf_config.num_labels:
+        raise ModelError(
+            f"{path} has a head of {hf_config.num_labels} output(s), and what is measured here is of {head.size}: name "
+            "a model with such a head, or with --config a config for this one"
+        )
+    if (stored := other_classes(hf_config, head)) is not None:
+        raise ModelError(
+            f"the classes of {path} are {shown(stored)}, and those measured here are {shown(head.labels)}: set "
+            "--model.head.labels to the names that are stored, in their order"
         )
 
 

@@ -92,10 +92,12 @@ def _class(row: dict[str, Any], column: str, scoring: Scoring, where: str) -> fl
         )
     said = {str(value).casefold(), str(number)}
     meant = [index for index, label in enumerate(labels) if label.casefold() in said]
-    if meant and number not in meant and not isinstance(value, str):
+    numbers = bool(labels) and all(map(_DIGITS.fullmatch, labels))
+    if number not in meant and (meant or numbers):
+        other = f", and the name of that with the number {meant[0]}" if meant else ", and names are numbers, too"
         raise RowError(
-            f"{where}: {column}={value} is the number of the class {labels[number]!r}, and the name of that with the "
-            f"number {meant[0]}: write names as texts, or leave model.head.labels out",
+            f"{where}: {column}={shorten(repr(value))} is the number of the class {labels[number]!r}{other}: write "
+            "names as texts, as model.head.labels has them, or leave that out",
             "wrong_class",
         )
     return float(number)
