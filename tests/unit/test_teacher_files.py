@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from raytune_fsdp.base.batch import StepBatches
-from raytune_fsdp.base.errors import ConfigError, DamagedError, DataError, RowError, TransientError
+from raytune_fsdp.base.errors import ConfigError, DamagedError, DataError, ModelError, RowError, TransientError
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import names_of
@@ -379,3 +379,13 @@ def test_ids_beyond_the_tokenizer_and_what_would_be_infinite_are_refused_before_
     about.write_text(json.dumps({**json.loads(about.read_text()), "vocabulary": 128}))
     with pytest.raises(ConfigError, match="made with another tokenizer than the run's"):
         find_teacher(config, teacher, tokenizer)
+
+
+def test_a_teacher_that_is_not_there_is_called_what_the_config_calls_it(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, model={"path": "org/own", "init": "pretrained", "architecture": None}, teacher={"model": "./gone"},
+        train={"max_steps": 1, "objective": {"type": "distill"}},
+    )  # fmt: skip
+    assert config.teacher is not None
+    with pytest.raises(ModelError, match=r"^teacher.model=./gone: there is no such directory"):
+        find_teacher(config, config.teacher, tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False))
