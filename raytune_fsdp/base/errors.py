@@ -46,7 +46,7 @@ class DataError(UserError):
 
 
 class DamagedError(DataError):
-    """A file that was whole when the run started is not any more. No row is to blame."""
+    """What was whole when the run started is not any more, or never was what it says. No row is to blame."""
 
 
 class RowError(DataError):

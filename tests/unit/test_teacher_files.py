@@ -196,13 +196,13 @@ def test_tokens_that_do_not_exist_are_refused(tmp_path: Path, wrong: int) -> Non
     said = predictions(2)
     said.ids[1, 2] = wrong
     part = own.write(names_of(batch), [said.to_bytes(FORM)], [rest_of(said.rest)]).name
-    with pytest.raises(DataError, match="tokens that do not exist"):
+    with pytest.raises(DamagedError, match="tokens that do not exist"):
         lessons(own, part).told(batch)
     said.ids[1, 2] = 0
     for values, what in ((said.rest, np.nan), (said.log_probabilities, np.inf), (said.log_probabilities, -np.inf)):
         values.flat[0], before = what, values.flat[0]
         part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)]).name
-        with pytest.raises(DataError, match="or that are no probabilities"):
+        with pytest.raises(DamagedError, match="or that are no probabilities"):
             lessons(own, part).told(batch)
         values.flat[0] = before
     said.rest[0] = -np.inf
@@ -298,6 +298,11 @@ def test_clean_up_removes_what_nobody_has_used_and_eviction_does_not(tmp_path: P
         os.utime(each, (long_ago, long_ago))
     assert remove(tmp_path, files=False) == []
     assert own.open(part) is not None and remove(tmp_path, unused_for=86400) == [], "it was read just now"
+    os.utime(own.path(part), (long_ago, long_ago))
+    reads = lessons(own, part)
+    os.utime(own.path(part), (long_ago, long_ago))  # a run that has begun long ago
+    reads.told(micro_batch(DOCUMENTS[0]))
+    assert remove(tmp_path, unused_for=86400) == [], "a run reads it"
     os.utime(own.path(part), (long_ago, long_ago))
     assert [each.path for each in remove(tmp_path, unused_for=86400)] == [own.directory] and not own.directory.exists()
 
