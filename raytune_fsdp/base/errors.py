@@ -4,6 +4,7 @@
     ├── UserError           exit code 2: the request cannot be met; nothing was started, only caches were written
     │   ├── ConfigError     a field, a flag or a combination of them
     │   ├── DataError       a dataset, a row, a tokenizer
+    │   │   ├── DamagedError  a file that was whole when the run started
     │   │   └── RowError    one row that cannot be used; data.bad_rows=skip leaves it out
     │   ├── ModelError      a model path, a checkpoint of weights, an architecture
     │   └── ResumeError     a run directory or checkpoint that cannot be continued as asked
@@ -45,7 +46,7 @@ class DataError(UserError):
 
 
 class DamagedError(DataError):
-    """A file that was whole when the run started is not any more. No row is to blame."""
+    """What was whole when the run started is not any more, or never was what it says. No row is to blame."""
 
 
 class RowError(DataError):

@@ -25,7 +25,7 @@ import xxhash
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, StepBatches
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.errors import DamagedError, DataError
 from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.identity import REFERENCE_OF
@@ -91,9 +91,9 @@ class Known:
         return self.names[np.minimum(places, len(self.names) - 1)] == names  # isin would sort all, for each micro-batch
 
     def find(self, names: Names) -> Values:
-        """Return the values of documents. Raise DataError if one is not known."""
+        """Return the values of documents. Raise DamagedError if one is not known."""
         if not self.has(names).all():
-            raise DataError(
+            raise DamagedError(
                 "the reference has no log-probability for a document of this run, which it was not asked about when "
                 "the run started: the prepared data was changed meanwhile; start the same command again"
             )

@@ -57,6 +57,8 @@ of ours."""
 _CERTAIN = 1e-3
 """No logarithm of a probability is larger, but for rounding."""
 _OPEN_FILES = 64
+_USED_SECONDS = 3600.0
+"""So often a run that reads files says that they are used, for `data clean`."""
 
 Table = np.ndarray[Any, np.dtype[np.void]]
 
@@ -365,6 +367,7 @@ class Lessons:
     _first: list[int] = field(default_factory=lambda: [0])
     """The number of each part's first document, and how many all parts have."""
     _handles: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _used: float = -math.inf
 
     def add(self, parts: Iterable[KeptPart]) -> None:
         """Add what is in these parts; one that is known already adds nothing."""
@@ -385,9 +388,9 @@ class Lessons:
         return self.parts[at], number - self._first[at]
 
     def places(self, names: Names) -> list[tuple[KeptPart, int]]:
-        """Return the part and the row in it of each of these documents. Raise DataError if one is not known."""
+        """Return the part and the row in it of each of these documents. Raise DamagedError if one is not known."""
         if not self.known.has(names).all():
-            raise DataError(
+            raise DamagedError(
                 f"{self.files.directory} has no predictions in a document of this run, which nobody asked for when the "
                 "run started: the prepared data was changed meanwhile; start the same command again"
             )
@@ -404,7 +407,7 @@ class Lessons:
         inside = not joined.ids.size or (joined.ids.min() >= 0 and joined.ids.max() < form.vocabulary)
         logs, rest = joined.log_probabilities, joined.rest  # the rest may have no probability; what is no number fails
         if not inside or not (np.isfinite(logs) & (logs <= _CERTAIN)).all() or not (rest <= _CERTAIN).all():
-            raise DataError(
+            raise DamagedError(
                 f"{self.files.directory}: a document has predictions of tokens that do not exist, or that are no "
                 "probabilities: no teacher has made it; remove the directory"
             )
@@ -426,6 +429,10 @@ class Lessons:
         return data
 
     def _handle(self, path: Path, name: str) -> int:
+        if (now := time.monotonic()) - self._used > _USED_SECONDS:
+            self._used = now
+            with suppress(OSError):
+                os.utime(path)
         if name in self._handles:
             self._handles.move_to_end(name)
         else:
@@ -444,7 +451,7 @@ class Lessons:
         """Return a whole micro-batch whose targets have what the teacher predicts in their place. It is on the host."""
         found = self.read(names_of(batch, grouped=False))
         if len(found.rest) != len(batch.targets.ids):
-            raise DataError(
+            raise DamagedError(
                 f"{self.files.directory}: a document has predictions for other tokens than its own: no teacher has "
                 "made them; remove the directory"
             )

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from raytune_fsdp.base.batch import StepBatches
-from raytune_fsdp.base.errors import ConfigError, DamagedError, DataError, RowError, TransientError
+from raytune_fsdp.base.errors import ConfigError, DamagedError, DataError, ModelError, RowError, TransientError
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import names_of
@@ -196,13 +196,13 @@ def test_tokens_that_do_not_exist_are_refused(tmp_path: Path, wrong: int) -> Non
     said = predictions(2)
     said.ids[1, 2] = wrong
     part = own.write(names_of(batch), [said.to_bytes(FORM)], [rest_of(said.rest)]).name
-    with pytest.raises(DataError, match="tokens that do not exist"):
+    with pytest.raises(DamagedError, match="tokens that do not exist"):
         lessons(own, part).told(batch)
     said.ids[1, 2] = 0
     for values, what in ((said.rest, np.nan), (said.log_probabilities, np.inf), (said.log_probabilities, -np.inf)):
         values.flat[0], before = what, values.flat[0]
         part = own.write(names_of(batch), [said.to_bytes(FORM)], [Rest(targets=2)]).name
-        with pytest.raises(DataError, match="or that are no probabilities"):
+        with pytest.raises(DamagedError, match="or that are no probabilities"):
             lessons(own, part).told(batch)
         values.flat[0] = before
     said.rest[0] = -np.inf
@@ -299,6 +299,11 @@ def test_clean_up_removes_what_nobody_has_used_and_eviction_does_not(tmp_path: P
     assert remove(tmp_path, files=False) == []
     assert own.open(part) is not None and remove(tmp_path, unused_for=86400) == [], "it was read just now"
     os.utime(own.path(part), (long_ago, long_ago))
+    reads = lessons(own, part)
+    os.utime(own.path(part), (long_ago, long_ago))  # a run that has begun long ago
+    reads.told(micro_batch(DOCUMENTS[0]))
+    assert remove(tmp_path, unused_for=86400) == [], "a run reads it"
+    os.utime(own.path(part), (long_ago, long_ago))
     assert [each.path for each in remove(tmp_path, unused_for=86400)] == [own.directory] and not own.directory.exists()
 
 
@@ -379,3 +384,13 @@ def test_ids_beyond_the_tokenizer_and_what_would_be_infinite_are_refused_before_
     about.write_text(json.dumps({**json.loads(about.read_text()), "vocabulary": 128}))
     with pytest.raises(ConfigError, match="made with another tokenizer than the run's"):
         find_teacher(config, teacher, tokenizer)
+
+
+def test_a_teacher_that_is_not_there_is_called_what_the_config_calls_it(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, model={"path": "org/own", "init": "pretrained", "architecture": None}, teacher={"model": "./gone"},
+        train={"max_steps": 1, "objective": {"type": "distill"}},
+    )  # fmt: skip
+    assert config.teacher is not None
+    with pytest.raises(ModelError, match=r"^teacher.model=./gone: there is no such directory"):
+        find_teacher(config, config.teacher, tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False))

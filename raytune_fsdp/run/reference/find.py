@@ -4,7 +4,8 @@ the adapter that the run begins with."""
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,20 +93,31 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         }
     )  # fmt: skip
     other = config.model_copy(update={"model": model, "method": FullMethod()})
-    directory = model_directory(other)
-    assert directory is not None, "it has a path"
-    check_same_tokenizer(field, wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
-    hf_config = load_architecture(model, directory)
-    fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=False)
-    if config.data.seq_len > (positions := positions_of(hf_config)):
-        raise ConfigError(
-            f"{field}={wanted} knows {positions} positions, and data.seq_len is {config.data.seq_len}: lower "
-            "seq_len, or name another model"
-        )
-    network = build_network(copy.deepcopy(hf_config), other)
-    needs = network_needs(other, hf_config, network)
-    check_packed(other, network, needs)
-    return ReferenceModel(config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}))
+    with _said_of(field, wanted):
+        directory = model_directory(other)
+        assert directory is not None, "it has a path"
+        check_same_tokenizer(field, wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
+        hf_config = load_architecture(model, directory)
+        fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=False)
+        if config.data.seq_len > (positions := positions_of(hf_config)):
+            raise ConfigError(
+                f"{field}={wanted} knows {positions} positions, and data.seq_len is {config.data.seq_len}: lower "
+                "seq_len, or name another model"
+            )
+        network = build_network(copy.deepcopy(hf_config), other)
+        needs = network_needs(other, hf_config, network)
+        check_packed(other, network, needs)
+        return ReferenceModel(config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}))
+
+
+@contextmanager
+def _said_of(field: str, wanted: str) -> Iterator[None]:
+    """Say of a field what is found wrong with its model, which is read as the model of a run is."""
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        said = (str(each).replace(f"model.path={wanted}", f"{field}={wanted}") for each in error.args)
+        raise type(error)(*said) from error
 
 
 def check_same_tokenizer(
