@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from raytune_fsdp.base.errors import ConfigError, ModelError
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.model import HeadConfig
 from raytune_fsdp.data.rows.scores.scoring import pad_token_of
