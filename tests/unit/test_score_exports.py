@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError
@@ -423,6 +424,18 @@ def test_what_scores_is_measured_on_rows_of_its_own_classes(
         return
     with pytest.raises(ModelError, match=said):
         StoredModel(path=base).described(config)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_text_ends_once_by_the_card_as_in_training(tmp_path: Path, adds: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "words"))
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A w2", special_tokens=[("w2", 2)])
+    recipe = {"config": {"data": {"train": [{"format": {"type": "preference", "style": "plain"}}]}}}
+    lines = [each for each in of_scores({}, recipe, adapter=False) if each.startswith(("end_token = ", "texts = "))]
+    scope: dict[str, Any] = {"tokenizer": tokenizer, "prompt": "w30 ", "answer": "w31 "}
+    exec("\n".join(lines), scope)
+    assert tokenizer(scope["texts"]).input_ids == [[30, 31, 2]]
 
 
 def test_mlflow_is_told_the_class_and_the_task(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ _MEANING = {
     "text being of that class.",
 }
 _MOST_LABELS, _LONGEST = 100, 80
+_END = "end_token"
 
 
 def scores(hf_config: Mapping[str, Any]) -> bool:
@@ -45,6 +46,8 @@ def of_scores(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], *, adapte
     )
     yield from _adapter(len(labels), pad) if adapter else _whole(pad)
     texts, how = next(map(_texts, _formats(recipe)), _texts({}))
+    if _END in texts:  # once, also if the tokenizer adds it
+        yield f'{_END} = "" if tokenizer("a").input_ids[-1] == tokenizer.eos_token_id else tokenizer.eos_token'
     yield from (
         f"texts = {texts}",
         f'how = dict({how}padding=True, padding_side="right", return_token_type_ids=False, return_tensors="pt")',
@@ -105,7 +108,7 @@ def _texts(format: Mapping[str, Any]) -> tuple[str, str]:
     pairs = format.get("type") == "preference"
     if format.get("style", "chat") == "chat" if pairs else format.get("messages"):
         return "tokenizer.apply_chat_template(conversations, tokenize=False)", "add_special_tokens=False, "
-    return ("[prompt + answer + tokenizer.eos_token]" if pairs else '["one text", "another"]'), ""
+    return (f"[prompt + answer + {_END}]" if pairs else '["one text", "another"]'), ""
 
 
 def _shown(label: str) -> str:
