@@ -31,6 +31,7 @@ from raytune_fsdp.data.teacher import (
     rest_of,
 )
 from raytune_fsdp.model.directory.tokenizer import digest_of, tokenizer_in
+from raytune_fsdp.plan.run_dir import cache_of
 from raytune_fsdp.run.teacher.find import check_possible, find_teacher, form_of
 from tests.runs import make_config
 from tests.unit.test_reference import micro_batch
@@ -392,5 +393,13 @@ def test_a_teacher_that_is_not_there_is_called_what_the_config_calls_it(tmp_path
         train={"max_steps": 1, "objective": {"type": "distill"}},
     )  # fmt: skip
     assert config.teacher is not None
-    with pytest.raises(ModelError, match=r"^teacher.model=./gone: there is no such directory"):
-        find_teacher(config, config.teacher, tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False))
+    tokenizer = tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False)
+    with pytest.raises(ModelError, match=r"^teacher.model=./gone: there is no such directory; give [^;]*$"):
+        find_teacher(config, config.teacher, tokenizer)
+    own = TeacherFiles.within(
+        cache_of(config), of="1-2", form=form_of(config, config.teacher, 64), tokenizer=digest_of(tokenizer),
+        model="./gone",
+    )  # fmt: skip
+    written(own, *DOCUMENTS)
+    with pytest.raises(ModelError, match=rf"; what it has predicted is in {own.directory}, which may be teacher.model"):
+        find_teacher(config, config.teacher, tokenizer)
