@@ -365,6 +365,19 @@ def test_what_killed_passes_have_left_is_removed_after_an_hour(tmp_path: Path) -
     assert [path.exists() for path in left] == [False, True] and own.open(part) is not None
 
 
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}"])
+def test_what_a_crash_has_done_to_whose_files_they_are_is_said_again(tmp_path: Path, content: bytes | None) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    about = own.directory / "about.json"
+    before = about.read_bytes()
+    about.unlink() if content is None else about.write_bytes(content)
+    own.tidy()
+    assert about.read_bytes() == before and TeacherFiles.kept(own.directory) == own
+    replace(own, directory=tmp_path / "none").tidy()
+    assert not (tmp_path / "none").exists()
+
+
 def test_ids_beyond_the_tokenizer_and_what_would_be_infinite_are_refused_before_a_run(tmp_path: Path) -> None:
     config = make_config(
         tmp_path, train={"max_steps": 1, "objective": {"type": "distill", "reverse": 0.5}},
