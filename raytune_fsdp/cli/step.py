@@ -83,7 +83,7 @@ def _step(parser: ConfigParser, arguments: list[str]) -> int:
         if config.model.head is not None:
             raise ConfigError(
                 "--loss: the model of this run scores documents (model.head) and predicts no token, so a checkpoint of "
-                "it gives them no cross-entropy: leave --loss out, or record their losses (tracking.documents)"
+                "it gives them no cross-entropy: leave --loss out"
             )
         checkpoint = checkpoint_before(place, found.step)
         if checkpoint is None:

@@ -5,6 +5,7 @@
     every.py       how often something is done
     objective.py   whether an objective suits the rest
     tensor.py      whether the rest suits layers that ranks share
+    exact.py       whether the rest suits runs with the same bits everywhere
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -24,6 +25,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from raytune_fsdp.config.exact import check_exact
 from raytune_fsdp.config.objective import check_objective
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
@@ -121,29 +123,7 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _exact(self) -> Self:
-        if not self.run.exact:
-            if self.run.threads is not None:
-                raise ValueError(
-                    f"run.threads={self.run.threads} without run.exact: only exact runs keep their threads; set "
-                    "run.exact=true, or set OMP_NUM_THREADS instead"
-                )
-            return self
-        parallel, mesh = self.parallel, self.parallel.mesh
-        for field, value, right in (
-            ("parallel.strategy", parallel.strategy, ("full_shard", "shard_grad_op")),
-            ("parallel.mesh.replicate", mesh.replicate, (None, 1)),
-            ("parallel.mesh.sequence", mesh.sequence, (1,)),
-            ("parallel.mesh.tensor", mesh.tensor, (1,)),
-            ("parallel.precision", parallel.precision, ("fp64", "fp32", "bf16", "fp16")),
-            ("parallel.reduce_dtype", parallel.reduce_dtype, ("auto", "fp32")),
-            ("parallel.defer_gradient_sync", parallel.defer_gradient_sync, (False,)),
-        ):
-            if value not in right:
-                known = " or ".join(str(each).lower() for each in right if each is not None)
-                raise ValueError(
-                    f"{field}={str(value).lower()} with run.exact=true: the order of its sums depends on the number of "
-                    f"ranks: set it to {known}, or set run.exact=false"
-                )
+        check_exact(self.run, self.parallel)
         return self
 
     @model_validator(mode="after")
@@ -154,9 +134,8 @@ class FinetuneConfig(Section):
     @model_validator(mode="after")
     def _objective(self) -> Self:
         check_objective(
-            self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher, self.parallel,
-            self.tracking,
-        )  # fmt: skip
+            self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher, self.parallel
+        )
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ from raytune_fsdp.config.sections.objectives import ClassificationObjective, Obj
 from raytune_fsdp.config.sections.parallel import ParallelConfig
 from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
-from raytune_fsdp.config.sections.tracking import TrackingConfig
 
 _WAYS = {
     "preference": "set train.objective.type to dpo, ipo, simpo, cpo, orpo or reward",
@@ -27,7 +26,6 @@ def check_objective(
     model: ModelConfig,
     teacher: TeacherConfig | None,
     parallel: ParallelConfig,
-    tracking: TrackingConfig,
 ) -> None:
     """Refuse rows that the objective is not of, what would part the answers of a row, a reference or a teacher for
     nothing, and a head that it has no use for."""
@@ -35,7 +33,7 @@ def check_objective(
     _check_head(objective, model)
     if objective.scores:
         _check_scored(objective, data, evaluation)
-        _check_without_tokens(data, parallel, tracking)
+        _check_without_tokens(data, parallel)
     if objective.learns and teacher is None:
         raise ValueError("train.objective.type=distill needs teacher.model: name the model to learn from")
     if teacher is not None and not objective.learns:
@@ -141,17 +139,12 @@ def _check_scored(objective: ObjectiveChoice, data: DataConfig, evaluation: Eval
             )
 
 
-def _check_without_tokens(data: DataConfig, parallel: ParallelConfig, tracking: TrackingConfig) -> None:
+def _check_without_tokens(data: DataConfig, parallel: ParallelConfig) -> None:
     """Refuse what a head that predicts no tokens cannot do."""
     if parallel.mesh.tensor > 1:
         raise ValueError(
             f"parallel.mesh.tensor={parallel.mesh.tensor} with model.head: ranks that share layers share the rows of a head "
             "that predicts tokens, and this one has hardly any: set parallel.mesh.tensor=1"
-        )
-    if tracking.documents:
-        raise ValueError(
-            "tracking.documents=true with model.head: it records how well the tokens of documents are predicted, and this "
-            "model predicts none: leave it out"
         )
     for number, measured in enumerate([] if isinstance(data.eval, HeldOutConfig) else data.eval):
         if groups_of(measured.format) is None:

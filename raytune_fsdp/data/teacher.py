@@ -383,14 +383,14 @@ class Lessons:
     def add(self, parts: Iterable[KeptPart]) -> None:
         """Add what is in these parts; one that is known already adds nothing."""
         have = {part.name for part in self.parts}
-        for part in parts:
-            if part.name in have:
-                continue
-            have.add(part.name)
+        more = [part for name, part in {part.name: part for part in parts}.items() if name not in have]
+        if not more:
+            return
+        names, rows = np.unique(np.concatenate([part.table["name"] for part in more]), return_index=True)
+        new = ~self.known.has(names)
+        self.known = self.known.with_new(names[new], rows[new] + self._first[-1])
+        for part in more:
             self.parts.append(part)
-            names, rows = np.unique(part.table["name"], return_index=True)
-            new = ~self.known.has(names)
-            self.known = self.known.with_new(names[new], rows[new] + self._first[-1])
             self._first.append(self._first[-1] + len(part.table))
 
     def place(self, number: int) -> tuple[KeptPart, int]:

@@ -26,6 +26,7 @@ from raytune_fsdp.launch.signals import listening
 from raytune_fsdp.launch.torchrun import ranks_here
 from raytune_fsdp.launch.worker import alone, choose_device, join
 from raytune_fsdp.model.attention.choose import generating
+from raytune_fsdp.model.directory.scoring import check_measured
 from raytune_fsdp.plan.plan import ALONE, Layout
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.network_checks import check_packed
@@ -52,6 +53,8 @@ class StoredModel:
         hf_config, tokenizer = describe_for_inference(
             self.path, trust_remote_code=self.trust_remote_code, base=self.base, scores=config.train.objective.scores
         )
+        if config.model.head is not None:
+            check_measured(hf_config, config.model.head, str(self.path))
         set_template(config, tokenizer)
         return hf_config, tokenizer
 

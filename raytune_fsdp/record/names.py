@@ -252,6 +252,11 @@ def higher_is_better(metric: str | None) -> bool:
     )
 
 
+def is_neutral(metric: str) -> bool:
+    """Return whether neither higher nor lower values of a metric are better: mean scores, mean confidence."""
+    return metric.startswith("eval/") and metric.rpartition("/")[2] in ("score", "confidence")
+
+
 def highest_is_best(metric: str | None, best_is: object) -> bool:
     """Return whether the highest value of a metric is the best, by `checkpoint.best_is`, or by name if it is `auto`."""
     return best_is == "highest" or (best_is == "auto" and higher_is_better(metric))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,11 +41,12 @@ from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.directory.files import WeightFiles, known_weights, locate
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
 from raytune_fsdp.model.directory.named_class import find_named
+from raytune_fsdp.model.directory.scoring import other_classes
 from raytune_fsdp.model.fill import FillMode
 from raytune_fsdp.model.layers import layers_of
 from raytune_fsdp.model.network import build_base, build_network
 from raytune_fsdp.model.precision.quantized import QuantizedWeights
-from raytune_fsdp.model.score_head import STORED, name_of_embedding, name_of_head
+from raytune_fsdp.model.score_head import name_of_embedding, name_of_head
 from raytune_fsdp.model.weights.keys import (
     Match,
     check_shapes,
@@ -198,8 +198,9 @@ def find_origin(
     else:
         files = known_weights(config.model.path, commit or config.model.revision, field="model.path")
         origin = StartingWeights(stored=files, match=match_keys(network, files), grown={}, seed=config.run.seed)
-        _check_classes(config, network, origin)
     weights = origin.weights(network)
+    if not isinstance(weights, WithHead):
+        _check_classes(config, network)
     if checkpoint is not None:
         # A checkpoint has exactly the network's own names; the keys of files were matched to them.
         differ = sorted(set(owned_tensors(network)) ^ set(weights.shapes()))
@@ -213,13 +214,11 @@ def find_origin(
     return replace(origin, grown=grown, added=dict.fromkeys(_rows_of_tokens(network), added) if added else {})
 
 
-def _check_classes(config: FinetuneConfig, network: PreTrainedModel, origin: StartingWeights) -> None:
+def _check_classes(config: FinetuneConfig, network: PreTrainedModel) -> None:
     """Refuse to go on with a stored head whose classes have other names, or another order."""
     head = config.model.head
-    if head is None or not head.labels or STORED not in origin.match.key_of.values():
-        return
-    stored = [str(name) for _, name in sorted((network.config.id2label or {}).items())]
-    if stored != head.labels and not all(re.fullmatch(r"LABEL_\d+", name) for name in stored):
+    stored = None if head is None else other_classes(network.config, head)
+    if head is not None and stored is not None:
         raise ModelError(
             f"model.head.labels={shown(head.labels)}: the classes in {config.model.path} are {shown(stored)}: "
             "write them as they are stored, or begin with a model without such a head"

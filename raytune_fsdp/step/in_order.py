@@ -135,13 +135,13 @@ def _row_sums(rows: torch.Tensor, parts: int, every: int) -> torch.Tensor:
     How a GPU adds depends on the number of rows that it is given, and how many a rank has depends on the world.
     """
     if rows.shape[1] == 1:
-        return rows.flatten().double().square_()
+        return rows.flatten().double().square()
     if parts > 1:
         rows = nn.functional.pad(rows, (0, parts * _WIDTH - rows.shape[1])).reshape(-1, _WIDTH)
     many = max(1, min(every, _AT_ONCE.get(rows.device.type, _ON_GPU) // max(1, rows.shape[1])))
     found = [rows.new_zeros(0, dtype=torch.float64)]
     for some in torch.split(rows, many):
-        wide = some.double()
+        wide = some.to(torch.float64, copy=True)  # of fp64 `double` returns the gradients themselves
         if rows.device.type != "cpu":  # a CPU adds each row by itself
             wide = nn.functional.pad(wide, (0, 0, 0, many - len(wide)))
         found.append(wide.square_().sum(1)[: len(some)])

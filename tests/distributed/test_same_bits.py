@@ -38,7 +38,7 @@ from raytune_fsdp.step.parallel import reduce_by_sum
 from tests.checkpoints import checkpoints, place_of, tensors_in
 from tests.models import save_checkpoint
 from tests.ranks import resident_ranks, run_ranks
-from tests.runs import GPT2, LLAMA, make_config, train_rank
+from tests.runs import GPT2, LLAMA, largest_difference, make_config, train_rank, trajectory
 
 MIXTRAL = {
     "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -479,3 +479,15 @@ def train_with_threads(values: Mapping[str, Any], threads: int, stop: int | None
 def test_what_it_does_not_cover_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_config(tmp_path, LLAMA, **{**sections, "run": {"name": "x", "exact": True, **sections.get("run", {})}})
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_an_exact_run_learns_what_any_other_learns(tmp_path: Path, precision: str) -> None:
+    """The optimizer gets the gradients: in fp64 it once got their squares, which all worlds agreed on."""
+    wide = {"parallel": {"precision": precision}}
+    found = [
+        trajectory(make_config(tmp_path, GPT2, run={"name": f"{precision}-{exact}", "exact": exact}, **wide), 1)
+        for exact in (True, False)
+    ]
+    bound = 1e-9 if precision == "fp64" else 1e-4
+    assert largest_difference(*found, "loss") < bound and largest_difference(*found, "grad_norm") < 10 * bound

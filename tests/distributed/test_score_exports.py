@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.base.row_hashes import root
 from raytune_fsdp.checkpoint.model_files import find_checkpoint, load_checkpoint
 from raytune_fsdp.cli import chat, generate
-from raytune_fsdp.config import ExportConfig
+from raytune_fsdp.config import ExportConfig, FinetuneConfig
+from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import average, checkpoints_to_average, digests_as_export, publish
 from raytune_fsdp.run.trials.score_proof import scores_of_head
 from tests.models import save_checkpoint
@@ -56,16 +58,23 @@ def rows(home: Path, objective: str) -> dict[str, Any]:
     }
 
 
-def run(
-    home: Path, model: str, objective: str, method: Mapping[str, Any], *, name: str = "run", path: Path | None = None
-) -> Path:
-    """A run of two steps that begins with a base that predicts tokens, or with `path`: its directory."""
+def config_of(
+    home: Path,
+    model: str,
+    objective: str,
+    method: Mapping[str, Any],
+    *,
+    name: str = "run",
+    path: Path | None = None,
+    labels: Sequence[str] = LABELS,
+) -> FinetuneConfig:
+    """A run of two steps that begins with a base that predicts tokens, or with `path`."""
     base = home / "base"
     if not base.exists():
         save_checkpoint(base, model)
-    head = {"type": "score", **({} if objective == "reward" else {"labels": LABELS})}
+    head = {"type": "score", **({} if objective == "reward" else {"labels": labels})}
     place = {"path": str(path or base), "init": "pretrained", "architecture": None, "head": head}
-    config = make_config(
+    return make_config(
         home,
         run={"name": name},
         model=place,
@@ -75,7 +84,11 @@ def run(
         checkpoint={"every": 1, "asynchronous": False},
         train={"global_batch": 4, "micro_batch": 2, "max_steps": 2, "objective": {"type": objective}},
     )
-    resident_ranks(train_rank, 2, config.model_dump())
+
+
+def run(home: Path, model: str, objective: str, method: Mapping[str, Any], name: str = "run", **more: Any) -> Path:
+    """The directory of such a run, which has been trained."""
+    resident_ranks(train_rank, 2, config_of(home, model, objective, method, name=name, **more).model_dump())
     return home / "runs" / name
 
 
@@ -165,6 +178,10 @@ def test_an_adapter_and_its_merged_export_score_as_the_run_does(tmp_path: Path) 
     for name, each in again.items():
         now = load_checkpoint(find_checkpoint(each), CPU).get_output_embeddings().weight
         assert 0 < (now - head).abs().max() < 0.01, f"{name}: two steps from where it began"
+    for path in (tmp_path / "merged", Path(find_checkpoint(directory).path)):
+        other = {"name": "other", "path": path, "labels": LABELS[::-1]}
+        with pytest.raises(ModelError, match="the classes in .* are \\['poor', 'fair', 'good'"):
+            prepare(config_of(tmp_path, "llama", "classification", {"type": "full"}, **other), 2)
 
 
 def test_other_commands_refuse_a_run_that_scores_in_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_a_plain_loop_and_all_worlds_agree(tmp_path: Path, name: str, packing: s
 @pytest.mark.parametrize(
     ("architecture", "method"),
     [
-        pytest.param(GPT2, {"type": "full"}, id="gpt2-full"),  # tied
+        pytest.param(GPT2, {"type": "full"}, marks=SLOW, id="gpt2-full"),  # tied
         pytest.param(LLAMA, {"type": "lora", "rank": 2, "alpha": 4}, id="llama-lora"),
         pytest.param(LLAMA, {"type": "full"}, marks=SLOW, id="llama-full"),
         pytest.param(GPT2, {"type": "lora", "rank": 2, "alpha": 4}, marks=SLOW, id="gpt2-lora"),
@@ -86,6 +87,14 @@ def test_a_base_that_predicts_tokens_gets_a_head_and_goes_on(
     assert largest_difference(runs["whole"], runs["moved"], "grad_norm") < 1e-6
 
 
+def check_documents(config: FinetuneConfig, steps: list[dict[str, Any]]) -> None:
+    """The recorded losses of documents, each that of its group, are what the loss is the mean of."""
+    (file,) = (Path(config.run.storage) / config.run.name / "documents").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, step in zip(lines, steps, strict=True):
+        assert sum(line["sums"]) / step["target_tokens"] == pytest.approx(step["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "told", "measured"),
     [
@@ -110,18 +119,20 @@ def test_exact_runs_have_the_same_bits_at_any_world(
     sections: dict[str, Any] = {
         "parallel": {"precision": "fp32"}, "data": {"eval": {"fraction": 0.2}}, "eval": {"every": 3},
         "checkpoint": {"best": "eval/held_out/loss"}, "names": ("first", "second"),
+        "tracking": {"documents": True, "console": False, "mlflow": {"enabled": False}},
     }  # fmt: skip
     runs = {}
     for world in (1, 2, 3):
         exact: dict[str, Any] = {"run": {"name": f"w{world}", "exact": True, "threads": 1}}
         config = score_config(tmp_path, OBJECTIVES[name], **sections, **exact)
         steps = trajectory(config, world)
+        check_documents(config, steps)
         beside = [(line["preferences"], line["datasets"]) for line in lines_of(config)]
         runs[world] = (steps, beside, [line["values"] for line in lines_of(config, "eval")])
     assert runs[1] == runs[2] == runs[3]
     _, beside, evaluations = runs[1]
     assert {key for key, _ in beside[0][0]} >= told and [own for own, *_ in beside[0][1]] == ["first", "second"]
-    assert len(evaluations) == 2 and evaluations[0].keys() == {f"eval/held_out/{each}" for each in measured}
+    assert len(evaluations) == 2 and evaluations[0].keys() >= {f"eval/held_out/{each}" for each in measured}
 
 
 @pytest.mark.parametrize(
@@ -162,5 +173,5 @@ def test_a_run_begins_with_what_another_one_has_learned(tmp_path: Path) -> None:
     )
     assert whole[0]["loss"] == pytest.approx(losses["second"], rel=1e-9) != losses["first"]
     three = {"head": {"type": "score", "labels": ["a", "b", "c"], "pad_token": "w0"}, **path, "init": "pretrained"}
-    with pytest.raises(AssertionError, match=r"has 1 output\(s\) of 32 numbers, and this head has 3 of 32"):
+    with pytest.raises(AssertionError, match=r"model\.head\.outputs=3, and the head of model\.path=.* has 1"):
         trajectory(score_config(tmp_path, OBJECTIVES["classification"], model=three, run={"name": "three"}), 1)

@@ -19,6 +19,9 @@ LAST_TURNS = {"path": str(DATA / "chats.jsonl"), "format": {"type": "chat", "los
 ANSWERS = {"path": str(DATA / "answers.jsonl"), "format": {"type": "instruction", "style": "plain"}}
 ANSWERS_AS_CHATS = {"path": str(DATA / "answers.jsonl"), "format": {"type": "instruction", "style": "chat"}}
 
+PAIRS = {"path": "{bases}/pairs.jsonl", "format": {"type": "preference", "style": "plain"}}
+JUDGED = {"path": "{bases}/judged.jsonl", "format": {"type": "binary", "style": "plain"}}
+
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -171,6 +174,15 @@ RUNS = {
         base="gpt_oss", world=2, torchrun=True, parallel={"mesh": {"tensor": 2}, "activation_checkpointing": "every_n",
         "recompute_every": 2}, more={"model": {"add_tokens": ["tram"]}}, from_step=4,
     ),
+    "llama-dpo-lora-evaluation": Run(
+        base="llama", data={"train": [PAIRS], "eval": {"fraction": 0.2}, "seq_len": 128, "long_documents": "drop"},
+        more={"method": LORA, "train": {"objective": {"type": "dpo", "sft": {"weight": 0.5}}}, "eval": {"every": 5}},
+        from_step=4,
+    ),
+    "2-ranks-gpt2-kto-during": Run(
+        base="gpt2", world=2, torchrun=True, data={"train": [JUDGED], "seq_len": 128, "long_documents": "drop"},
+        more={"train": {"objective": {"type": "kto"}}, "reference": {"when": "during"}}, from_step=4,
+    ),
     "2-ranks-ray-llama": Run(
         base="llama", world=2, more={"cluster": {"launch": "ray", "gpus_per_worker": 0}}, from_step=4
     ),
@@ -189,6 +201,18 @@ class Site:
         """The models that runs begin with."""
         for name in sorted({run.base for run in RUNS.values() if run.base is not None}):
             save_checkpoint(self.bases / name, name)
+        answers = [json.loads(line) for line in (DATA / "answers.jsonl").read_text().splitlines()]
+        pairs = [
+            {"prompt": one["instruction"], "chosen": one["output"], "rejected": other["output"]}
+            for one, other in zip(answers, [*answers[1:], answers[0]], strict=True)
+            if one["output"] != other["output"]
+        ]
+        judged = [
+            {"prompt": one["instruction"], "completion": one["output"], "label": number % 3 > 0}
+            for number, one in enumerate(answers)
+        ]
+        for name, rows in (("pairs", pairs), ("judged", judged)):
+            (self.bases / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def config_of(run: Run, name: str, storage: Path, site: Site) -> dict[str, Any]:
@@ -209,5 +233,7 @@ def config_of(run: Run, name: str, storage: Path, site: Site) -> dict[str, Any]:
     }
     for section, changes in run.more.items():
         values[section] = {**values.get(section, {}), **changes}
-    found: dict[str, Any] = json.loads(json.dumps(values).replace("{url}", site.url))
+    found: dict[str, Any] = json.loads(
+        json.dumps(values).replace("{url}", site.url).replace("{bases}", str(site.bases))
+    )
     return found

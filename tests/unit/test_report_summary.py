@@ -82,4 +82,8 @@ def test_a_model_that_scores_is_measured_and_not_asked(tmp_path: Path) -> None:
     (run.path / "model").mkdir(exist_ok=True)
     (run.path / "model" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
     text = next_commands(run.path, export=tmp_path / "export", mlflow_uri=None)
+    assert "eval" not in text and "generate" not in text, "there is nothing to measure it on"
+    run.train(1)
+    run.evaluate(a=2.0)
+    text = next_commands(run.path, export=tmp_path / "export", mlflow_uri=None)
     assert f"eval {run.path}" in text and "generate" not in text

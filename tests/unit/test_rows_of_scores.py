@@ -217,6 +217,9 @@ def test_a_number_that_is_also_another_class_name_is_not_guessed() -> None:
         wrong
     )
     assert isinstance(right, Document) and right.columns[2] == 0.0
+    for said in ("1.0", 1.0, "0", 0):  # as pandas writes it; a star less than there are
+        (other,) = documents([{"t": "a", "l": said}], stars, text="t", label="l")
+        assert isinstance(other, RowError) and "is the number of the class" in str(other), said
     assert isinstance(beyond, RowError) and "l=5 is none of the classes" in str(beyond)
     (bool_,) = documents([{"t": "a", "l": True}], scoring("true", "false"), text="t", label="l")
     assert isinstance(bool_, RowError) and "the number of the class 'false'" in str(bool_)
@@ -276,7 +279,7 @@ def test_padding_is_a_token_with_which_no_text_ends(special: str, named: dict[st
     tokenizer = tokenizer_of(special, **named)
     if chosen is None:
         with pytest.raises(
-            ConfigError, match=r"no special token with which no text ends.*set model\.head\.pad_token to"
+            ConfigError, match=r"no special token with which no text ends.*set model\.head\.pad_token to.*\('<e>'\)"
         ):
             pad_token_of(HeadConfig(type="score"), tokenizer)
     else:

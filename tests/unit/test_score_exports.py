@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from raytune_fsdp.checkpoint.model_files import describe_for_inference, load_for
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import Method
 from raytune_fsdp.config.sections.model import HeadConfig, ModelConfig
+from raytune_fsdp.launch.examine import StoredModel
 from raytune_fsdp.model.adapters.attach import adapter_tensors
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.adapters.merge import MergedWeights
@@ -33,6 +35,7 @@ from raytune_fsdp.model.network import build_network, choose_trained, init_buffe
 from raytune_fsdp.model.score_head import head_of, put_score_head
 from raytune_fsdp.model.weights.keys import owned_tensors
 from raytune_fsdp.record.copies.mlflow_model import flavor_of
+from raytune_fsdp.record.report.card_scores import of_scores
 from raytune_fsdp.run.checks import check_trackers
 from raytune_fsdp.run.starting_weights import find_adapter, find_origin
 from raytune_fsdp.run.trials.export_proof import check_acts
@@ -75,6 +78,8 @@ def scoring_config(home: Path, values: Mapping[str, Any], **sections: Mapping[st
 def described(home: Path, config: FinetuneConfig, directory: Path | None = None) -> Path:
     """The directory with config and tokenizer that a run of this config has."""
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(home / "tokenizer"))
+    assert config.model.head is not None
+    set_padding(config.model.head, tokenizer)
     hf_config = load_architecture(config.model, directory)
     describe_head(config, hf_config, build_network(hf_config, config), tokenizer)
     hf_config.save_pretrained(home / "files")
@@ -388,13 +393,36 @@ def test_what_scores_is_not_talked_with(tmp_path: Path) -> None:
         load_for_inference(tmp_path / "other" / "adapter", cpu)
 
 
-def test_a_pad_token_that_is_a_part_of_words_is_refused(tmp_path: Path) -> None:
-    """transformers splits words at it, once the exported tokenizer names it as a special token."""
-    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "words"))
-    set_padding(HeadConfig(type="score", pad_token="w2"), tokenizer)
-    assert tokenizer.pad_token_id == 2
-    with pytest.raises(ConfigError, match="model.head.pad_token='w5' is no special token.*'w0, w2'"):
-        set_padding(HeadConfig(type="score", pad_token="w5"), tokenizer)
+def test_a_pad_token_that_is_a_part_of_words_is_in_the_config_alone(tmp_path: Path) -> None:
+    """transformers would split words at it, if the exported tokenizer named it as a special token."""
+    head = {"type": "score", "labels": LABELS, "pad_token": "w5"}
+    files = described(tmp_path, scoring_config(tmp_path, values_of("llama"), model={"head": head}))
+    tokenizer = AutoTokenizer.from_pretrained(files)
+    assert tokenizer.pad_token_id is None and json.loads((files / "config.json").read_text())["pad_token_id"] == 5
+    assert tokenizer("w5 w55 w6").input_ids == [5, 55, 6]
+    tokenizer.pad_token_id = 5  # as the card says
+    assert tokenizer(["w55 w6", "w7"], padding=True).input_ids == [[55, 6], [7, 5]]
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ({"labels": LABELS[::-1]}, r"the classes of .* are \['poor', 'fair', 'good'\].*set --model.head.labels to"),
+        ({"labels": LABELS[:2]}, r"has a head of 3 output\(s\), and what is measured here is of 2: name a model with"),
+        ({"labels": LABELS}, None),
+        ({"outputs": 3}, None),
+    ],
+)
+def test_what_scores_is_measured_on_rows_of_its_own_classes(
+    tmp_path: Path, head: Mapping[str, Any], said: str | None
+) -> None:
+    base, _ = scoring_base(tmp_path)
+    config = scoring_config(tmp_path, values_of("llama"), model={"head": {"type": "score", **head}})
+    if said is None:
+        assert StoredModel(path=base).described(config)[0].num_labels == 3
+        return
+    with pytest.raises(ModelError, match=said):
+        StoredModel(path=base).described(config)
 
 
 def test_mlflow_is_told_the_class_and_the_task(tmp_path: Path) -> None:
@@ -405,3 +433,17 @@ def test_mlflow_is_told_the_class_and_the_task(tmp_path: Path) -> None:
     config, _ = begun(tmp_path, "llama", **method)
     with pytest.raises(ConfigError, match="mlflow.transformers loads no adapter with a head"):
         check_trackers(config)
+
+
+def test_a_card_names_classes_in_their_order_as_texts() -> None:
+    """Whatever they are called, and however the file sorts them."""
+    names = [f"c{number}" for number in range(12)]
+    names[2:7] = ["<b>x</b>", "a | b", "`tick`", "two\nlines", "\x1b[31mred"]
+    config = {"architectures": [CLASSES["llama"]], "pad_token_id": 7}
+    config["id2label"] = dict(sorted((str(number), name) for number, name in enumerate(names)))
+    lines = list(of_scores(config, {"config": {"train": {"objective": {"type": "classification"}}}}, adapter=False))
+    table = [line for line in lines if re.match(r"\| \d", line)]
+    assert [line.split(" | ")[0].strip("| ") for line in table] == [str(number) for number in range(12)]
+    assert all(re.fullmatch(r"\| \d+ \| `[^`|\n\x1b]*` \|", line) for line in table), table
+    assert table[1] == '| 1 | `"c1"` |' and table[11] == '| 11 | `"c11"` |'
+    assert "# (texts, 12)" in "\n".join(lines) and "padding token (number 7)" in "\n".join(lines)

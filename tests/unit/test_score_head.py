@@ -138,7 +138,6 @@ def test_a_network_whose_scores_nobody_could_load_is_refused(tmp_path: Path) -> 
     ("sections", "found"),
     [
         ({"parallel": {"precision": "fp64", "mesh": {"tensor": 2}}}, "parallel.mesh.tensor=2 with model.head"),
-        ({"tracking": {"documents": True}}, "tracking.documents=true with model.head"),
         (
             {"data": {"eval": [{"path": "rows.jsonl", "format": {"type": "chat"}}]}},
             r"data.eval.0.format.type=chat with",

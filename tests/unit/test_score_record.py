@@ -10,6 +10,7 @@ from raytune_fsdp.record.report.charts import charts_of
 from raytune_fsdp.record.report.facts import evaluations, reliability
 from raytune_fsdp.record.report.history import read_history
 from raytune_fsdp.record.report.page import page
+from raytune_fsdp.record.report.summary import _losses
 from tests.recorded import Recorded, step
 
 POINTS = {
@@ -19,6 +20,7 @@ POINTS = {
 EVALUATED = {
     "eval/a/b/loss": 0.4, "eval/a/b/accuracy": 0.8, "eval/a/b/f1": 0.7, "eval/a/b/auc": 0.9,
     "eval/a/b/calibration_error": 0.1, **POINTS, "eval/numbers/loss": 2.0, "eval/numbers/mae": 1.0,
+    "eval/numbers/score": 0.2,
     "eval/texts/loss": 2.0, "eval/texts/accuracy": 0.5,
 }  # fmt: skip
 
@@ -38,12 +40,15 @@ def test_the_page_draws_how_far_confidence_is_to_be_trusted(tmp_path: Path) -> N
     run = Recorded(tmp_path)
     run.attempt()
     run.tracker.steps([step(1), step(2)], world_size=1, attempt=1)
-    run.tracker.evaluation(1, {**EVALUATED, "eval/a/b/calibration/30/confidence": 0.35})
+    run.tracker.evaluation(1, {**EVALUATED, "eval/a/b/calibration/30/confidence": 0.35, "eval/numbers/score": 0.5})
     run.tracker.evaluation(2, EVALUATED)
     run.end("finished")
     history = read_history(run.path)
     assert reliability(history) == {"a/b": [(0.62, 0.5), (0.97, 0.9)]}
-    assert not [row for row in evaluations(history) if "/calibration/" in row[0]]
+    rows = {metric: best for metric, _, best, _ in evaluations(history)}
+    assert not [metric for metric in rows if "/calibration/" in metric]
+    assert rows["eval/numbers/score"] == "" and rows["eval/a/b/f1"] == "0.7000 (step 2)"
+    assert [line for line in _losses(run.path) if "/score" in line] == ["eval/numbers/score 0.5000 -> 0.2000"]
     charts = {each["id"]: each for each in charts_of([history])["charts"]}
     assert [each["name"] for each in charts["classes"]["series"]] == ["eval a/b"] and "pairs" not in charts
     assert [each["name"] for each in charts["accuracy"]["series"]] == ["eval texts"]

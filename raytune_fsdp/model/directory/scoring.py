@@ -6,6 +6,7 @@ That class, `...ForSequenceClassification`, has the decoder of the run's network
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,17 +46,13 @@ def kind_for(model_type: str) -> type[PreTrainedModel] | None:
 
 
 def set_padding(head: HeadConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have a tokenizer pad with the token of a head, as whoever uses the model does."""
+    """Have a tokenizer pad with the token of a head, as whoever uses the model does, or with none.
+
+    A token that is not special would become so when transformers loads the exported tokenizer, which would then read
+    texts otherwise. Such a token is in the model's config alone, and who pads without naming it gets an error.
+    """
     pad = pad_token_of(head, tokenizer)
-    text = str(tokenizer.convert_ids_to_tokens(pad))
-    if pad not in tokenizer.added_tokens_decoder:
-        special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        raise ConfigError(
-            f"model.head.pad_token={shown(text)} is no special token: transformers would make it one when it loads the "
-            "exported tokenizer, and read texts otherwise; name a special token with which none of your rows ends "
-            f" ({shown(', '.join(special[:12]))})"
-        )
-    tokenizer.pad_token = text
+    tokenizer.pad_token = str(tokenizer.convert_ids_to_tokens(pad)) if pad in tokenizer.added_tokens_decoder else None
 
 
 def describe_head(
@@ -63,7 +60,7 @@ def describe_head(
 ) -> None:
     """Say in a run's config what transformers needs to load its network with a head that scores, if it has one.
 
-    Refuses a network for which transformers has no such class. The tokenizer pads with the token of the head.
+    Refuses a network for which transformers has no such class.
     """
     head = config.model.head
     if head is None:
@@ -73,14 +70,14 @@ def describe_head(
         raise no_class_for(network)
     own = hf_config.id2label if scoring_class({"architectures": hf_config.architectures}) is not None else None
     labels = head.labels or [f"LABEL_{number}" for number in range(head.size)]
-    if not head.labels and own is not None and len(own) == head.size:  # those of the model that the run begins with
-        labels = [own[number] for number in range(head.size)]
+    if not head.labels and own is not None and {*own} == {*range(head.size)}:  # those of the model that it begins with
+        labels = [str(own[number]) for number in range(head.size)]
     for part in {id(each): each for each in (hf_config, hf_config.get_text_config())}.values():
         part.problem_type = None  # checked against the number of labels
         part.id2label, part.label2id = dict(enumerate(labels)), {name: number for number, name in enumerate(labels)}
         classes = config.train.objective.type == "classification"
         part.problem_type = "single_label_classification" if classes else "regression"
-        part.pad_token_id = tokenizer.pad_token_id
+        part.pad_token_id = pad_token_of(head, tokenizer)
     hf_config.architectures = [kind.__name__]
 
 
@@ -98,6 +95,27 @@ def check_head(hf_config: PretrainedConfig, head: HeadConfig | None, path: str) 
         raise ModelError(
             f"model.head.outputs={head.size}, and the head of model.path={path} (a {kind}) has {hf_config.num_labels}: "
             f"set model.head.outputs={hf_config.num_labels}, or begin with the model that it was made of"
+        )
+
+
+def other_classes(hf_config: PretrainedConfig, head: HeadConfig) -> list[str] | None:
+    """Return the names of a stored head's classes, in order, if a config gives them other ones, or another order."""
+    stored = [str(name) for _, name in sorted((hf_config.id2label or {}).items())]
+    named = head.labels and not all(re.fullmatch(r"LABEL_\d+", name) for name in stored)
+    return stored if named and stored != head.labels else None
+
+
+def check_measured(hf_config: PretrainedConfig, head: HeadConfig, path: str) -> None:
+    """Refuse to measure a stored model on rows of other classes than its head has."""
+    if head.size != hf_config.num_labels:
+        raise ModelError(
+            f"{path} has a head of {hf_config.num_labels} output(s), and what is measured here is of {head.size}: name "
+            "a model with such a head, or with --config a config for this one"
+        )
+    if (stored := other_classes(hf_config, head)) is not None:
+        raise ModelError(
+            f"the classes of {path} are {shown(stored)}, and those measured here are {shown(head.labels)}: set "
+            "--model.head.labels to the names that are stored, in their order"
         )
 
 

@@ -115,7 +115,8 @@ class Lesson:
         taught = _part_of(self._targets, slice(None), nll.dtype)
         scaled = logits.reshape(log_probabilities.shape)[places].to(nll.dtype) / what.temperature
         log_sum = scaled.logsumexp(-1)
-        log_q = scaled.gather(-1, taught.ids) - log_sum[:, None]
+        # Not gather, whose gradient a GPU adds up in any order.
+        log_q = scaled[torch.arange(len(scaled), device=scaled.device)[:, None], taught.ids] - log_sum[:, None]
         log_rest = torch.full_like(log_sum, -torch.inf)
         if taught.ids.shape[1] < scaled.shape[1]:
             log_rest = scaled.scatter(-1, taught.ids, -torch.inf).logsumexp(-1) - log_sum

@@ -26,7 +26,7 @@ def scores(hf_config: Mapping[str, Any]) -> bool:
 
 def of_scores(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], *, adapter: bool) -> Iterator[str]:
     """Yield the lines about the scores of a model. Its config and its recipe may be a stranger's."""
-    labels = _labels(hf_config)
+    labels, pad = _labels(hf_config), _pad(hf_config)
     objective = recipe["config"].get("train", {}).get("objective")
     kind = objective.get("type") if isinstance(objective, Mapping) else None
     yield from ("", "## Scores", "", _MEANING.get(str(kind), "It gives a text numbers, and predicts no tokens."))
@@ -37,13 +37,13 @@ def of_scores(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], *, adapte
             yield f"| … | {len(labels) - _MOST_LABELS} more |"
     yield from (
         "",
-        "A text is scored at its last token that is not the padding token, which the tokenizer here has: pad with no "
-        "other one, and score no text that ends with it. Padded on the left, a model with learned positions (GPT-2 and "
+        f"A text is scored at its last token that is not the padding token (number {pad}): pad with no other one, and "
+        "score no text that ends with it. Padded on the left, a model with learned positions (GPT-2 and "
         "its like) also needs `position_ids` that count a text's own tokens from 0.",
         "",
         "```python",
     )
-    yield from _adapter(len(labels)) if adapter else _whole()
+    yield from _adapter(len(labels), pad) if adapter else _whole(pad)
     texts, how = next(map(_texts, _formats(recipe)), _texts({}))
     yield from (
         f"texts = {texts}",
@@ -53,16 +53,17 @@ def of_scores(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], *, adapte
     )
 
 
-def _whole() -> Iterator[str]:
+def _whole(pad: int) -> Iterator[str]:
     yield from (
         "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
         "",
         "tokenizer = AutoTokenizer.from_pretrained(here)  # this directory, or its name on the hub",
+        f"tokenizer.pad_token_id = {pad}",
         "model = AutoModelForSequenceClassification.from_pretrained(here).eval()",
     )
 
 
-def _adapter(outputs: int) -> Iterator[str]:
+def _adapter(outputs: int, pad: int) -> Iterator[str]:
     yield from (
         "from peft import PeftConfig, PeftModel",
         "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
@@ -70,15 +71,24 @@ def _adapter(outputs: int) -> Iterator[str]:
         "tokenizer = AutoTokenizer.from_pretrained(here)  # this directory, or its name on the hub",
         "base = PeftConfig.from_pretrained(here).base_model_name_or_path",
         f"model = AutoModelForSequenceClassification.from_pretrained(base, num_labels={outputs})",
-        "model.config.get_text_config().pad_token_id = tokenizer.pad_token_id",
+        f"tokenizer.pad_token_id = model.config.get_text_config().pad_token_id = {pad}",
         "model = PeftModel.from_pretrained(model, here).eval()  # with the head that was trained",
     )
 
 
 def _labels(hf_config: Mapping[str, Any]) -> list[str]:
     found = hf_config.get("id2label")
-    # transformers does not write the names that it gives to two classes.
-    return [str(each) for each in found.values()] if isinstance(found, Mapping) and found else ["LABEL_0", "LABEL_1"]
+    if (
+        not isinstance(found, Mapping) or not found
+    ):  # transformers does not write the names that it gives to two classes
+        return ["LABEL_0", "LABEL_1"]
+    # In the file 10 comes before 2.
+    return [str(found[key]) for key in sorted(found, key=lambda key: (len(str(key)), str(key)))]
+
+
+def _pad(hf_config: Mapping[str, Any]) -> int:
+    found = hf_config.get("pad_token_id")
+    return found if isinstance(found, int) else 0
 
 
 def _formats(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -165,7 +165,7 @@ def evaluations(history: History) -> list[tuple[str, str, str, str]]:
         sign = -1 if names.higher_is_better(metric) else 1
         top = min(finite, key=lambda point: (sign * point[1], -point[0]), default=points[0])
         first, best_one, last = (f"{value:.4f} (step {step:,})" for step, value, _ in (points[0], top, points[-1]))
-        rows.append((metric, first, best_one, last))
+        rows.append((metric, first, "" if names.is_neutral(metric) else best_one, last))
     return rows
 
 

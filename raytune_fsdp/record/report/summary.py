@@ -22,6 +22,7 @@ from raytune_fsdp.record.names import (
     REWARDS,
     higher_is_better,
     is_cross_entropy,
+    is_neutral,
     is_of_subject,
     perplexity,
 )
@@ -70,10 +71,7 @@ def _losses(run_dir: Path) -> Iterator[str]:
                 f"right pairs {' -> '.join(f'{each[right]:.1%}' for each in pairs)}, margin of their rewards "
                 f"{' -> '.join(f'{each[margin]:.3f}' for each in pairs)}"
             )
-    evals = read_evaluations(metrics, _ANY_STEP)
-    for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP).items():
-        evals.setdefault(step, {}).update(values)
-    evals = dict(sorted(evals.items()))
+    evals = _evaluations(run_dir)
     for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
         series = {step: values[name] for step, values in evals.items() if name in values}
         steps = list(series)
@@ -84,7 +82,15 @@ def _losses(run_dir: Path) -> Iterator[str]:
         finite = [step for step in steps if math.isfinite(series[step])]
         sign = -1.0 if higher_is_better(name) else 1.0
         best = min(finite, key=lambda step: sign * series[step], default=steps[-1])
-        yield text if best == steps[-1] else f"{text}, best {series[best]:.4f} at step {best}"
+        yield text if best == steps[-1] or is_neutral(name) else f"{text}, best {series[best]:.4f} at step {best}"
+
+
+def _evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return the values of all evaluations, by step."""
+    evals = read_evaluations(run_dir / METRICS_FILE, _ANY_STEP)
+    for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP).items():
+        evals.setdefault(step, {}).update(values)
+    return dict(sorted(evals.items()))
 
 
 def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
@@ -108,8 +114,8 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None,
     prompts = [fields["prompt"] for fields in _answers(run_dir)]
     question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
     commands = [f"{program} generate {model} {question}"]
-    if _scores(run_dir):  # it answers nothing
-        commands = [f"{program} eval {shlex.quote(_short(run_dir))}"]
+    if _scores(run_dir):  # it answers nothing, and is measured where there is something to measure it on
+        commands = [f"{program} eval {shlex.quote(_short(run_dir))}"] if _evaluations(run_dir) else []
     if export is None:
         commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
     if mlflow_uri is not None:

@@ -95,9 +95,8 @@ class TeacherTask:
         """Know what the windows' files say, in the order of the run, whoever has written which part when."""
         self.lessons.close()
         self.lessons = Lessons(self.files)
-        for place in self.places:
-            if place in self.said:
-                self.lessons.add(self.parts[part] for part in self.said[place].parts)
+        named = (self.said[place].parts for place in self.places if place in self.said)
+        self.lessons.add(self.parts[part] for parts in named for part in parts)
 
 
 def look(task: TeacherTask) -> None:

@@ -92,10 +92,12 @@ def _class(row: dict[str, Any], column: str, scoring: Scoring, where: str) -> fl
         )
     said = {str(value).casefold(), str(number)}
     meant = [index for index, label in enumerate(labels) if label.casefold() in said]
-    if meant and number not in meant and not isinstance(value, str):
+    numbers = bool(labels) and all(map(_DIGITS.fullmatch, labels))
+    if number not in meant and (meant or numbers):
+        other = f", and the name of that with the number {meant[0]}" if meant else ", and names are numbers, too"
         raise RowError(
-            f"{where}: {column}={value} is the number of the class {labels[number]!r}, and the name of that with the "
-            f"number {meant[0]}: write names as texts, or leave model.head.labels out",
+            f"{where}: {column}={shorten(repr(value))} is the number of the class {labels[number]!r}{other}: write "
+            "names as texts, as model.head.labels has them, or leave that out",
             "wrong_class",
         )
     return float(number)
@@ -120,8 +122,8 @@ def with_padding(ids: Int32Array, scoring: Scoring, where: str) -> tuple[Int32Ar
     if ids[-1] == scoring.pad_token:
         return RowError(
             f"{where}: its last token is {shorten(scoring.pad_text)!r}, which texts are padded with, and they are "
-            "scored at their last token that is not padding; set model.head.pad_token to a token with which no row "
-            "ends, or correct or remove the row",
+            "scored at their last token that is not padding; set model.head.pad_token to a special token with which no "
+            "row ends (a copy of the tokenizer may have one more: model.tokenizer), or correct or remove the row",
             "ends_with_padding",
         )
     ids = np.append(ids, np.int32(scoring.pad_token))

@@ -55,8 +55,9 @@ def pad_token_of(head: HeadConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     if found is None:
         raise ConfigError(
             f"model.head: the tokenizer {tokenizer.name_or_path!r} has no special token with which no text ends, and "
-            "texts are scored at their last token that is not padding: set model.head.pad_token to a token of its "
-            "vocabulary with which none of your rows ends"
+            "texts are scored at their last token that is not padding: set model.head.pad_token to one with which no "
+            f"row ends ({shown(', '.join([*special.values()][:12]) or 'it has none')}), or model.tokenizer to a copy "
+            "that has one more, with model.resize_embeddings=true"
         )
     return int(found)
 
