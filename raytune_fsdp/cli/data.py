@@ -124,7 +124,11 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
 
 
 def clean_parser(prog: str) -> Parser:
-    parser = Parser(prog, "Remove prepared rows and windows from a cache; they are made again when needed.")
+    parser = Parser(
+        prog,
+        "Remove prepared rows and windows, and what other models have said of them, from a cache; all is made again "
+        "when needed, which for a teacher may take hours.",
+    )
     parser.add_argument("cache", type=Path, help="the cache: data.cache.path, or `cache` in run.storage")
     parser.add_argument(
         "--unused-days", type=float, default=7.0, metavar="N", help="keep data used in the last N days (default: 7)"

@@ -206,7 +206,11 @@ class TeacherFiles:
         return sorted(name for name in names if _PART.fullmatch(name))
 
     def tidy(self) -> None:
-        """Remove what passes have left half written that were killed long ago."""
+        """Remove what passes have left half written that were killed long ago; say whose files these are, if nobody
+        can read that any more."""
+        with suppress(OSError):
+            if self.directory.is_dir() and not self._is_told():
+                self._tell()
         for path in self.directory.rglob(f"*{TEMPORARY}"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -308,16 +312,23 @@ class TeacherFiles:
         said = {"format": FORMAT, "key": self.key, "documents": documents}
         return json.dumps(said, sort_keys=True).encode()
 
+    def _is_told(self) -> bool:
+        with suppress(DataError):
+            kept = self.kept(self.directory)
+            return kept is not None and kept.key == self.key
+        return False
+
+    def _tell(self) -> None:
+        said = {
+            "format": FORMAT, TEACHER: self.of, "model": self.model, "tokenizer": self.tokenizer, **asdict(self.form),
+        }  # fmt: skip
+        replace_at_once(self.directory / _ABOUT, json.dumps(said, indent=1).encode())
+
     def _put(self, path: Path, *content: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            about = self.directory / _ABOUT
-            if not about.exists():
-                said = {
-                    "format": FORMAT, TEACHER: self.of, "model": self.model, "tokenizer": self.tokenizer,
-                    **asdict(self.form),
-                }  # fmt: skip
-                replace_at_once(about, json.dumps(said, indent=1).encode())
+            if not (self.directory / _ABOUT).exists():
+                self._tell()
             replace_at_once(path, *content)
         except OSError as error:
             raise DataError(

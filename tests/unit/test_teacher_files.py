@@ -31,6 +31,7 @@ from raytune_fsdp.data.teacher import (
     rest_of,
 )
 from raytune_fsdp.model.directory.tokenizer import digest_of, tokenizer_in
+from raytune_fsdp.plan.run_dir import cache_of
 from raytune_fsdp.run.teacher.find import check_possible, find_teacher, form_of
 from tests.runs import make_config
 from tests.unit.test_reference import micro_batch
@@ -364,6 +365,19 @@ def test_what_killed_passes_have_left_is_removed_after_an_hour(tmp_path: Path) -
     assert [path.exists() for path in left] == [False, True] and own.open(part) is not None
 
 
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}"])
+def test_what_a_crash_has_done_to_whose_files_they_are_is_said_again(tmp_path: Path, content: bytes | None) -> None:
+    own = files(tmp_path)
+    part, _ = written(own, *DOCUMENTS)
+    about = own.directory / "about.json"
+    before = about.read_bytes()
+    about.unlink() if content is None else about.write_bytes(content)
+    own.tidy()
+    assert about.read_bytes() == before and TeacherFiles.kept(own.directory) == own
+    replace(own, directory=tmp_path / "none").tidy()
+    assert not (tmp_path / "none").exists()
+
+
 def test_ids_beyond_the_tokenizer_and_what_would_be_infinite_are_refused_before_a_run(tmp_path: Path) -> None:
     config = make_config(
         tmp_path, train={"max_steps": 1, "objective": {"type": "distill", "reverse": 0.5}},
@@ -392,5 +406,13 @@ def test_a_teacher_that_is_not_there_is_called_what_the_config_calls_it(tmp_path
         train={"max_steps": 1, "objective": {"type": "distill"}},
     )  # fmt: skip
     assert config.teacher is not None
-    with pytest.raises(ModelError, match=r"^teacher.model=./gone: there is no such directory"):
-        find_teacher(config, config.teacher, tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False))
+    tokenizer = tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False)
+    with pytest.raises(ModelError, match=r"^teacher.model=./gone: there is no such directory; give [^;]*$"):
+        find_teacher(config, config.teacher, tokenizer)
+    own = TeacherFiles.within(
+        cache_of(config), of="1-2", form=form_of(config, config.teacher, 64), tokenizer=digest_of(tokenizer),
+        model="./gone",
+    )  # fmt: skip
+    written(own, *DOCUMENTS)
+    with pytest.raises(ModelError, match=rf"; what it has predicted is in {own.directory}, which may be teacher.model"):
+        find_teacher(config, config.teacher, tokenizer)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError, DataError, ModelError
+from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.objectives import DistillObjective
 from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.data.cache import TEACHER
 from raytune_fsdp.data.teacher import Form, TeacherFiles
 from raytune_fsdp.model.directory.tokenizer import digest_of, vocabulary_of
+from raytune_fsdp.plan.run_dir import cache_of
 from raytune_fsdp.run.reference.find import other_model
 from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.run.starting_weights import TeacherModel
@@ -46,7 +50,12 @@ def find_teacher(config: FinetuneConfig, wanted: TeacherConfig, tokenizer: PreTr
     tokens = digest_of(tokenizer)
     kept = None if is_url(wanted.model) else TeacherFiles.kept(Path(wanted.model).expanduser())
     if kept is None:
-        model = other_model(config, "teacher.model", wanted.model, tokenizer)
+        try:
+            model = other_model(config, "teacher.model", wanted.model, tokenizer)
+        except ModelError as error:
+            if (there := _said_before(config, wanted, form, tokens)) is None:
+                raise
+            raise ModelError(f"{error}; what it has predicted is in {there}, which may be teacher.model") from error
         return TeacherModel(model=model, kept=None, form=form, tokenizer=tokens)
     if (kept.tokenizer, kept.form.vocabulary) != (tokens, form.vocabulary):
         raise ConfigError(
@@ -64,6 +73,16 @@ def find_teacher(config: FinetuneConfig, wanted: TeacherConfig, tokenizer: PreTr
                 f"that, or name the teacher itself, {kept.model}"
             )
     return TeacherModel(model=None, kept=kept, form=form, tokenizer=tokens)
+
+
+def _said_before(config: FinetuneConfig, wanted: TeacherConfig, form: Form, tokens: str) -> Path | None:
+    """Return the directory of what a teacher of this name has predicted, which may be gone itself; None: nothing."""
+    for directory in sorted((cache_of(config) / TEACHER).glob("*")):
+        with suppress(DataError):
+            kept = TeacherFiles.kept(directory)
+            if kept is not None and (kept.model, kept.form, kept.tokenizer) == (redact(wanted.model), form, tokens):
+                return directory
+    return None
 
 
 def form_of(config: FinetuneConfig, wanted: TeacherConfig, vocabulary: int) -> Form:

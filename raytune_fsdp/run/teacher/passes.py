@@ -104,6 +104,7 @@ def look(task: TeacherTask) -> None:
     files, fingerprint = task.files, task.windows.fingerprint
 
     def read() -> dict[Place, WindowSaid]:
+        files.tidy()
         found = ((place, files.read_window(fingerprint, *place)) for place in task.places)
         return {place: said for place, said in found if said is not None}
 
@@ -132,7 +133,7 @@ def complete(
 ) -> None:
     """Ask the teacher what nobody has asked it yet, and keep it. Collective."""
     lacking, micro_batch = task.lacking, standing.plan.division.micro_batch
-    others = on_rank0(partial(_others, task.files), what="look for predictions of the teacher")
+    others = on_rank0(task.files.parts, what="look for predictions of the teacher")
     _open(task, others)
     task.lessons.add(task.parts[part] for part in others if part in task.parts)
     mine = lacking[dist.get_rank() :: dist.get_world_size()]
@@ -178,11 +179,6 @@ def _check_seen(task: TeacherTask, parts: Sequence[str]) -> None:
                 time.sleep(0.1)
 
     on_all_ranks(look)
-
-
-def _others(files: TeacherFiles) -> list[str]:
-    files.tidy()
-    return files.parts()
 
 
 def _contents(windows: Windows, place: Place, micro_batch: int) -> Contents:
