@@ -52,7 +52,7 @@ def _predictions(c: Translation, key: str) -> None:
     elif c.teacher is None:
         c.say(key, "refused", NAME_IT, "kd_trainer")
     else:
-        c.say(key, "left", f"teacher.model={c.teacher} says it anew, before training")
+        c.say(key, "left", f"teacher.model={c.teacher} is asked again, before training")
 
 
 def _over_k(c: Translation, key: str) -> None:

@@ -1,11 +1,11 @@
-"""Convert what all projects do alike with reward models: a head that scores, beside adapters, too."""
+"""Convert what all projects do alike with reward models: a head that scores, also beside adapters."""
 
 from __future__ import annotations
 
 from raytune_fsdp.convert.preferences import carry_objective
 from raytune_fsdp.convert.rules import Translation, in_words, words
 
-_ALWAYS = "the head is trained whole, beside adapters, too"
+_ALWAYS = "the head is trained whole, also beside adapters"
 _MODULES = ("score", "v_head", "classifier")
 """What a head is called in files of other projects."""
 

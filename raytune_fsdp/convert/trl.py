@@ -313,6 +313,11 @@ NAMED_DATA = (
 )
 
 
+PREPARED = (
+    leave("dataset_num_proc", "data is prepared automatically"),
+    leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+)
+
 _DATA_OPTIONS = (
     settled("max_length max_seq_length", "`data.seq_len`", takes_null=True),
     settled(
@@ -335,8 +340,7 @@ _DATA_OPTIONS = (
     same("padding_free pad_to_multiple_of", "padding does not change what is learned"),
     leave("pad_token", "padding does not change what is learned"),
     leave("eval_packing", "an evaluation is packed as the training data; it changes no loss of a token"),
-    leave("dataset_num_proc", "data is prepared automatically"),
-    leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+    *PREPARED,
 )
 
 

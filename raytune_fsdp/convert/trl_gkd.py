@@ -19,7 +19,7 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.teachers import ALL_OTHERS, MIXED, ON_POLICY, carry_distillation, objective_in_words
 from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, named_data, prepare_compute
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, named_data, prepare_compute
 
 _LR = 2e-5
 _LENGTH = 1024
@@ -105,8 +105,7 @@ _OPTIONS = (
     ),
     same("pad_to_multiple_of", "padding does not change what is learned"),
     leave("pad_token", "padding does not change what is learned"),
-    leave("dataset_num_proc", "data is prepared automatically"),
-    leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+    *PREPARED,
     leave("label_smoothing_factor", "means nothing to this loss, there too"),
     *(option for option in TRAINING_OPTIONS if "label_smoothing_factor" not in option.names),
 )

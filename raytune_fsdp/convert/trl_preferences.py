@@ -34,7 +34,7 @@ from raytune_fsdp.convert.rules import (
     whole,
 )
 from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, named_data, prepare_compute
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, named_data, prepare_compute
 
 _LR = 1e-6
 _LENGTH = 1024
@@ -171,8 +171,7 @@ ROW_OPTIONS = (
     ),
     refuse("is_encoder_decoder", "causal language models only"),
     leave("padding_value label_pad_token_id use_logits_to_keep", "padding does not change what is learned"),
-    leave("dataset_num_proc", "data is prepared automatically"),
-    leave("dataset_streaming streaming", "see `data.shuffle: blocks` for datasets too large to copy"),
+    *PREPARED,
     same("pad_to_multiple_of", "padding does not change what is learned"),
     leave("label_smoothing_factor", "means nothing to this loss, there too"),
     *(option for option in TRAINING_OPTIONS if "label_smoothing_factor" not in option.names),

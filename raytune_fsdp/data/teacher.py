@@ -63,6 +63,12 @@ _USED_SECONDS = 3600.0
 Table = np.ndarray[Any, np.dtype[np.void]]
 
 
+def bytes_of_target(top_k: int, dtype: str) -> int:
+    """Return how many bytes the predictions of one target take, in this type."""
+    number = _FLOATS[dtype].itemsize
+    return top_k * (_ID.itemsize + number) + number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """In which form predictions are kept."""
@@ -82,7 +88,7 @@ class Form:
     @property
     def target_bytes(self) -> int:
         """How many bytes the predictions of one target take."""
-        return self.top_k * (_ID.itemsize + self.number.itemsize) + self.number.itemsize
+        return bytes_of_target(self.top_k, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

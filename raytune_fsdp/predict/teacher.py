@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytune_fsdp.base.errors import RaytuneError, first_line
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.config.sections.objectives import SftObjective
+from raytune_fsdp.data.teacher import bytes_of_target
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.prediction import CONTEXT, PROCESS, Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
-
-_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +40,17 @@ def teacher_pass(config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Teache
     if teacher is None:
         return None
     steps = plan.steps / max(1.0, config.train.epochs or 1.0)
-    wide = teacher.dtype == "fp64" or (teacher.dtype == "auto" and config.parallel.precision == "fp64")
-    number = 8 if wide else 4
     known = TeacherPass(
-        model=teacher.model, token_bytes=teacher.top_k * (_ID_BYTES + number) + number,
+        model=teacher.model,
+        token_bytes=bytes_of_target(teacher.top_k, teacher.kept_in(config.parallel.precision)),
         tokens=int(steps * plan.division.global_batch * config.data.seq_len),
-    )  # fmt: skip
+    )
     asked = _as_trained(config)
     try:
         subject = ModelSpec.of(asked)
         found = predict(subject, asked, plan.layout.world, cluster)
     except RaytuneError as error:
-        return TeacherPass(
-            model=known.model, token_bytes=known.token_bytes, tokens=known.tokens, because=first_line(error)
-        )
+        return replace(known, because=first_line(error))
     memory, layers = found.memory, getattr(subject.hf_config.get_text_config(), "num_hidden_layers", 1)
     beside = PROCESS if cluster.device.kind == "cpu" else CONTEXT
     # Nothing is kept for backward, so one layer's activations are there at a time.
@@ -62,21 +58,13 @@ def teacher_pass(config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Teache
     needed += memory.peak.get("activations", 0) // layers + beside
     # A forward pass is a third of what a step computes and, of two gathers and a reduction, the first gather.
     step = max(found.seconds.compute, found.seconds.moving) / 3
-    return TeacherPass(
-        model=known.model, token_bytes=known.token_bytes, tokens=known.tokens, memory=needed,
-        seconds=step * steps, fits=needed <= cluster.device.memory,
-    )  # fmt: skip
+    return replace(known, memory=needed, seconds=step * steps, fits=needed <= cluster.device.memory)
 
 
 def _as_trained(config: FinetuneConfig) -> FinetuneConfig:
     """Return the config of a run that trains the teacher on the same batches."""
     assert config.teacher is not None
-    model = config.model.model_copy(
-        update={
-            "path": config.teacher.model, "revision": None, "init": "pretrained", "architecture": None, "overrides": {},
-            "network": None, "add_tokens": [], "head": None,
-        }
-    )  # fmt: skip
+    model = config.model.elsewhere(config.teacher.model)
     train = config.train.model_copy(update={"objective": SftObjective()})
     parallel = config.parallel.model_copy(update={"activation_checkpointing": "none", "activation_offload": False})
     return config.model_copy(

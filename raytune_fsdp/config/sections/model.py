@@ -86,7 +86,7 @@ class ModelConfig(Section):
     of your own modules that it imports, belong to the run: a changed one is refused."""
 
     head: HeadConfig | None = None
-    """A head beside the base, in the place of the one that predicts tokens. Null: the model predicts tokens."""
+    """A head that takes the place of the one that predicts tokens. Null: the model predicts tokens."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
@@ -127,6 +127,15 @@ class ModelConfig(Section):
     def chooses_attention(self) -> bool:
         """Whether the run chooses its attention, by its devices. If not, transformers builds the network with it."""
         return self.attention == "auto" or self.attention.startswith("documents")
+
+    def elsewhere(self, path: str) -> Self:
+        """Return the section of another model, which is stored there and is asked about the same tokens."""
+        return self.model_copy(
+            update={
+                "path": path, "revision": None, "init": "pretrained", "architecture": None, "overrides": {},
+                "network": None, "tokenizer": self.tokenizer or self.path, "add_tokens": [], "head": None,
+            }
+        )  # fmt: skip
 
     @model_validator(mode="after")
     def _tokens_once(self) -> Self:

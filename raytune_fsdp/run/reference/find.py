@@ -86,12 +86,7 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         raise ConfigError(
             f"{field}={wanted} with model.add_tokens: it has no rows for the new tokens: leave one of the two out"
         )
-    model = config.model.model_copy(
-        update={
-            "path": wanted, "revision": None, "init": "pretrained", "architecture": None, "overrides": {},
-            "network": None, "tokenizer": config.model.tokenizer or config.model.path,
-        }
-    )  # fmt: skip
+    model = config.model.elsewhere(wanted)
     other = config.model_copy(update={"model": model, "method": FullMethod()})
     with _said_of(field, wanted):
         directory = model_directory(other)
