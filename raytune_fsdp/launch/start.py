@@ -53,12 +53,14 @@ def run(
     place = check_first(config, sizes[0])
     phases = Phases()
     from raytune_fsdp.launch.ray.apart import apart_from_ray
+    from raytune_fsdp.launch.ray.forked.templates import Templates
     from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
         apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # a dry run leaves nothing
-        with apart, connecting(config.cluster, sizes[-1]) as session:
+        templates = Templates(config.cluster, place.path)
+        with apart, connecting(config.cluster, sizes[-1], templates) as session:
             # Import while Ray starts, which mostly waits for its processes.
             from raytune_fsdp.launch.ray import driver
 

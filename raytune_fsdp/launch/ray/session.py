@@ -28,6 +28,7 @@ from raytune_fsdp.base.leaving import crashing
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.failures import DIED
+from raytune_fsdp.launch.ray.forked.templates import Templates
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
 from raytune_fsdp.launch.ray.watch.head import CLOSING_SECONDS, Head
 
@@ -76,6 +77,8 @@ class Session:
     lock: int | None = None
     environment: tuple[str, ...] = ()
     """Variables that were set for it, and must not affect the next Ray of this process."""
+    templates: Templates | None = None
+    """The processes from which workers are forked."""
 
     def lost(self) -> str | None:
         """Say what has ended, if this Ray cannot go on without it."""
@@ -89,6 +92,8 @@ class Session:
         return self.lost() is None if self.head is None else self.head.answers()
 
     def close(self) -> None:
+        if self.templates is not None and self.answers():
+            self.templates.end()
         ours = self.directory is None or not private.is_elsewhere(self.directory)
         workers = private.workers() if ours and self.directory is not None else []
         if self.head is not None:
@@ -123,17 +128,19 @@ def check_not_in_a_copy(config: FinetuneConfig, run_dir: Path) -> None:
 
 
 @contextmanager
-def connecting(config: ClusterConfig, workers: int) -> Iterator[Future[Session]]:
+def connecting(config: ClusterConfig, workers: int, templates: Templates | None = None) -> Iterator[Future[Session]]:
     """Connect to Ray in a thread while the context lasts; close the connection at its end."""
     for closed in list(_late):
         closed.wait(config.start_seconds)
     address = find_cluster()
+    if templates is not None and address is None and not ray.is_initialized():
+        templates.begin_here()
     session: Future[Session] = Future()
     ended, closed = Event(), Event()
 
     def run() -> None:
         try:
-            session.set_result(connect(config, workers, address))
+            session.set_result(connect(config, workers, address, templates))
         except BaseException as error:
             session.set_exception(error)
         # The thread must outlive the run: for Linux it is the parent of the Ray processes, which end with it.
@@ -189,17 +196,22 @@ def find_cluster() -> str | None:
     return address
 
 
-def connect(config: ClusterConfig, workers: int, address: str | None) -> Session:
+def connect(config: ClusterConfig, workers: int, address: str | None, templates: Templates | None = None) -> Session:
     """Join the cluster at this address. Without one, use the Ray there is, or start one that is large enough."""
     if ray.is_initialized():
         head = Head(ray.get_runtime_context().gcs_address)
         return Session(f"connected already, {_size()}", owned=False, head=head)
     if address is None:
-        return _start(local_cpus(config, workers), config.start_seconds)
+        return _start(local_cpus(config, workers), config.start_seconds, templates)
     with _joining(address):
         # log_to_driver=False: each rank writes its own file in the run directory.
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    return Session(f"joined the cluster at {address}, {_size()}", owned=True, head=Head(address))
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env(templates))
+    about = f"joined the cluster at {address}, {_size()}"
+    return Session(about, owned=True, head=Head(address), templates=templates)
+
+
+def _runtime_env(templates: Templates | None) -> dict[str, str] | None:
+    return None if templates is None else templates.runtime_env() or None
 
 
 @contextmanager
@@ -223,12 +235,12 @@ def _joining(address: str) -> Iterator[None]:
         ) from error
 
 
-def _start(cpus: int, seconds: float) -> Session:
+def _start(cpus: int, seconds: float, templates: Templates | None) -> Session:
     """Start a Ray, again where the machine was too busy for Ray's own limits, within these seconds."""
     began = time.monotonic()
     while True:
         try:
-            return _try_to_start(cpus, seconds)
+            return _try_to_start(cpus, seconds, templates)
         except Exception as error:  # of many types: a port, memory, a process that did not start
             left = seconds - (time.monotonic() - began)
             if left > 0 and "timed out" in str(error).lower():
@@ -239,7 +251,7 @@ def _start(cpus: int, seconds: float) -> Session:
             ) from error
 
 
-def _try_to_start(cpus: int, seconds: float) -> Session:
+def _try_to_start(cpus: int, seconds: float, templates: Templates | None) -> Session:
     directory, lock = _own_directory()
     # Other users of this machine must not reach what runs here. Unless RAY_AUTH_MODE is set, Ray asks everyone for a
     # token. It would write one to the home directory; this one is for this run alone.
@@ -249,7 +261,7 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
         os.environ.setdefault(name, value)
     added = [name for name in (*own, "RAY_AUTH_MODE") if name not in before]
     private.forget_token()  # a second run of this process has another one
-    session = Session("", owned=True, directory=directory, lock=lock, environment=tuple(added))
+    session = Session("", owned=True, directory=directory, lock=lock, environment=tuple(added), templates=templates)
     try:
         ray.init(
             address="local",
@@ -259,6 +271,7 @@ def _try_to_start(cpus: int, seconds: float) -> Session:
             _temp_dir=str(directory),
             log_to_driver=False,
             logging_level=logging.ERROR,
+            runtime_env=_runtime_env(templates),
         )
     except BaseException:
         session.close()

@@ -297,6 +297,8 @@ class AttemptSupervisor:
         phases.finished(phase)
         if phase == "step":
             self._say(f"first step after {phases.total:.1f} s: {phases.in_words()}")
+            if self._session.templates is not None:
+                self._session.templates.begin_on({rank.node_id for rank in self._attempt.ranks.values()})
             for each in self._after_commits:
                 each.make_up()
             self._attempts.event(names.FIRST_STEP, seconds=round(phases.total, 2), phases=phases.seconds)

@@ -1,0 +1,103 @@
+"""What a process inherits from the one that starts it, and how a fork becomes what was asked for."""
+
+from __future__ import annotations
+
+import os
+import resource
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+SOCKET, LAUNCHER, LOG = "socket", "python", "log"
+"""Files in the directory of a template."""
+OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
+"""Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
+OF_WORKERS = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "RAY_LD_PRELOAD_ON_WORKERS"}
+"""Variables that differ between the workers of a job, and that Ray reads when it uses them."""
+OMP = "OMP_NUM_THREADS"
+"""torch and OpenBLAS read this when they are imported; Ray sets it afterwards, in the worker, unless a user has."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Wanted:
+    """What a new process is to be."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    umask: int
+    nice: int
+    cpus: list[int]
+    limits: dict[str, tuple[int, int]]
+    groups: str
+    """Its control groups, as in /proc/self/cgroup."""
+    oom: str
+    """How readily the kernel ends it when memory runs out."""
+    added: Mapping[str, str] = field(default_factory=dict)
+    """Variables that imports have set."""
+
+
+def worker_of_ray() -> Path:
+    """Return the program that Ray runs in its workers. Does not import Ray."""
+    found = find_spec("ray")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent / "_private" / "workers" / "default_worker.py"
+
+
+def of_job(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that Ray's C++ may have read when it was imported."""
+    own = ("RAY_TRAIN_",)  # read when Ray Train begins a run
+    names = {name for name in env if name.startswith("RAY_") and not name.startswith(own)} - OF_WORKERS
+    return {name: env[name] for name in sorted(names)}
+
+
+def of_process(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that any other module may have read when it was imported."""
+    late = ("RAY_", "NCCL_")  # NCCL reads its own when ranks join
+    return {name: value for name, value in env.items() if not name.startswith(late) and name not in OF_SHELLS}
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Name the variables that are not the same in both."""
+    return ", ".join(sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)))
+
+
+def run(wanted: Wanted, files: Sequence[int]) -> None:
+    """Be the process that is wanted: the caller is a fork without anything open, and ends when this returns.
+
+    Where that cannot be, start Python in its place.
+    """
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    try:
+        _take_on(wanted)
+    except (OSError, ValueError):
+        os.execve(sys.executable, [sys.executable, *wanted.argv], wanted.env)
+    sys.argv = list(wanted.argv)
+    runpy.run_path(wanted.argv[0], run_name="__main__")
+
+
+def _take_on(wanted: Wanted) -> None:
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        raise OSError("something that was imported has used a GPU, which a fork then cannot")
+    os.environ.clear()
+    os.environ.update({**wanted.env, **wanted.added})
+    os.chdir(wanted.cwd)
+    os.umask(wanted.umask)
+    os.setpriority(os.PRIO_PROCESS, 0, wanted.nice)
+    os.sched_setaffinity(0, wanted.cpus)
+    for name, (soft, hard) in wanted.limits.items():
+        if resource.getrlimit(getattr(resource, name)) != (soft, hard):
+            resource.setrlimit(getattr(resource, name), (soft, hard))
+    with suppress(OSError):  # lowering it takes a right that not everybody has
+        Path("/proc/self/oom_score_adj").write_text(wanted.oom)
+    torch.default_generator.seed()  # as for every process; Python itself does that in a fork
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()

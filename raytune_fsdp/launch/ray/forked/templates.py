@@ -1,0 +1,166 @@
+"""The templates of a run, as its driver has them: where there is one, what Ray starts instead of Python, until when."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+import raytune_fsdp
+from raytune_fsdp.base.hushed import is_verbose
+from raytune_fsdp.base.threads import in_thread
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.ray.forked.messages import send
+from raytune_fsdp.launch.ray.forked.process import LAUNCHER, LOG, SOCKET, worker_of_ray
+from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
+
+_PARENT = Path("/tmp")  # on every node the same, and short: the path of a socket has 107 bytes at most
+_BEGINS_SECONDS = 10.0
+"""How long a template may take to open its socket, which it does before its imports."""
+_LOOK_SECONDS = 0.05
+_ENDS_SECONDS = 2.0
+_OWN_PYTHON = {"pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight", "rocprof_sys", "java_jars"}
+"""Fields of a job's runtime environment that decide which Python its workers are, or how that is started."""
+_PROGRAM = """
+[ -O {directory} ] && [ -x {directory}/{launcher} ] && exec {directory}/{launcher} "$@"
+[ "$1" = {worker} ] && [ -x {python} ] && exec {python} "$@"
+p="${{1%/lib/python3*}}/bin/python3"; [ -x "$p" ] && exec "$p" "$@"
+exec python3 "$@"
+"""
+"""What Ray starts for each worker, in bash: the template's launcher, else this process's Python where the node has the
+same Ray at the same place, else the Python that the worker's Ray is installed in."""
+
+
+class Templates:
+    """Where the workers of one run may be forked."""
+
+    def __init__(self, config: ClusterConfig, run_dir: Path) -> None:
+        self._threads = str(config.cpus_per_worker)  # as Ray sets OMP_NUM_THREADS for a rank
+        self._env = config.env
+        self._directory = directory_of(run_dir)
+        self._here: socket.socket | None = None
+        self._actors: dict[str, Any] = {}
+        self.used = config.fork_workers and possible()
+
+    def runtime_env(self) -> dict[str, str]:
+        """Return what makes Ray ask a template for its workers; nothing if it is to start Python."""
+        if not self.used:
+            return {}
+        quoted = {
+            "directory": self._directory, "launcher": LAUNCHER, "worker": worker_of_ray(), "python": sys.executable,
+        }  # fmt: skip
+        program = _PROGRAM.format(**{name: shlex.quote(str(value)) for name, value in quoted.items()})
+        return {"py_executable": f"bash -c {shlex.quote(program)} worker"}
+
+    def begin_here(self) -> None:
+        """Begin a template on this node. It imports while Ray starts."""
+        if self.used:
+            in_thread(self._begin_here, "template")
+
+    def _begin_here(self) -> None:
+        # As the Ray that starts now will have it. Ranks get their environment from `env`, beside that.
+        self._here = own(self._directory, self._threads, {**os.environ, **self._env})
+
+    def begin_on(self, nodes: Collection[str]) -> None:
+        """Begin one on each of these nodes that has none, and on the driver's, where Ray Train's controller is."""
+        if not self.used or self._here is not None:
+            return
+        for node in {*nodes, ray.get_runtime_context().get_node_id()} - self._actors.keys():
+            at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
+            owner = ray.remote(num_cpus=0, **at)(_Owner)
+            self._actors[node] = owner.remote(str(self._directory), self._threads, self._env)
+
+    def end(self) -> None:
+        """End them: the run is over, or will be begun again by another command at another time."""
+        if self._here is not None:
+            release(self._here)
+        with suppress(RayError):
+            ray.get([actor.end.remote() for actor in self._actors.values()], timeout=_ENDS_SECONDS)
+
+
+class _Owner:
+    """The actor on a node, which keeps the node's template alive."""
+
+    def __init__(self, directory: str, threads: str, env: Mapping[str, str]) -> None:
+        # Not os.environ: Ray has hidden GPUs from this actor there, and has set OMP_NUM_THREADS for it.
+        begun_with = dict(
+            part.split("=", 1)
+            for part in Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
+            if "=" in part
+        )
+        self._connection = own(Path(directory), threads, {**begun_with, **env})
+
+    def end(self) -> None:
+        if self._connection is not None:
+            release(self._connection)
+
+
+def directory_of(run_dir: Path) -> Path:
+    """Return the directory of a run's templates, on every node the same. Another version has another one."""
+    of = [str(os.getuid()), str(run_dir), sys.prefix, version("raytune-fsdp"), version("ray")]
+    return _PARENT / f"raytune-forks-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
+
+
+def possible() -> bool:
+    """Return whether workers of this process's job can be forked: nothing else decides how they are started."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
+    own = (job.get("runtime_env") or {}).keys() & _OWN_PYTHON
+    hooked = "RAY_RUNTIME_ENV_HOOK" in os.environ or any(each.name() == "uv" for each in psutil.Process().parents())
+    return hasattr(os, "pidfd_open") and not own and not hooked and not is_verbose()
+
+
+def own(directory: Path, threads: str, env: Mapping[str, str]) -> socket.socket | None:
+    """Begin the template of this node with this environment, unless there is one.
+
+    Return the connection that keeps it; None if it fails.
+    """
+    try:
+        directory.mkdir(0o700, exist_ok=True)
+        if directory.lstat().st_uid != os.getuid() or directory.is_symlink():
+            return None
+        package = str(Path(raytune_fsdp.__file__).parent)
+        command = [sys.executable, "-m", f"{__package__}.template", str(directory), package, threads]
+        with open(directory / LOG, "ab") as log:
+            subprocess.run(
+                command, env=env, start_new_session=True, check=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        return _connected(directory, time.monotonic() + _BEGINS_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _connected(directory: Path, until: float) -> socket.socket | None:
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(str(directory / SOCKET))
+            # A worker of Ray says for which job it wants one.
+            send(connection, {"env": dict(os.environ) if "RAY_JOB_ID" in os.environ else None})
+            return connection
+        except OSError:
+            connection.close()
+            if time.monotonic() > until:
+                return None
+        time.sleep(_LOOK_SECONDS)
+
+
+def release(connection: socket.socket) -> None:
+    """End the template at the other end of this connection."""
+    with suppress(OSError):
+        connection.sendall(b"end")
+        connection.close()

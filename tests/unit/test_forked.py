@@ -1,0 +1,317 @@
+"""Workers that are forked from a template: what they are, when one is refused, and how all of it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import raytune_fsdp
+from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.ray.forked import templates
+from raytune_fsdp.launch.ray.forked.process import LAUNCHER, SOCKET, difference, of_job, of_process
+
+pytestmark = pytest.mark.thorough
+PACKAGE = Path(raytune_fsdp.__file__).parent
+
+TEMPLATE = """
+import sys
+from pathlib import Path
+from raytune_fsdp.launch.ray.forked import template
+directory, worker, package, linger, names = sys.argv[1:]
+template.worker_of_ray = lambda: Path(worker)
+template.LINGER_SECONDS = float(linger)
+template.WITHOUT_RAY = tuple(names.split())
+template.WITH_RAY = ("ray",)
+template._TICK_SECONDS = 0.2
+template.main(Path(directory), Path(package), "1")
+"""
+IMPATIENT = """
+import sys
+from raytune_fsdp.launch.ray.forked import ask
+ask.ANSWER_SECONDS = 0.5
+ask.main(sys.argv[1], sys.argv[2:])
+"""
+WORKER = """
+import gc, json, os, random, resource, signal, sys, threading, time
+threads = len(os.listdir("/proc/self/task"))  # before numpy makes some
+forked = "ray" in sys.modules
+import numpy, torch
+files = [int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
+facts = {
+    "argv": sys.argv, "path": sys.path, "flags": str(sys.flags), "env": dict(os.environ), "cwd": os.getcwd(),
+    "umask": os.umask(0), "nice": os.getpriority(os.PRIO_PROCESS, 0), "cpus": sorted(os.sched_getaffinity(0)),
+    "limits": {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")},
+    "oom": open("/proc/self/oom_score_adj").read(), "files": sorted(files),
+    "signals": {int(s): str(signal.getsignal(s)) for s in signal.valid_signals()},
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
+    "torch_threads": torch.get_num_threads(), "default": str(torch.get_default_dtype()),
+    "gpu": [torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()],
+}
+facts["random"] = [random.random(), float(numpy.random.random()), torch.initial_seed()]
+facts["forked"], facts["threads"] = forked, threads
+print(json.dumps(facts), flush=True)
+if len(sys.argv) > 1 and sys.argv[1] == "spoil":
+    os.environ["SPOILED"] = "1"
+    os.environ.pop("HOME", None)
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0), torch.set_num_threads(2)
+    open("spoiled", "w"), threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) > 1 and sys.argv[1] == "wait":
+    time.sleep(300)
+sys.exit(3)
+"""
+
+
+class Node:
+    """A template whose Ray is WORKER, in a directory of its own."""
+
+    def __init__(
+        self, directory: Path, *, linger: float = 60.0, names: str = "torch numpy", package: Path = PACKAGE
+    ) -> None:
+        self.directory, self.script = directory, directory.parent / "worker.py"
+        directory.mkdir(0o700)
+        self.script.write_text(WORKER)
+        places = os.pathsep.join([str(PACKAGE.parent), str(directory.parent)])
+        own = {"RAY_RAYLET_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
+        self.env = {**os.environ, **own}
+        command = [sys.executable, "-c", TEMPLATE, *map(str, (directory, self.script, package, linger, names))]
+        with open(directory.parent / "log", "ab") as log:
+            subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def connected(self) -> socket.socket:
+        found = templates._connected(self.directory, time.monotonic() + 60)
+        assert found is not None, self.log()
+        return found
+
+    def log(self) -> str:
+        return (self.directory.parent / "log").read_text()
+
+    def start(self, *arguments: str, program: list[str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        command = [*(program or [str(self.directory / LAUNCHER)]), str(self.script), *arguments]
+        options.setdefault("env", self.env)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+    def facts(self, *arguments: str, **options: Any) -> dict[str, Any]:
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=120)
+        assert out, (err, self.log())
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        return [each for each in psutil.process_iter() if str(self.directory) in " ".join(_command(each))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def until(what: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    found = Node(tmp_path_factory.mktemp("node") / "t")
+    connection = found.connected()
+    yield found
+    templates.release(connection)
+    until(lambda: not found.directory.exists())
+    until(lambda: not found.processes())
+
+
+def test_a_fork_is_what_a_new_process_would_be(node: Node, tmp_path: Path) -> None:
+    def lower() -> None:
+        import resource
+
+        os.umask(0o027)
+        os.nice(3)
+        os.sched_setaffinity(0, {0})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (777, 4096))
+        Path("/proc/self/oom_score_adj").write_text("500")
+
+    how: dict[str, Any] = {"cwd": tmp_path, "preexec_fn": lower}
+    env = {**node.env, "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "NCCL_DEBUG": "WARN"}
+    assert node.facts("spoil", **how)["forked"]
+    forked = node.facts("a", "b c", env=env, **how)
+    new = node.facts("a", "b c", env=env, program=[sys.executable], **how)
+    assert (forked.pop("forked"), new.pop("forked")) == (True, False)
+    assert forked["random"] != new["random"] and len({*forked.pop("random"), *new.pop("random")}) == 6
+    forked.pop("env"), new.pop("env")  # see below: imports set some
+    assert "thirdparty_files" in forked["path"].pop(0)  # Ray puts it there when it is imported
+    assert forked == new
+    assert (forked["threads"], forked["torch_threads"], forked["files"]) == (1, 1, [0, 1, 2])
+    assert forked["umask"] == 0o027 and forked["cpus"] == [0] and forked["oom"].strip() == "500"
+
+
+def test_a_fork_has_the_environment_that_was_asked_for(node: Node) -> None:
+    env = {**node.env, "RAY_TRAIN_X": "1", "NCCL_DEBUG": "INFO"}
+    found = node.facts(env=env)["env"]
+    assert {name: found.get(name) for name in env} == env
+    assert not {name for name in found if name.startswith("RAY_")} - env.keys()
+
+
+def test_workers_differ_in_their_random_numbers(node: Node) -> None:
+    drawn = [tuple(node.facts()["random"]) for _ in range(2)]
+    assert len({*drawn[0], *drawn[1]}) == 6
+
+
+def test_each_job_has_its_own_ray(node: Node) -> None:
+    """Its C++ reads variables when it is imported."""
+    for job in ("01", "02"):
+        assert node.facts(env={**node.env, "RAY_JOB_ID": job})["env"]["RAY_JOB_ID"] == job
+    assert node.log().count("a job on a node: 0") == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"HF_HOME": "/elsewhere"}, {"OMP_NUM_THREADS": "2"}, {"PYTHONHASHSEED": "1"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_environment_is_refused(node: Node, change: dict[str, str]) -> None:
+    found = node.facts(env={**node.env, **change})
+    assert not found["forked"] and {name: found["env"][name] for name in change} == change
+    assert f"the environment differs in {next(iter(change))}" in node.log()
+
+
+def test_another_program_is_refused(node: Node, tmp_path: Path) -> None:
+    other = tmp_path / "other.py"
+    other.write_text(WORKER)
+    done = subprocess.run([node.directory / LAUNCHER, other], env=node.env, capture_output=True, text=True)
+    assert not json.loads(done.stdout)["forked"] and f"{other} is not {node.script}" in node.log()
+
+
+def test_the_end_of_either_process_is_the_end_of_both(node: Node) -> None:
+    for by_ray in (True, False):
+        asked = node.start("wait")
+        assert asked.stdout is not None and asked.stdout.readline()
+        worker = _worker_of(asked)
+        os.kill(asked.pid if by_ray else worker.pid, signal.SIGKILL)
+        worker.wait(timeout=30)
+        asked.wait(timeout=30)
+
+
+def _worker_of(asked: subprocess.Popen[str]) -> psutil.Process:
+    """Return the process that has the other's output."""
+    out = os.readlink(f"/proc/{asked.pid}/fd/1")
+    for each in psutil.process_iter():
+        try:
+            if each.pid != asked.pid and os.readlink(f"/proc/{each.pid}/fd/1") == out:
+                return each
+        except OSError:
+            continue
+    raise AssertionError("there is no worker")
+
+
+def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp_path: Path) -> None:
+    node = Node(tmp_path / "t")
+    kept = node.connected()
+    asked = node.start("wait")
+    assert asked.stdout is not None and json.loads(asked.stdout.readline())["forked"]
+    worker = _worker_of(asked)
+    own = {each.pid for each in node.processes()} - {worker.pid, asked.pid}
+    assert len(own) == 2
+    for pid in own:
+        os.kill(pid, signal.SIGKILL)
+    assert not node.facts()["forked"]
+    assert worker.is_running() and asked.poll() is None
+    worker.kill()
+    asked.wait(timeout=30)
+    kept.close()
+
+
+def test_who_gives_up_becomes_the_worker_and_there_is_no_second_one(tmp_path: Path) -> None:
+    """Ray would have two processes with the identity of one worker."""
+    node = Node(tmp_path / "t")
+    kept = node.connected()
+    assert node.facts()["forked"]
+    stopped = node.processes()
+    for each in stopped:
+        each.suspend()
+    program = [sys.executable, "-c", IMPATIENT, str(node.directory / SOCKET)]
+    asked = node.start("wait", program=program)
+    assert asked.stdout is not None and not json.loads(asked.stdout.readline())["forked"]
+    for each in stopped:
+        each.resume()
+    time.sleep(1)
+    assert len(node.processes()) == 2, "a fork waits for ever, or works"
+    asked.kill()
+    templates.release(kept)
+
+
+def test_it_ends_when_nobody_wants_it(tmp_path: Path) -> None:
+    node = Node(tmp_path / "t", linger=1.0)
+    kept = node.connected()
+    asked = node.start("wait")
+    assert asked.stdout is not None and asked.stdout.readline()
+    kept.close()  # as when the driver is killed
+    time.sleep(2)
+    assert node.directory.exists(), "it has a worker"
+    asked.kill()
+    until(lambda: not node.directory.exists() and not node.processes())
+
+
+def test_code_that_was_written_meanwhile_is_not_what_it_has_imported(tmp_path: Path) -> None:
+    module = tmp_path / "a_module_of_code.py"
+    module.write_text("value = 1\n")
+    node = Node(tmp_path / "t", names="a_module_of_code")
+    kept = node.connected()
+    assert node.facts()["forked"]
+    module.write_text("value = 22\n")
+    assert not node.facts()["forked"]
+    assert f"{module} has changed since it was imported" in node.log()
+    templates.release(kept)
+
+
+def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    assert templates.own(tmp_path / "link", "1", os.environ) is None
+    program = templates.Templates(ClusterConfig(), tmp_path).runtime_env()["py_executable"]
+    assert "-O " in program
+
+
+def test_variables_that_count() -> None:
+    env = {"A": "1", "PS1": "$", "RAY_JOB_ID": "01", "RAY_TRAIN_X": "1", "NCCL_DEBUG": "x"}
+    assert of_process(env) == {"A": "1"} and of_job(env) == {"RAY_JOB_ID": "01"}
+    assert difference({"A": "1", "B": "1"}, {"A": "1", "C": "1"}) == "B, C"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RAY_JOB_CONFIG_JSON": json.dumps({"runtime_env": {"pip": ["x"]}})},
+        {"RAY_RUNTIME_ENV_HOOK": "a.hook"},
+        {"RAYTUNE_FSDP_VERBOSE": "1"},
+    ],
+    ids=["pip", "hook", "verbose"],
+)
+def test_where_ray_starts_its_workers_in_another_way_nothing_is_forked(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert templates.Templates(ClusterConfig(), tmp_path).runtime_env()
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert templates.Templates(ClusterConfig(), tmp_path).runtime_env() == {}
+
+
+def test_it_can_be_turned_off(tmp_path: Path) -> None:
+    assert templates.Templates(ClusterConfig(fork_workers=False), tmp_path).runtime_env() == {}
