@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -52,7 +53,7 @@ class Templates:
         self._threads = str(config.cpus_per_worker)  # as Ray sets OMP_NUM_THREADS for a rank
         self._env = config.env
         self._directory = directory_of(run_dir)
-        self._here: socket.socket | None = None
+        self._here: Future[socket.socket | None] | None = None
         self._actors: dict[str, Any] = {}
         self.used = config.fork_workers and possible()
 
@@ -67,13 +68,10 @@ class Templates:
         return {"py_executable": f"bash -c {shlex.quote(program)} worker"}
 
     def begin_here(self) -> None:
-        """Begin a template on this node. It imports while Ray starts."""
+        """Begin a template on this node. It imports while Ray starts, with the environment that Ray will have."""
         if self.used:
-            in_thread(self._begin_here, "template")
-
-    def _begin_here(self) -> None:
-        # As the Ray that starts now will have it. Ranks get their environment from `env`, beside that.
-        self._here = own(self._directory, self._threads, {**os.environ, **self._env})
+            env = {**os.environ, **self._env}
+            self._here = in_thread(lambda: own(self._directory, self._threads, env), "template")
 
     def begin_on(self, nodes: Collection[str]) -> None:
         """Begin one on each of these nodes that has none, and on the driver's, where Ray Train's controller is."""
@@ -84,12 +82,14 @@ class Templates:
             owner = ray.remote(num_cpus=0, **at)(_Owner)
             self._actors[node] = owner.remote(str(self._directory), self._threads, self._env)
 
-    def end(self) -> None:
+    def end(self, *, ray_answers: bool) -> None:
         """End them: the run is over, or will be begun again by another command at another time."""
-        if self._here is not None:
-            release(self._here)
-        with suppress(RayError):
-            ray.get([actor.end.remote() for actor in self._actors.values()], timeout=_ENDS_SECONDS)
+        here = None if self._here is None else self._here.result()
+        if here is not None:
+            release(here)
+        if ray_answers:
+            with suppress(RayError):
+                ray.get([actor.end.remote() for actor in self._actors.values()], timeout=_ENDS_SECONDS)
 
 
 class _Owner:
