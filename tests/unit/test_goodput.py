@@ -12,7 +12,7 @@ import pytest
 
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
-from raytune_fsdp.record.goodput import PHASES, Goodput, goodput, read_goodput, trained_of
+from raytune_fsdp.record.goodput import PHASES, Goodput, goodput, read_goodput, step_times
 from raytune_fsdp.record.jsonl import JsonlTracker, read_events, steps_after
 from raytune_fsdp.record.lines import to_bytes
 from raytune_fsdp.record.tracker import RunStart
@@ -52,7 +52,7 @@ def steps(first: int, last: int, attempt: int, ended: float, each: float = 2.0, 
 
 
 def of(events: list[Any], lines: list[Any]) -> Goodput:
-    found = goodput(events, trained_of(lines))
+    found = goodput(events, step_times(map(to_bytes, lines)))
     assert found is not None
     return found
 
@@ -208,7 +208,7 @@ def test_records_of_older_versions(tmp_path: Path) -> None:
     before_phases = [each for each in old if each["event"] != names.FIRST_STEP]
     found = of(before_phases, STAYED)
     assert seconds(found, 0) == {"load": 3, "productive": 12, "lost": 8, "detect": 5, "stop": 7}
-    assert goodput([], trained_of(STAYED)) is None
+    assert goodput([], step_times(map(to_bytes, STAYED))) is None
     assert read_goodput(tmp_path) is None
 
 
