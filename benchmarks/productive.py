@@ -5,8 +5,8 @@
 A simulation without Ray: failures come at random (exponentially, one in so many GPU hours), each costs the steps since
 the last checkpoint and the time until the next step is trained; a checkpoint holds training up for `stall` seconds, and
 one that is being written when a failure comes does not count. Small clusters and spot machines have more failures than
-Llama 3's run. `recovery` is for a real cluster, with a large model to load; on this repository's test machine it is 13 s
-(docs/results.md). The second table is `plan/failures.py`'s estimate of the same, which `raytune-fsdp plan` uses.
+Llama 3's run. `recovery` is for a real cluster, with a large model to load; on this repository's test machine it is
+13 s (docs/results.md). The tables after the first are `plan/failures.py`'s estimates, which `raytune-fsdp plan` uses.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def share(
 def estimates(hours: float, stall: float) -> Iterator[str]:
     """Yield the rows of a table: what a failure costs in seconds, part by part, and the share that is left."""
     one = Recovery()
-    yield "| GPUs | a failure in | best `checkpoint.every` | notice, end | start | imports | load | steps again | sum | trained |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    columns = ("GPUs", "one in", "best interval", "notice, end", "start", "imports", "load", "again", "sum", "trained")
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     for gpus in ESTIMATED:
         found = Failures(gpus=gpus, gpu_hours=hours, stall=stall)
         best = found.best_interval()

@@ -29,7 +29,7 @@ def test_the_interval_that_is_named_is_the_best_of_the_simulated(gpus: int, hour
     best = failures.best_interval()
     tried = [best, *(each * best for each in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)), 60.0, 300.0, 1800.0]
     shares = [drawn(failures, each) for each in tried]
-    assert shares[0] > 0.999 * max(shares)
+    assert shares[0] > 0.995 * max(shares)
     for interval, share in zip(tried, shares, strict=True):
         assert failures.share(interval) == pytest.approx(share, abs=0.01), interval
     assert failures.share(best) > max(failures.share(0.9 * best), failures.share(1.1 * best)) or best == WRITE_SECONDS
@@ -72,11 +72,12 @@ def test_the_page_has_what_the_script_prints(capsys: pytest.CaptureFixture[str])
 def test_the_plan_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["plan", "--config", "demo", "--train.max_steps", "10", "--train.epochs", "null", "--world-size", "8"]
+    words += ["--train.global_batch", "16", "--checkpoint.every", "auto"]
     assert main(words) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failures")]
     assert row == (
-        "failures   one in 50,700 GPU hours, here in 264d 1h: checkpoint.every={minutes: 80} loses least, 99.98% of the "
-        "time trains steps that stay (auto: 99.97%)"
+        "failures   one in 50,700 GPU hours, here in 264d 1h: checkpoint.every={minutes: 80} loses least, 99.98% of "
+        "the time trains steps that stay (auto: 99.97%)"
     )
     assert main([*words, "--gpu-hours-per-failure", "100", "--save-seconds", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["failures"]
