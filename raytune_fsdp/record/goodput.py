@@ -269,8 +269,9 @@ def _seen_in(events: Iterable[Mapping[str, Any]]) -> list[_Seen]:
     for event in events:
         number, name, fields, at = event["attempt"], event["event"], event["fields"], seconds_of(event)
         attempt = by_number.get(number)
-        if name == names.ATTEMPT_FAILED and (attempt is None or attempt.driver_knows):
-            attempt = _Seen(None)  # it had no number of its own yet
+        over = attempt is None or attempt.driver_knows or attempt.time.ended == "handed_over"
+        if name == names.ATTEMPT_FAILED and over:
+            attempt = _Seen(None)  # it had no number of its own yet: the driver gives the last one
             seen.append(attempt)
         elif name in (names.ATTEMPT_STARTED, names.RANKS_JOINED) and attempt is None:
             attempt = by_number[number] = _Seen(number)
@@ -390,7 +391,7 @@ class _LaidOut:
         gap = self._until(attempt.began if math.isfinite(attempt.began) else attempt.first_word)
         if time.begins_command or before is None:
             time.pause = gap
-        elif before.time.ended:
+        else:
             before.time.seconds["stop"] += gap
         order = list(phases)
         arrived = order.index(_ARRIVED) + 1 if _ARRIVED in order else None

@@ -159,6 +159,20 @@ def test_a_handover_has_no_failure() -> None:
     assert seconds(found, 0) == {"start": 10, "load": 8, "productive": 12, "between": 3, "stop": 1}
     assert seconds(found, 1) == {"start": 4, "load": 6, "productive": 20, "between": 1}
     assert (found.failures, found.steps_again, found.seconds) == (0, 0, 65)
+    failed = event(38, 1, names.ATTEMPT_FAILED, cause="x", reached=0, seconds=4.0, phases={}, stop_seconds=None)
+    later = [event(45, *(each[key] for key in ("attempt", "event")), **each["fields"]) for each in events[5:6]]
+    found = of(
+        [
+            *events[:5],
+            failed,
+            *later,
+            first_step(50, 2, LATER, 2.0),
+            event(69, 2, names.ATTEMPT_ENDED, status="finished"),
+        ],
+        [*steps(1, 6, 1, 20), *steps(7, 16, 2, 50)],
+    )
+    assert [each.ended for each in found.attempts] == ["handed_over", "failed", "finished"]
+    assert seconds(found, 1) == {"start": 4} and found.failure_seconds == 4 + 6 and found.seconds == 69
 
 
 def test_a_command_that_was_killed_leaves_no_end() -> None:
