@@ -156,10 +156,10 @@ def make_run(
             lines.append({"kind": "eval", "step": step, "values": values, "attempt": attempt,
                           "time": (day + timedelta(seconds=at)).isoformat()})  # fmt: skip
     (run / "metrics.jsonl").write_bytes(b"".join(map(to_bytes, lines)))
-    events = [*events_of(steps, ended, resized=resized)]
     times = {line["trajectory"]["step"]: line["time"] for line in lines if line["kind"] == "step"} | {
         0: day.isoformat()
     }
+    events = [*events_of(steps, ended, resized=resized, until=later(times[min(240, steps)], 8.9))]
     (run / "events.jsonl").write_bytes(
         b"".join(to_bytes({"time": later(times[step], wait), "attempt": attempt, "event": event, "fields": fields})
                  for step, wait, attempt, event, fields in events)
@@ -198,8 +198,13 @@ def step_line(
     }  # fmt: skip
 
 
-def events_of(steps: int, ended: str, *, resized: bool) -> Iterator[tuple[int, float, int, str, dict[str, Any]]]:
-    """Yield the step of each event, the seconds after it, its attempt, name and fields."""
+def events_of(
+    steps: int, ended: str, *, resized: bool, until: str
+) -> Iterator[tuple[int, float, int, str, dict[str, Any]]]:
+    """Yield the step of each event, the seconds after it, its attempt, name and fields.
+
+    `until`: when the last of four steps had ended that did not stay.
+    """
     machine = {"device": "cuda: NVIDIA H100 80GB HBM3", "threads": 8,
                "packages": {"flash-attn": "2.8.3", "triton": "3.6.0"},
                "versions": {"raytune-fsdp": "0.3.0", "torch": "2.11.0", "transformers": "5.17.0"}}  # fmt: skip
@@ -230,8 +235,14 @@ def events_of(steps: int, ended: str, *, resized: bool) -> Iterator[tuple[int, f
     if resized:
         cause = "its machine was taken away (spot)"
         yield 240, 1, 1, names.DRAINED, {"node": "node-b", "seconds_left": 120}
-        yield 240, 20, 1, names.ATTEMPT_FAILED, {"rank": 6, "node": "node-b", "cause": cause, "last_step": 240}
-        yield 240, 70, 2, names.ATTEMPT_STARTED, {"world_size": 6, "resumed_from": 240, **machine}
+        failed = {"reached": 246, "seconds": 640, names.STOP_SECONDS: 1.8}
+        yield 240, 20, 1, names.ATTEMPT_FAILED, {
+            "rank": 6, "node": "node-b", "cause": cause, "last_step": 240, **failed,
+        }  # fmt: skip
+        cut = [{"attempt": 1, "steps": 4, "seconds": 8.9, "last": 244, "until": until}]
+        yield 240, 70, 2, names.ATTEMPT_STARTED, {"world_size": 6, "resumed_from": 240, names.CUT: cut, **machine}
+        later = {"workers": 14.2, "imports": 0.4, "model": 41.5, "data": 12.6, "step": 2.9}
+        yield 241, 0, 2, names.FIRST_STEP, {"seconds": 71.6, "phases": later}
         yield 241, 1, 2, names.RESIZED, {"before": 8, "after": 6, "cause": cause, "seconds": 90, "steps_redone": 0}
         yield 410, 0, 2, names.SLOW_RANK, {"step": 410, "rank": 3, "node": "node-a", "seconds": 3.4, "others": 2.8,
                                            "spends_it_on": "data"}  # fmt: skip

@@ -9,7 +9,8 @@
     train.py       fine-tune a model
     data.py        look at the data, count it, remove old prepared data
     plan.py        what a config amounts to; plan_rows.py: how many rows it has; plan_on_gpus.py: memory and time;
-                   plan_as_page.py: a page with sliders; plan_calibrate.py: measures a machine
+                   plan_as_page.py: a page with sliders; plan_calibrate.py: measures a machine;
+                   plan_failures.py: how often to save
     doctor.py      check machine, cluster, storage and services
     runs.py        list the runs of a storage directory
     watch.py       follow a run that another command trains

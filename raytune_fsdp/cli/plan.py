@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.redaction import redact_text
-from raytune_fsdp.cli import plan_as_page, plan_calibrate
+from raytune_fsdp.cli import plan_as_page, plan_calibrate, plan_failures
 from raytune_fsdp.cli.common import (
     RUNS_CODE,
     ConfigParser,
@@ -51,6 +51,7 @@ def parser_of(prog: str) -> ConfigParser:
         "--units", action="store_true", help="also which weights are gathered together; needs torch and a model config"
     )
     add_flags(parser)
+    plan_failures.add_flags(parser)
     plan_as_page.add_flags(parser)
     plan_calibrate.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -73,6 +74,7 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
 
     world = found.world_size or sizes_of(config)[-1]
     check(parser, found)
+    plan_failures.check(parser, found)
     plan_as_page.check(parser, found)
     layout_of(config, world)  # refused before anything is counted
     counted, census, counts_all = None, None, ""
@@ -94,13 +96,16 @@ def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     place = RunDir.of(config)
     units = _units(found, config, plan) if found.units else {}
     on_gpus = plan_on_gpus(parser, found, config, plan)
+    failures = plan_failures.failures_of(found, world)
     if found.json:
-        data = {**plan.to_dict(), "layout": plan.spread(), **units, **(on_gpus[1] if on_gpus else {})}
+        said = {"failures": plan_failures.as_data(config, failures)}
+        data = {**plan.to_dict(), "layout": plan.spread(), **said, **units, **(on_gpus[1] if on_gpus else {})}
         if counted is not None:
             data |= counted.as_data(lambda each: resolve(config, world, each), data)
         print(json.dumps(data, indent=2))
         return 0
     say_lines(plan_in_words(config, plan, place.path, counted, counts_all))
+    say_lines(plan_failures.in_words(config, failures))
     if on_gpus:
         print(f"\n{on_gpus[0]}")
     if found.units:

@@ -60,7 +60,8 @@ def _runs(parser: Parser, arguments: Sequence[str]) -> int:
         except ResumeError as error:
             refused.append(str(error))
     states = states_of(places)
-    rows = sorted(((overview(each.path), states[each.path]) for each in places), key=lambda row: row[0].began or "")
+    found_of = [(overview(each.path, productive=found.json), states[each.path]) for each in places]
+    rows = sorted(found_of, key=lambda row: row[0].began or "")
     if found.html:
         say(_put_page(found.storage, rows, found.out))
     elif found.json:

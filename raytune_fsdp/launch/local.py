@@ -23,7 +23,7 @@ from raytune_fsdp.base import errors
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, TrainingError
-from raytune_fsdp.base.measured import NotPredicted, Predicted
+from raytune_fsdp.base.measured import NotPredicted, Predicted, StepMetrics
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.imported import STARTING, check_not_called, check_script, starting
@@ -33,7 +33,11 @@ from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, hear_no_ctrl_c, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.predict.preflight import preflight
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import append_event
+from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.checks import check_device, idle_gpus
 from raytune_fsdp.run.prepare import prepare
@@ -141,7 +145,8 @@ def _alone(
     with stop:
         with alone(device):
             notices = notices_of(config.cluster, os.environ, ray=False)
-            hooks = LauncherHooks(reached=phases.finished, predicted=predicted, notices=notices)
+            first = FirstStep(phases, prepared.place)
+            hooks = LauncherHooks(trackers=[first], reached=phases.finished, predicted=predicted, notices=notices)
             work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         stop.check_export(config.export.at_end)
 
@@ -245,7 +250,8 @@ def _rank_main(
             inputs.unlink(missing_ok=True)  # all have read it, and it has the values of cluster.env
             phases.finished("workers")
             notices = {**notices_of(config.cluster, os.environ, ray=False), "ranks": SHUTDOWN_SECONDS}
-            hooks = LauncherHooks(reached=phases.finished, predicted=predicted, notices=notices)
+            first = FirstStep(phases, prepared.place)
+            hooks = LauncherHooks(trackers=[first], reached=phases.finished, predicted=predicted, notices=notices)
         try:
             step = work(config, prepared, agree(config, prepared, lambda: standing), device, stop, hooks)
         except Interrupted:
@@ -296,6 +302,21 @@ def _run_rank(
         dist.destroy_process_group()
         stop.check_export(config.export.at_end)
     return prepared, standing
+
+
+class FirstStep(Tracker):
+    """Puts on record how long rank 0 took until its first step. Under Ray the driver does that, which knows more."""
+
+    def __init__(self, phases: Phases, place: RunDir) -> None:
+        self._phases: Phases | None = phases
+        self._events = place.events
+
+    def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
+        if metrics and (phases := self._phases) is not None:
+            self._phases = None
+            phases.finished("step")
+            fields = {"seconds": round(phases.total, 2), "phases": phases.seconds}
+            append_event(self._events, names.FIRST_STEP, attempt=attempt, fields=fields)
 
 
 def _beforehand(work: Callable[[], T]) -> Callable[[], T]:

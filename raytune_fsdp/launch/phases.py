@@ -36,6 +36,11 @@ class Phases:
     def total(self) -> float:
         return self._last - self._start
 
+    @property
+    def elapsed(self) -> float:
+        """The seconds until now, also of a phase that is not finished."""
+        return time.monotonic() - self._start
+
     def in_words(self) -> str:
         return ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
 

@@ -6,6 +6,7 @@ lines.py            what a line of metrics.jsonl looks like
 jsonl.py            metrics.jsonl and events.jsonl, the truth about a run: writing and reading them
 repair.py           checks a metrics.jsonl, and mends it
 tail.py             reads the record of a run while it grows
+goodput.py          where the time of a run went, and the share that counts
 console.py          lines in the terminal; screen_messages.py: messages to a region of it
 copies/             the record sent on: MLflow, Weights & Biases, TensorBoard; Prometheus's is in launch/ray
 report/             what a person reads afterwards: summary, page about a run, model card

@@ -48,6 +48,8 @@ _WORDS = {
 }
 _DETAILS = (names.KERNELS, names.SHARDED)
 """Events for those who look for them: in events.jsonl, in the report, and with --verbose."""
+_OF_TIME = ("reached", "seconds", names.STOP_SECONDS, "phases")
+"""What a failure says for record/goodput.py."""
 _RECEIVED = {"weights_bytes": "of weights", "gradients_bytes": "of gradients", "attention_bytes": "for attention"}
 # Bits of a braille character, by dot: left and right column, from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -222,7 +224,8 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     """Say an event as a person would; an unknown one by its name and fields."""
     get = fields.get
     shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in fields.items()}
-    rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key != "step")
+    unsaid = _OF_TIME if name == names.ATTEMPT_FAILED else ("step",)
+    rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items() if key not in unsaid)
     if name in _WORDS:
         also = [key for key in ("mixers", "experts", "update") if key in fields] if name == names.KERNELS else []
         more = "".join(f", {key} {{{key}}} ({{{key}_why}})" for key in also)

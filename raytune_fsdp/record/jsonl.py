@@ -193,17 +193,23 @@ def read_step(path: Path, step: int) -> dict[str, Any] | None:
     return None
 
 
-def seconds_after(path: Path, step: int) -> float:
-    """Return how many seconds the steps after this one have taken."""
-    seconds = 0.0
+def steps_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return what is on record of the steps after this one, an entry for each attempt that has trained some of them.
+
+    Each has the fields of `names.CUT`. Steps of which the attempt is not on record are those of attempt 0.
+    """
+    found: dict[int, dict[str, Any]] = {}
     for raw in _finished(path):
         known = WHOLE_STEP.fullmatch(raw)
         if known is not None and int(known[1]) <= step:  # most lines, so do not parse them
             continue
         line = read_line(raw)
-        if line is not None and line["kind"] == "step" and line["trajectory"]["step"] > step:
-            seconds += metrics_of(line).step_seconds
-    return seconds
+        if line is not None and line["kind"] == "step" and (number := line["trajectory"]["step"]) > step:
+            attempt = line["attempt"] if is_count(line.get("attempt")) else 0
+            of = found.setdefault(attempt, {"attempt": attempt, "steps": 0, "seconds": 0.0})
+            of |= {"last": number, "until": line["time"] if isinstance(line.get("time"), str) else None}
+            of["steps"], of["seconds"] = of["steps"] + 1, round(of["seconds"] + metrics_of(line).step_seconds, 6)
+    return list(found.values())
 
 
 def read_trajectory(path: Path) -> list[dict[str, Any]]:

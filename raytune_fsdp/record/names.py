@@ -56,9 +56,12 @@ ATTEMPT_STARTED = "attempt_started"
 results depend on: device, threads, versions, packages (those with kernels that are installed) and, on a CPU,
 instructions of rank 0, with run.exact also bits, a digest of these, the kernels and the micro-batch; evaluates (whether
 values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
-checkpoint have failed: lost_seconds, the time for which they have trained."""
+checkpoint have failed: lost_seconds, the time for which they have trained, and cut."""
 LOST_SECONDS = "lost_seconds"
 """Attempts may fail before the clock asks for a checkpoint, so the next one's clock starts with this."""
+CUT = "cut"
+"""What was on record of steps after that checkpoint, an entry for each attempt that had trained some of them: attempt,
+steps (how many), seconds (the sum of their times), last (the last of them) and until (when that had ended)."""
 STARTED_BY = "started_by"
 """In attempts.jsonl, which no tracker gets a copy of. Fields: command (without secrets), directory, host, user, python,
 and of the directory's git repository commit and uncommitted (whether files differ from it)."""
@@ -167,7 +170,10 @@ from what that one has saved, and step is where it began. Fields: step, because;
 FIRST_STEP = "first_step"
 """An attempt has ended its first step. Fields: seconds until then, in total and by phase, as the driver saw them."""
 ATTEMPT_FAILED = "attempt_failed"
-"""Fields: rank, node, cause, last_step (committed), logs (directory)."""
+"""Fields: rank, node, cause, last_step (committed), logs (directory), reached (the step that it trained; 0: none),
+seconds (since the attempt began), stop_seconds (of these, the last, in which it was known to have failed, and its ranks
+were to end; null: Ray Train said both at once), and if it trained no step phases, those that it finished."""
+STOP_SECONDS = "stop_seconds"
 REGISTRY_REPAIRED = "registry_repaired"
 """Ray Train's own list of checkpoints was wrong or unreadable. Fields: what (what was done about it)."""
 RESIZED = "resized"
@@ -185,6 +191,15 @@ difference (the first thing that differs; null: it has passed), exact (whether i
 (whether tokenized rows were taken from the run's cache)."""
 DRAINED = "drained"
 """A node of the run is about to be taken away. Fields: node, seconds_left (null: not known)."""
+
+PRODUCTIVE_SHARE, STEPS_AGAIN = "goodput/productive_share", "goodput/steps_again"
+"""Of the time in which a command worked on the run, the share in which steps were trained that stayed; and how many
+steps were trained again. MLflow gets them, and goodput/seconds/<phase>, after the first step of each attempt but the
+first, and at the end: record/goodput.py computes them from the record, and no line has them."""
+
+
+def goodput_seconds(phase: str) -> str:
+    return f"goodput/seconds/{phase}"
 
 
 def evaluation_loss(dataset: str) -> str:

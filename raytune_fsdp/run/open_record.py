@@ -45,7 +45,7 @@ from raytune_fsdp.record.copies.mlflow import MlflowTracker, mlflow_installed
 from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
 from raytune_fsdp.record.copies.wandb import WandbTracker
-from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, repair_event
+from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, repair_event, steps_after
 from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
@@ -82,6 +82,8 @@ class Opened:
     """The damaged checkpoints that were set aside: path, problem, and where each is now."""
     lost: float
     """Seconds that earlier attempts have trained since the checkpoint from which this one continues."""
+    cut: Sequence[Mapping[str, Any]]
+    """What is on record of the steps after that checkpoint, by attempt; they are removed from it."""
 
 
 def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> Opened:
@@ -94,7 +96,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
         prepared.lease.check()  # a newcomer may be writing the draft that would be removed here
     place.path.mkdir(parents=True, exist_ok=True)
     keep_from_others(place)
-    changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step)
+    cut = steps_after(place.metrics, standing.state.step)
+    changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step, cut)
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
     renamed = set_aside(standing.damaged, standing.checkpoint) if standing.checkpoint is not None else []
     aside = [{"path": found.path, "problem": standing.damaged[found], "now": now} for found, now in renamed]
@@ -121,7 +124,7 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     if prepared.started_by:
         append_event(place.attempts, names.STARTED_BY, attempt=standing.attempt, fields=prepared.started_by)
     put_model_files(place.model_files, place.checkpoints)
-    return Opened(changed=changed, aside=aside, lost=lost)
+    return Opened(changed=changed, aside=aside, lost=lost, cut=cut)
 
 
 def _commit_of_model(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str | None:
@@ -195,6 +198,7 @@ def start_tracker(
         **computed[0],
         **bits,
         **({names.LOST_SECONDS: round(opened.lost, 1)} if opened.lost else {}),
+        **({names.CUT: opened.cut} if opened.cut else {}),
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.config.every import SaveEvery
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
-from raytune_fsdp.record.jsonl import each_event, read_evaluations, seconds_after
+from raytune_fsdp.record.jsonl import each_event, read_evaluations
 from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -346,17 +346,17 @@ def _not_said(place: RunDir, notices: Mapping[str, float]) -> dict[str, float]:
     return {what: each for what, each in notices.items() if not any(one.get(what) == each for one in known)}
 
 
-def lost_seconds(place: RunDir, step: int) -> float:
+def lost_seconds(place: RunDir, step: int, cut: Sequence[Mapping[str, Any]]) -> float:
     """Return how long earlier attempts have trained since the checkpoint of this step, the run's newest, was made.
 
-    Call this before the record of what they have trained is cut.
+    `cut`: what is on record of the steps after it.
     """
     started: dict[str, Any] = {}
     for event in each_event(place.events):
         if event["event"] == names.ATTEMPT_STARTED:
             started = event["fields"]
     before = started.get(names.LOST_SECONDS) if started.get("resumed_from") == step else None
-    found = (float(before) if isinstance(before, int | float) else 0.0) + seconds_after(place.metrics, step)
+    found = (float(before) if isinstance(before, int | float) else 0.0) + sum(each["seconds"] for each in cut)
     return found if 0 <= found < math.inf else 0.0
 
 

@@ -17,6 +17,7 @@ import pytest
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.notices import STOP_SECONDS
+from raytune_fsdp.record.goodput import read_goodput
 from raytune_fsdp.record.jsonl import read_evaluations, read_trajectory
 from tests.checkpoints import checkpoints
 from tests.ray.jobs import TEMPORARY, TRAIN, Command, config_of, events, is_there, mlflow_runs
@@ -50,6 +51,7 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
     """A rank dies in the middle of a forward pass of step 6, then another while it writes the checkpoint of step 12."""
     whole = trajectory(config_of(tmp_path, run={"name": "whole"}, train=LONG), 2)
     config = disturbed(tmp_path)
+    began = time.time()
     first = Command(config, tmp_path)
     for fault in dying:
         (first.faults / fault).touch()
@@ -82,6 +84,7 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
     assert read_trajectory(run_dir / "metrics.jsonl") == whole
     assert events(run_dir, "prediction_checked")[-1]["fields"]["kept_error"] == 0
     assert events(run_dir, "registry_repaired")
+    check_time(run_dir, failures=len(dying), seconds=time.time() - began)
     assert [status for _, status in mlflow_runs(run_dir.parent)] == ["FINISHED"]
     latest = json.loads(snapshot.read_text())["latest_checkpoint_result"]["checkpoint_dir_name"]
     assert latest == f"checkpoints/{checkpoints(run_dir)[-1].name}"
@@ -96,6 +99,23 @@ def test_killed_in_forward_and_in_save_and_the_driver_too(tmp_path: Path, dying:
         with suppress(psutil.NoSuchProcess):
             each.kill()
     assert not list(run_dir.glob(".shared-*")) and not list((run_dir / "checkpoints").glob("*.tmp"))
+
+
+def check_time(run_dir: Path, *, failures: int, seconds: float) -> None:
+    """Of a run with so many failures, and a driver that was killed: every second is of one phase, or of the pause."""
+    found = read_goodput(run_dir)
+    assert found is not None, events(run_dir, "attempt_started")
+    said = found.attempts
+    assert (found.failures, found.steps) == (failures, len(read_trajectory(run_dir / "metrics.jsonl"))), said
+    assert [each.begins_command for each in said] == [True, *[False] * failures, True], said
+    for each in said[:failures]:
+        assert all(each.seconds[phase] > 0 for phase in ("start", "load", "detect", "stop")), said
+        assert each.seconds["detect"] < 30 and each.seconds["stop"] < 30, said
+    assert 0.6 * seconds < found.seconds + found.pauses < seconds and 0 < found.pauses < found.seconds, said
+    assert 0 < found.share < 1 and found.steps_again <= sum(each.steps_lost for each in said), said
+    known = [line["fields"] for line in events(run_dir, "attempt_failed")]
+    assert all(each["seconds"] > 0 and each["reached"] >= each["last_step"] for each in known), known
+    print(found.in_words(), *said, sep="\n", flush=True)
 
 
 @pytest.mark.slow

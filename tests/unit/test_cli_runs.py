@@ -69,7 +69,8 @@ def test_states_and_numbers_follow_from_the_directories(tmp_path: Path, capsys: 
     assert (done["step"], done["steps"], done["loss"], done["world"]) == (100, 100, 0.5, 4)
     assert done["best_evaluation"] == {"loss": 1.5, "step": 40} and done["attempt"] == 1
     assert (found["failed-and-goes-on"]["step"], found["failed-and-goes-on"]["attempt"]) == (6, 2)
-    assert found["preparing"]["loss"] is None
+    assert found["preparing"]["loss"] is None and found["preparing"]["productive_share"] is None
+    assert done["productive_share"] == pytest.approx(1.0, abs=0.01), "steps of two seconds that took none"
 
 
 def test_the_table_has_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ from raytune_fsdp.base.errors import (
     TransientError,
 )
 from raytune_fsdp.base.lease import Lease, TakenOverError, hold, release
+from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import attempts
 from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
@@ -57,7 +58,7 @@ def another(known: Attempts, *ranks: int, memory: str | None = None, **fields: A
     """Begin another attempt, and let these ranks start. `memory`: for what the kernel has ended any of them."""
     nothing: Any = SimpleNamespace(out_of_memory=lambda joined: memory)
     joined = {rank: Joined(rank, "here", "node", 7) for rank in ranks}
-    known.current = RayAttempt(watch=nothing, nodes=nothing, phases=nothing, waiting=nothing, ranks=joined, **fields)
+    known.current = RayAttempt(watch=nothing, nodes=nothing, phases=Phases(), waiting=nothing, ranks=joined, **fields)
     return known.current
 
 

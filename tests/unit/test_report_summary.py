@@ -46,7 +46,8 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "eval/a/accuracy 0.3333 -> 0.5000, best 1.0000 at step 25",
         "eval/b/loss -1.0000 -> -100.0000 (perplexity 0.3679 -> 3.72e-44)",
     ]
-    for line in ("    step   100: ·[2J", f"run         {run.path}", "checkpoint  s3://bucket/step-100"):
+    lines = ("    step   100: ·[2J", f"run         {run.path}", "checkpoint  s3://bucket/step-100")
+    for line in (*lines, "time        100.0% of 3m 20s trained steps that stayed"):
         assert line in text.splitlines()
 
 

@@ -25,7 +25,7 @@ from raytune_fsdp.record.report import surroundings
 from raytune_fsdp.record.report.facts import predictions, status
 from raytune_fsdp.record.report.history import read_history
 from raytune_fsdp.record.report.page import page
-from raytune_fsdp.record.report.surroundings import machines, wall_time
+from raytune_fsdp.record.report.surroundings import machines, time_of
 from raytune_fsdp.run.described import started_by
 from raytune_fsdp.tools.audit.comparison import Audit
 from raytune_fsdp.tools.audit.page import put_on_record
@@ -84,43 +84,34 @@ def test_the_time_of_a_run_is_divided_without_rest(tmp_path: Path) -> None:
     put_events(
         run,
         (-5, 1, started, {"world_size": 4, "resumed_from": 0}),
-        (5, 1, names.ATTEMPT_FAILED, {"cause": "x"}),
-        (5, 2, started, {"world_size": 4, "resumed_from": 10}),
+        (5.5, 1, names.ATTEMPT_FAILED, {"cause": "x"}),
+        (5.5, 2, started, {"world_size": 4, "resumed_from": 10}),
         (16, 2, names.ATTEMPT_ENDED, {"status": "interrupted"}),
         (18, 3, started, {"world_size": 4, "resumed_from": 30}),
         (19, 3, names.ATTEMPT_ENDED, {"status": "interrupted"}),
         (99, 3, names.AUDITED, {"step": 30, "first": 1}),
     )
-    assert wall_time(read_history(run)) == [
-        ("before the first step", "5 s", "20.8%"),
-        ("computing steps", "15s", "61.2%"),
-        ("waiting for data", "0.3 s", "1.2%"),
-        ("steps that were trained again, and ends of attempts", "1 s", "4.2%"),
-        ("between attempts", "2 s", "8.3%"),
-        ("attempts of which no step remains", "1 s", "4.2%"),
-        ("all", "24s", ""),
-    ]
-    (run / "events.jsonl").unlink()
-    assert wall_time(read_history(run)) == [], "an older record does not say when attempts began"
-
-
-def test_what_a_killed_attempt_trained_in_vain_is_not_between_attempts(tmp_path: Path) -> None:
-    """It says no end, and the next attempt says what was lost: 3 s of the second, then 4 s more of the third."""
-    run = write_run(tmp_path / "run", 30)
-    started = names.ATTEMPT_STARTED
-    put_events(
-        run,
-        (0, 1, started, {"world_size": 4, "resumed_from": 0}),
-        (5, 2, started, {"world_size": 4, "resumed_from": 10}),
-        (20, 3, started, {"world_size": 4, "resumed_from": 30, "lost_seconds": 3.0}),
-        (30, 4, started, {"world_size": 4, "resumed_from": 30, "lost_seconds": 7.0}),
-        (31, 4, names.ATTEMPT_ENDED, {"status": "interrupted"}),
-        (7 * 86400, 4, names.RECORD_REPAIRED, {"problems": []}),
+    said = time_of(read_history(run))
+    assert said["words"] == (
+        "68.1% of 22s trained steps that stayed; 1 failure cost 0.5 s; nobody ran it for another 2 s between commands"
     )
-    found = {part: seconds for part, seconds, _ in wall_time(read_history(run))}
-    assert found["steps that were trained again, and ends of attempts"] == "3 s"
-    assert found["attempts of which no step remains"] == "5 s", "4 s of the third, a second of the fourth"
-    assert found["between attempts"] == "8 s" and found["all"] == "31s", "a week later nothing is trained"
+    assert said["parts"] == [
+        ("imports, model, data", "6 s", "27.3%"),
+        ("computing steps", "15s", "66.8%"),
+        ("waiting for data", "0.28 s", "1.3%"),
+        ("between steps: evaluations, saves, digests", "0.51 s", "2.3%"),
+        ("until a failure was noticed", "0.5 s", "2.3%"),
+        ("all", "22s", ""),
+    ]
+    assert said["head"] == ["attempt", "load", "steps that stayed", "between steps", "noticed after", "paused before"]
+    assert said["attempts"] == [
+        ["1", "5 s", "5 s", "", "0.5 s", ""], ["2", "", "10s", "0.51 s", "", ""], ["3", "1 s", "", "", "", "2 s"],
+    ]  # fmt: skip
+    text = page([run])
+    assert 'href="#time"' in text and f"<p>{said['words']}.</p>" in text and 'data-of="noticed after"' in text
+    (run / "events.jsonl").unlink()
+    assert time_of(read_history(run)) == {}, "an older record does not say when attempts began"
+    assert 'href="#time"' not in page([run])
 
 
 @pytest.mark.parametrize("absent", ["time", "attempt"])
@@ -131,7 +122,7 @@ def test_steps_of_which_the_record_says_less_are_not_called_lost(tmp_path: Path,
         line.pop(absent)
     (run / "metrics.jsonl").write_bytes(b"".join(map(to_bytes, steps)))
     put_events(run, (0, 1, names.ATTEMPT_STARTED, {}), (9, 1, names.ATTEMPT_ENDED, {}))
-    assert wall_time(read_history(run)) == []
+    assert time_of(read_history(run)) == {}
 
 
 def test_of_very_many_attempts_few_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from raytune_fsdp.record.copies import mlflow as tracking_mlflow
 from raytune_fsdp.record.copies.mlflow import CURSOR, RUN_ID, MlflowTracker, mlflow_installed
 from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT, connect
-from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation, read_events, read_trajectory
+from raytune_fsdp.record.goodput import read_goodput
+from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation, append_event, read_events, read_trajectory
 from raytune_fsdp.record.tracker import Composite, RunStart, UsedData
 from tests.mlflow_server import whole
 from tests.models import add_tokenizer, save_checkpoint
@@ -482,6 +483,35 @@ def test_tables_are_sent_now_and_then_and_whole_at_the_end(tmp_path: Path, serve
     assert len(sent) <= 2 + 4, "the config, the plan, and two tables twice at most"
     rows = json.loads(server.texts[the_run(server), "events.json"])["data"]
     assert [row[3] for row in rows] == [*range(1, 61), None], "a commit of each step, and the end of the attempt"
+
+
+def test_where_the_time_went_is_sent_after_a_failure_and_at_the_end(tmp_path: Path, server: FakeServer) -> None:
+    """As metrics of the run, each once, whatever is lost; of the first attempt's first step there is nothing to say."""
+    phases = {"workers": 1.0, "model": 2.0, "step": 0.5}
+
+    def begin(number: int, resumed_from: int) -> Attempt:
+        attempt = Attempt(tmp_path, start_of(number, resumed_from, total_steps=40))
+        attempt.record.event("attempt_started", world_size=1, resumed_from=resumed_from)
+        attempt.record.event("first_step", seconds=3.5, phases=phases)
+        return attempt
+
+    first = begin(1, 0).train(1, 20, evaluate=False)
+    wait_for(lambda: ("train/loss", 20) in server.values(the_run(server)) if server.runs else False, 60)
+    first.crash()
+    names_of = {key for key, _ in server.values(the_run(server)) if key.startswith("goodput/")}
+    assert not names_of
+    append_event(tmp_path / "events.jsonl", "attempt_failed", attempt=1, fields={"cause": "x", "reached": 26})
+    second = begin(2, 20).train(21, 30, evaluate=False)
+    wait_for(lambda: ("goodput/productive_share", 30) in server.values(the_run(server)))
+    second.train(31, 40, evaluate=False).finish()
+    found = {key: value for key, value in server.values(the_run(server)).items() if key[0].startswith("goodput/")}
+    assert {step for _, step in found} == {30, 40} and all(len(each) == 1 for each in found.values())
+    expected = read_goodput(tmp_path)
+    assert expected is not None and expected.steps_again == 5
+    assert {key: value for (key, step), (value,) in found.items() if step == 40} == expected.metrics()
+    late = Attempt(tmp_path, start_of(2, 20, total_steps=40, over=True, committed=40))
+    assert late.mlflow.finish("finished") is None and late.mlflow.unsent is None
+    assert sum(len(each) for (key, _), each in server.values(the_run(server)).items() if "goodput" in key) == len(found)
 
 
 def test_digests_are_a_table_and_the_newest_is_a_tag(tmp_path: Path, server: FakeServer) -> None:

@@ -18,6 +18,7 @@ from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.resources import way_out
 from raytune_fsdp.launch.ray.watch.listening import Listening
 from raytune_fsdp.launch.ray.watch.ranks import Watch
+from raytune_fsdp.record import names
 
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 """When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
@@ -72,6 +73,17 @@ class RayAttempt:
         """The step that it has reached, as far as the driver or a rank that has failed knows."""
         return max([self.step, *(report.step for report in self.reports.values())])
 
+    @property
+    def seconds(self) -> dict[str, object]:
+        """What the record says of the time of an attempt that has failed, as fields of that event."""
+        ending = self.ending_since
+        phases = {} if "step" in self.phases.seconds else {"phases": self.phases.seconds}
+        return {
+            "seconds": round(self.phases.elapsed, 2),
+            names.STOP_SECONDS: None if ending is None else round(self.waiting.seconds_since(ending), 2),
+            **phases,
+        }
+
     def rank_without(self, nodes: Collection[str]) -> int | None:
         """Return the first rank whose node is not among these, by their ids."""
         return min((rank for rank, joined in self.ranks.items() if joined.node_id not in nodes), default=None)
@@ -98,6 +110,10 @@ class Waiting:
         self._say = say
         self._since = clock.now
         self._next_word = self._since + _FIRST_WORD_SECONDS
+
+    def seconds_since(self, moment: float) -> float:
+        """Return the seconds since a moment of the driver's clock."""
+        return self._clock.now - moment
 
     def look(self, missing_now: Callable[[], str]) -> None:
         """Say now and then what is missing. Raise once it has been missing for too long."""

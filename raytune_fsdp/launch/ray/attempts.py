@@ -172,7 +172,7 @@ class Attempts:
         self.event(
             names.ATTEMPT_FAILED,
             rank=rank, node=ranks[rank].node if rank in ranks else None, cause=cause, last_step=self.last_step(),
-            logs=self.current.logs,
+            logs=self.current.logs, reached=self.current.reached, **self.current.seconds,
         )  # fmt: skip
         self.failures += 1
         # The attempt before may have trained more than this one, which has failed before its first step.

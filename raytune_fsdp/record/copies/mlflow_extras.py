@@ -16,15 +16,18 @@ from raytune_fsdp import __version__
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, REPORT
-from raytune_fsdp.record.copies.mlflow_run import MlflowRun, Point, RefusedError
+from raytune_fsdp.record.copies.mlflow_run import MlflowRun, Point, RefusedError, mlflow_name
+from raytune_fsdp.record.goodput import read_goodput
 from raytune_fsdp.record.jsonl import read_events
-from raytune_fsdp.record.names import ANSWERED, ATTEMPT_FAILED, DIGESTED, SAVED
+from raytune_fsdp.record.lines import time_of
+from raytune_fsdp.record.names import ANSWERED, ATTEMPT_ENDED, ATTEMPT_FAILED, DIGESTED, FIRST_STEP, SAVED
 from raytune_fsdp.record.tracker import RunStart
 
 logger = logging.getLogger(__name__)
 
-_NUM_EVENTS, _REPORT = "raytune_fsdp.events", "raytune_fsdp.report"
-"""Tags: how many events the table has, and the hash of the report that is there."""
+_NUM_EVENTS, _REPORT, _TIME = "raytune_fsdp.events", "raytune_fsdp.report", "raytune_fsdp.time"
+"""Tags: how many events the table has, the hash of the report that is there, and the attempt and event of which it has
+where the time of the run went."""
 DIGEST = "raytune_fsdp.digest"
 """Tag: the newest digest of the weights, and its step. MLflow's metrics are numbers, so none can hold it."""
 _LISTED = "mlflow.loggedArtifacts"
@@ -101,7 +104,7 @@ class Tables:
     """Events, answers and digests of a run as tables in its MLflow run; an attempt's events also in the attempt's."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = directory / EVENTS_FILE
+        self._directory = directory
         self.stale = True
         """Whether there is something new."""
         self._next = 0.0
@@ -111,7 +114,7 @@ class Tables:
         return self._next - time.monotonic() if self.stale else None
 
     def events(self) -> list[dict[str, Any]]:
-        return read_events(self._file)
+        return read_events(self._directory / EVENTS_FILE)
 
     def differ_from(self, run: MlflowRun) -> bool:
         """Return whether MLflow has other tables, or none: older versions sent none."""
@@ -130,12 +133,26 @@ class Tables:
             own = [event for event in events if event["attempt"] == attempt]
             if own:
                 _put(attempts.of(run, attempt), {"events.json": events_table(own)}, len(own))
+            self._send_time(run, events)
         except Exception:
             self.stale = True
             raise
         finally:
             now = time.monotonic()
             self._next = now + max(_EVERY_SECONDS, _SHARE * (now - began))
+
+    def _send_time(self, run: MlflowRun, events: Sequence[Event]) -> None:
+        """Send where the time went, once after the first step of each attempt but the first, and once at the end."""
+        marks = [event for event in events if event["event"] in (FIRST_STEP, ATTEMPT_ENDED)]
+        if not marks or (marks[-1]["event"] == FIRST_STEP and marks[-1] is marks[0]):
+            return
+        mark = f"{marks[-1]['attempt']} {marks[-1]['event']}"
+        if run.tags.get(_TIME) == mark or (found := read_goodput(self._directory)) is None:
+            return
+        at = time_of(marks[-1]) or run.start_time
+        points = [(mlflow_name(key), value, at, found.steps) for key, value in found.metrics().items()]
+        run.add_points(points, {_TIME: mark})
+        run.tags = {**run.tags, _TIME: mark}
 
 
 def description(start: RunStart) -> str:

@@ -142,7 +142,7 @@ def attempts(history: History) -> list[tuple[int, str, str, str, str, str]]:
             "" if last is None else f"{int(last):,}",
             ended,
         ))  # fmt: skip
-    return _some(found)
+    return some_rows(found)
 
 
 def _started(history: History) -> dict[int, Mapping[str, Any]]:
@@ -151,7 +151,7 @@ def _started(history: History) -> dict[int, Mapping[str, Any]]:
 
 def events(marks: Sequence[AxisMark]) -> list[tuple[str, str, str]]:
     """Return time, step and words of events, without those that the page shows elsewhere."""
-    loud = _some([mark for mark in marks if mark.event not in _QUIET])
+    loud = some_rows([mark for mark in marks if mark.event not in _QUIET])
     return [(moment(mark.time), f"{mark.step:,}", mark.words) for mark in loud]
 
 
@@ -243,7 +243,7 @@ def _cut(text: str) -> str:
     return clean if len(clean) <= _ANSWER else f"{clean[:_ANSWER]}…"
 
 
-def _some(rows: list[Any]) -> list[Any]:
+def some_rows(rows: list[Any]) -> list[Any]:
     """Shorten a long list to `_MOST_ROWS`: a third of them from its beginning, the rest from its end."""
     first = _MOST_ROWS // 3
     return rows if len(rows) <= _MOST_ROWS else rows[:first] + rows[first - _MOST_ROWS :]

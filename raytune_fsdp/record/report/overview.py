@@ -16,6 +16,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import LINE_BYTES, MIB, is_count, lines_of, open_regular, read_json
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, PLAN_FILE
 from raytune_fsdp.record import names
+from raytune_fsdp.record.goodput import read_goodput
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.lines import read_line, step_of
 
@@ -43,6 +44,8 @@ class Overview:
     attempt: int
     ended: Ended
     """The run's state if no command works on it."""
+    productive: float | None = None
+    """The share of its time in which steps were trained that stayed; None if it is not known, or was not asked for."""
 
     @property
     def at(self) -> str:
@@ -50,8 +53,8 @@ class Overview:
         return f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps is not None else "")
 
 
-def overview(path: Path) -> Overview:
-    """Read a run directory; change nothing."""
+def overview(path: Path, *, productive: bool = False) -> Overview:
+    """Read a run directory; change nothing. `productive`: look at the time of every step, too."""
     events: list[dict[str, Any]] = []
     with suppress(RaytuneError, OSError, ValueError):
         events = read_events(path / EVENTS_FILE)
@@ -79,7 +82,15 @@ def overview(path: Path) -> Overview:
         last=max([*times[-1:], *([last] if isinstance(last, str) else [])], default=None),
         attempt=max((event["attempt"] for event in events), default=0),
         ended=ended_as(events, steps),
+        productive=_productive(path) if productive else None,
     )
+
+
+def _productive(path: Path) -> float | None:
+    with suppress(RaytuneError, OSError, ValueError):
+        found = read_goodput(path)
+        return found.share if found is not None and found.seconds else None
+    return None
 
 
 def steps_of(path: Path) -> int | None:
@@ -156,5 +167,5 @@ def as_json(found: Overview, state: str) -> str:
     return json.dumps({
         "name": found.path.name, "path": str(found.path), "state": state, "step": found.step, "steps": found.steps,
         "loss": loss, "best_evaluation": best, "world": found.world, "attempt": found.attempt,
-        "began": found.began, "last": found.last,
+        "began": found.began, "last": found.last, "productive_share": found.productive,
     })  # fmt: skip

@@ -161,7 +161,7 @@ def _of_one(history: History, stands: tuple[str, str], drawn: dict[str, Any]) ->
         "data": data,
         "settings": facts.settings(history),
         "config": dump(history.config) if len(repr(history.config)) <= _CONFIG else f"It is long: see {CONFIG_FILE}.",
-        "time": surroundings.wall_time(history),
+        "time": surroundings.time_of(history),
         "starts": surroundings.starts(history),
         "audits": surroundings.audits(history),
         "machines": surroundings.machines(history),

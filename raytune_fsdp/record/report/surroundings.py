@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.plan.run_dir import CHECKPOINTS, MARK_FILE, MODEL_FILES, RunDir, checkpoints_of
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import took
-from raytune_fsdp.record.lines import is_number, seconds_of
-from raytune_fsdp.record.report.facts import shown_value
+from raytune_fsdp.record.goodput import PHASES, Goodput, StepTime, goodput
+from raytune_fsdp.record.lines import is_number
+from raytune_fsdp.record.report.facts import shown_value, some_rows
 from raytune_fsdp.record.report.history import History
 
 _LEAST_SHARE = 0.0005
@@ -118,93 +117,67 @@ def places(history: History) -> Iterator[tuple[str, str]]:
             yield "digest with the optimizer's state and the place in the data", digest["everything"]
 
 
-# How long each part took.
+# Where the time went.
 
-_ENDS = {names.ATTEMPT_ENDED, names.ATTEMPT_FAILED}
-_SIGNS = _ENDS | {names.FIRST_STEP, names.SAVED}
-"""Events that an attempt was there for. Others may be put on record later, by another command."""
+_ROWS = ("start", "load", "productive", "between", "lost", "detect", "stop")
+_SAID = {
+    "start": "start", "load": "load", "productive": "steps that stayed", "between": "between steps",
+    "lost": "steps in vain", "detect": "noticed after", "stop": "end",
+}  # fmt: skip
+"""The columns of attempts, by phase."""
 
 
-def wall_time(history: History) -> list[tuple[str, str, str]]:
-    """Return each part of the time from the first attempt's start to the last one's end, its duration and its share.
+def time_of(history: History) -> dict[str, Any]:
+    """Return where the time of a run went: in words, by part of it, and by attempt.
 
-    Empty if the record does not say when steps ended, or of which attempt they are.
+    Empty if the record does not say when attempts began, when steps ended, or of which attempt they are.
     """
-    columns, times = history.columns, history.time
-    if len(times) and not np.any(np.isfinite(columns["attempt"]) & np.isfinite(times)):
-        return []
-    spent: dict[str, float] = {}
-    began, over, ended = _bounds(history)
-    lost = _lost(history)
-    ends = -math.inf
-    attempts = sorted(began)[:_MOST_ATTEMPTS]
-    for attempt, following in zip_longest(attempts, attempts[1:]):
-        mine = np.flatnonzero((columns["attempt"] == attempt) & np.isfinite(times))
-        if math.isfinite(ends):
-            _add(spent, "between attempts", began[attempt] - ends)
-        ends = over.get(attempt, began[attempt])
-        until = float(times[mine[-1]]) if len(mine) else ends
-        if attempt not in ended and following is not None:
-            # Killed: its last steps are on record only as what the next attempt has lost.
-            ends = max(ends, min(until + lost[following], began[following]))
-        if not len(mine):
-            _add(spent, "attempts of which no step remains", ends - began[attempt])
-            continue
-        first = int(mine[0])
-        steps = float(np.nansum(columns["step_seconds"][mine]))
-        start = float(times[first] - np.nan_to_num(columns["step_seconds"][first]))
-        waited = min(steps, float(np.nansum(columns["data_seconds"][mine])))
-        ends = max(ends, until)
-        _add(spent, "before the first step", start - began[attempt])
-        _add(spent, "computing steps", steps - waited)
-        _add(spent, "waiting for data", waited)
-        _add(spent, "between steps: evaluations, saves, digests", until - start - steps)
-        after = "after the last step" if following is None else "steps that were trained again, and ends of attempts"
-        _add(spent, after, ends - until)
-    whole = sum(spent.values())
-    rows = [(part, took(seconds), f"{seconds / whole:.1%}") for part, seconds in spent.items() if
-            whole and seconds / whole >= _LEAST_SHARE]  # fmt: skip
-    return [*rows, ("all", took(whole), "")] if rows else []
+    found = goodput(history.events, _trained(history))
+    if found is None or not found.seconds:
+        return {}
+    waited = sum(each.waited for each in found.attempts)
+    parts = {
+        PHASES["start"]: found.of("start"),
+        PHASES["load"]: found.of("load"),
+        "computing steps": found.of("productive") - waited,
+        "waiting for data": waited,
+        **{PHASES[phase]: found.of(phase) for phase in ("between", "lost", "detect", "stop")},
+    }
+    least = _LEAST_SHARE * found.seconds
+    rows = [(part, took(each), f"{each / found.seconds:.1%}") for part, each in parts.items() if each >= least]
+    head, attempts = _by_phase(found)
+    return {
+        "words": found.in_words(),
+        "parts": [*rows, ("all", took(found.seconds), "")],
+        "head": head,
+        "attempts": attempts,
+    }
 
 
-def _bounds(history: History) -> tuple[dict[int, float], dict[int, float], set[int]]:
-    """Return when each attempt began, and when its last event was; and those that have said that they ended."""
-    began: dict[int, float] = {}
-    over: dict[int, float] = {}
-    ended: set[int] = set()
-    for event in history.events:
-        attempt, name, at = event["attempt"], event["event"], seconds_of(event)
-        if name == names.ATTEMPT_STARTED:
-            began.setdefault(attempt, at)
-        if attempt in began and name in _SIGNS and math.isfinite(at):
-            over[attempt] = max(over.get(attempt, at), at)
-        if name in _ENDS:
-            ended.add(attempt)
-    return began, over, ended
+def _trained(history: History) -> Iterator[StepTime]:
+    columns = history.columns
+    names_of = ("step", "attempt", "step_seconds", "data_seconds")
+    for step, attempt, seconds, waited, ended in zip(
+        *(np.nan_to_num(columns[name]).tolist() for name in names_of), history.time.tolist(), strict=True
+    ):
+        yield StepTime(int(step), int(attempt), ended, max(0.0, seconds), max(0.0, waited))
 
 
-def _lost(history: History) -> dict[int, float]:
-    """Return the seconds of training that the attempt before each had lost, by attempt."""
-    found: dict[int, float] = {}
-    before: Mapping[str, Any] = {}
-    for event in history.events:
-        if event["event"] == names.ATTEMPT_STARTED:
-            fields = event["fields"]
-            # Each event has the sum over all attempts since one checkpoint.
-            all_of_them, until_then = (
-                max(0.0, value) if is_number(value := each.get(names.LOST_SECONDS, 0.0)) else 0.0
-                for each in (fields, before)
-            )
-            same = before.get("resumed_from") == fields.get("resumed_from")
-            found[event["attempt"]] = max(0.0, all_of_them - until_then * same)
-            before = fields
-    return found
-
-
-def _add(spent: dict[str, float], part: str, seconds: float) -> None:
-    # The clocks of two machines may differ: what would be less than nothing is nothing.
-    if math.isfinite(seconds):
-        spent[part] = spent.get(part, 0.0) + max(0.0, seconds)
+def _by_phase(found: Goodput) -> tuple[list[str], list[list[str]]]:
+    """Return the heading and the rows of a table of attempts, without columns in which there is nothing."""
+    there = [phase for phase in _ROWS if found.of(phase)]
+    again, pauses = found.steps_again > 0, found.pauses > 0
+    head = ["attempt", *(_SAID[phase] for phase in there), *["trained again"] * again, *["paused before"] * pauses]
+    rows = [
+        [
+            "none" if each.number is None else str(each.number),
+            *(took(seconds) if (seconds := each.seconds[phase]) else "" for phase in there),
+            *[f"{each.steps_again:,} in {took(each.again)}" if each.steps_again else ""] * again,
+            *[took(each.pause) if each.pause else ""] * pauses,
+        ]
+        for each in found.attempts
+    ]
+    return head, some_rows(rows)
 
 
 def starts(history: History) -> str:
