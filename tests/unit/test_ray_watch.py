@@ -77,6 +77,12 @@ class Ranks(Silent):
         self.controller_ended_at = self.now
         self.fit.set_exception(RuntimeError("its controller is gone"))
 
+    def kill_watched(self, ranks: object) -> None:
+        pass
+
+    def wait(self, ranks: object, seconds: float) -> None:
+        pass
+
     def start(self, ranks: object) -> None:
         pass
 
