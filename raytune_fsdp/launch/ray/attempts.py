@@ -113,7 +113,7 @@ class Attempts:
     def ended(self, error: BaseException) -> None:
         """Judge the error that fit() raised. Raise what ends the run; return if another attempt follows."""
         failures = getattr(error, "worker_failures", None)
-        rank, cause = first_cause(failures) if failures else (None, error)
+        rank, cause = first_cause(failures, list(self.current.reports)) if failures else (None, error)
         inner = underlying(cause)
         self._ended_at = time.monotonic()
         if self.current.killed is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import ray
@@ -88,22 +88,27 @@ def death_of(rank: Joined) -> WorkerGroupError | None:
     return WorkerGroupError("", {rank.rank: WorkerHealthCheckFailedError("its process has ended", found)})
 
 
-def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """Return the rank that caused the others' failures, and its error.
+def first_cause(errors: Mapping[int, BaseException], told: Sequence[int] = ()) -> tuple[int, BaseException]:
+    """Return the rank that caused the others' failures, and its error. `told`: ranks that said so, the first one first.
 
     A process that Ray killed for its memory comes first, then a dead process, then an error of ours, then the loss of
-    something else that runs on Ray, then what libraries raise when they lose the other ranks.
+    something else that runs on Ray, then what else a rank may raise, then what libraries raise when they lose others.
     """
 
-    def weight(item: tuple[int, BaseException]) -> int:
-        if _out_of_memory(item[1]):
-            return 0
-        if _death(item[1]) is not None:
-            return 1
-        inner = underlying(item[1])
-        return 2 if isinstance(inner, RaytuneError) else 3 if isinstance(inner, RayError) else 4
+    def weight(item: tuple[int, BaseException]) -> tuple[int, int, int]:
+        rank, error = item
+        inner = underlying(error)
+        kinds = (
+            _out_of_memory(error),
+            _death(error) is not None,
+            isinstance(inner, RaytuneError),
+            isinstance(inner, RayError),
+            _OF_PEERS.search(str(inner)) is None,
+            True,
+        )
+        return kinds.index(True), told.index(rank) if rank in told else len(told), rank
 
-    return min(sorted(errors.items()), key=weight)
+    return min(errors.items(), key=weight)
 
 
 def underlying(error: BaseException) -> BaseException:
