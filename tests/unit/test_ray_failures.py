@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import pickle
+from threading import Lock
 
 import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
-from ray.train.v2.api.exceptions import ControllerError
+from ray.train.v2._internal.execution.controller.state import (
+    ErroredState,
+    FinishedState,
+    RunningState,
+    ShuttingDownState,
+)
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytune_fsdp.base.errors import DataError, Interrupted, RowError, TrainingError, TransientError
-from raytune_fsdp.launch.ray.failures import MORE_MEMORY, failure_in_words, first_cause, is_final, underlying
+from raytune_fsdp.launch.ray import failures
+from raytune_fsdp.launch.ray.board import Ending, Joined, Notice
+from raytune_fsdp.launch.ray.failures import (
+    MORE_MEMORY,
+    ControllerWatch,
+    death_of,
+    failure_in_words,
+    first_cause,
+    is_death,
+    is_final,
+    underlying,
+)
 
 DEAD = WorkerHealthCheckFailedError(
     "A worker failed a health check", RayActorError(error_msg="exit code 2. End of file")
@@ -47,6 +72,7 @@ LOST_PEER = raised(RuntimeError("[gloo] Connection closed by peer\nException rai
         ({0: raised(TransientError("the disk is full"))}, 0, "the disk is full", False),
         ({0: raised(Interrupted("stopped")), 1: raised(Interrupted("stopped"))}, 0, "stopped", True),
         ({3: LOST_PEER}, 3, "RuntimeError: [gloo] Connection closed by peer", False),
+        ({0: LOST_PEER, 1: raised(ArithmeticError("step 21 cannot be computed"))}, 1, "ArithmeticError", False),
         # A rank that has lost something of Ray's is not dead itself.
         ({1: raised(RayActorError(error_msg="The actor died\nmore"))}, 1, "RayActorError: The actor died", False),
         ({1: raised(MemoryError())}, 1, "MemoryError", False),
@@ -65,6 +91,77 @@ def test_cause(errors: dict[int, BaseException], rank: int, words: str, final: b
     found, error = first_cause(errors)
     assert (found, is_final(error)) == (rank, final)
     assert failure_in_words(error).startswith(words) and "\n" not in failure_in_words(error)
+
+
+def test_of_ranks_that_fail_alike_the_first_to_say_so_is_the_cause() -> None:
+    errors = dict.fromkeys(range(3), raised(ArithmeticError("no")))
+    assert first_cause(errors)[0] == 0 and first_cause(errors, [2, 0])[0] == 2
+    assert first_cause({0: LOST_PEER, 1: raised(DataError("bad"))}, [0, 1])[0] == 1
+
+
+class Worker:
+    """In the place of a handle of Ray's: what Ray says of the actor."""
+
+    def __init__(self, says: BaseException | None) -> None:
+        self.says = says
+
+    def __call__(self, actor: object, seconds: float) -> BaseException | None:
+        if isinstance(self.says, GetTimeoutError):
+            raise self.says
+        return self.says
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (RayActorError(error_msg="The worker died unexpectedly"), "its process died (killed by SIGKILL)"),
+        (GetTimeoutError("Ray does not know yet"), "its process died (killed by SIGKILL)"),
+        (RayActorError(error_msg="NODE_OUT_OF_MEMORY"), "Ray killed its process because the node ran out of memory"),
+        (RayActorError(error_msg="The actor is dead because its owner has died"), None),
+        (None, None),
+    ],
+    ids=["died", "unknown", "memory", "its controller", "lives"],
+)
+def test_ray_says_why_a_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch, says: BaseException | None, words: str | None
+) -> None:
+    monkeypatch.setattr(failures, "why_dead", Worker(says))
+    error = death_of(Joined(3, "here", "node", 7))
+    if words is None:
+        assert error is None
+        return
+    assert error is not None
+    rank, cause = first_cause(error.worker_failures)
+    assert rank == 3 and is_death(cause) and not is_final(cause)
+    assert failure_in_words(cause, "killed by SIGKILL").startswith(words)
+
+
+class Told:
+    """A board that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notices: list[Notice] = []
+
+    def tell_and_ask(self, notice: Notice, seconds: float) -> bool:
+        self.notices.append(notice)
+        if len(self.notices) > 3:
+            raise GetTimeoutError("the board does not answer")
+        return True
+
+
+def test_the_driver_hears_how_fit_will_end_before_the_ranks_are_ended() -> None:
+    told = Told()
+    watch = ControllerWatch(told)  # type: ignore[arg-type]
+    error = WorkerGroupError("failed", {1: raised(DataError("rows.jsonl:7: broken"))})
+    unreadable = WorkerGroupError("failed", {1: RuntimeError(lambda: None, Lock())})
+    for after in (RunningState(), ShuttingDownState(FinishedState())):
+        watch.after_controller_state_update(RunningState(), after)
+    assert told.notices == [Ending(None)]
+    for each in (error, unreadable, error):  # where the board does not answer, fit() brings it
+        watch.after_controller_state_update(RunningState(), ShuttingDownState(ErroredState(each)))
+    _, known, unknown, _ = told.notices
+    assert isinstance(known, Ending) and isinstance(unknown, Ending) and known.error is not None
+    assert is_final(first_cause(pickle.loads(known.error).worker_failures)[1]) and unknown.error is None
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_of_ranks_without_logs_it_is_known_whether_they_are_stopped(
         rank.send_signal(signal.SIGSTOP)
         while psutil.Process(rank.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        watch = _NodeWatch([rank.pid, other.pid])
+        watch = _NodeWatch({0: rank.pid, 1: other.pid})
         found = watch.stacks({0: other.pid, 1: rank.pid}, None)
         assert found[0] == "" and found[1].startswith("State:\tT (stopped)")
         assert culprit(found) == (1, "its process takes no signals (T (stopped))")
@@ -115,7 +115,7 @@ def test_a_rank_whose_thread_waits_in_the_kernel_says_so(
             tasks = Path(f"/proc/{process.pid}/task")
             while not any("State:\tD" in (each / "status").read_text() for each in tasks.iterdir()):
                 time.sleep(0.01)
-            watch = _NodeWatch([process.pid, rank.pid])
+            watch = _NodeWatch({0: process.pid, 1: rank.pid})
             found = watch.stacks({0: process.pid, 1: rank.pid}, str(tmp_path) if logs else None)
         finally:
             open(pipe, "w").close()  # until then it cannot be ended either
@@ -128,7 +128,7 @@ def test_a_kill_long_before_says_nothing_about_a_death(
     rank: subprocess.Popen[bytes], full: Callable[[int], None]
 ) -> None:
     """The kernel ends a process of the data, hours before an operator ends the rank."""
-    watch = _NodeWatch([rank.pid])
+    watch = _NodeWatch({0: rank.pid})
     looked_at(watch, rank.pid)
     full(1)
     looked_at(watch, rank.pid)
@@ -141,7 +141,7 @@ def test_a_kill_that_is_counted_before_the_process_has_gone(
     rank: subprocess.Popen[bytes], full: Callable[[int], None]
 ) -> None:
     """One of many GB takes a while to end after the kernel has counted it; nothing counts after that."""
-    watch = _NodeWatch([rank.pid])
+    watch = _NodeWatch({0: rank.pid})
     looked_at(watch, rank.pid)
     full(1)
     while watch._kills[rank.pid][1][-1] != 1:  # a look has seen it
@@ -193,7 +193,7 @@ def test_a_process_that_has_got_the_number_of_a_rank_is_left_alone() -> None:
     """A kill may come late. The number of the next process can be chosen as root."""
     last = Path("/proc/sys/kernel/ns_last_pid")
     rank = subprocess.Popen([sys.executable, "-c", ""])
-    watch = _NodeWatch([rank.pid])
+    watch = _NodeWatch({0: rank.pid})
     rank.wait()
     for _ in range(50):
         try:
@@ -210,5 +210,5 @@ def test_a_process_that_has_got_the_number_of_a_rank_is_left_alone() -> None:
     watch.kill([rank.pid])
     with pytest.raises(subprocess.TimeoutExpired):
         other.wait(timeout=0.5)
-    _NodeWatch([other.pid]).kill([other.pid])
+    _NodeWatch({0: other.pid}).kill([other.pid])
     assert other.wait(timeout=10) == -signal.SIGKILL

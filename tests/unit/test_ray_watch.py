@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.exceptions import ActorDiedError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2.api.exceptions import WorkerGroupError
+
 from raytune_fsdp.base.errors import RepeatedError
 from raytune_fsdp.launch.ray import attempt, supervisor
 from raytune_fsdp.launch.ray.attempts import Attempts
-from raytune_fsdp.launch.ray.board import Beat, Failed, Joined, Notice, Started
+from raytune_fsdp.launch.ray.board import Beat, Ended, Ending, Failed, Joined, Notice, Started
 from raytune_fsdp.launch.ray.resources import Node, Request
 from raytune_fsdp.launch.ray.supervisor import AttemptSupervisor
 from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL
@@ -76,6 +81,12 @@ class Ranks(Silent):
         """In the place of `ray.kill`: the ranks end with it."""
         self.controller_ended_at = self.now
         self.fit.set_exception(RuntimeError("its controller is gone"))
+
+    def kill_watched(self, ranks: object) -> None:
+        self.killed_at = self.now
+
+    def wait(self, ranks: object, seconds: float) -> None:
+        pass
 
     def start(self, ranks: object) -> None:
         pass
@@ -332,3 +343,45 @@ def test_the_stacks_of_a_start_are_kept_where_there_are_logs(
     known.until(ranks.fit, TWO)
     killed = attempts.current.killed
     assert killed is not None and killed.cause.endswith(f"; the stacks are in {tmp_path}/stacks")
+
+
+DIED = WorkerGroupError("died", {1: WorkerHealthCheckFailedError("its process has ended", ActorDiedError())})
+RAISED = WorkerGroupError("raised", {0: RuntimeError("no")})
+UNREADABLE = b"no pickle"
+
+
+@pytest.mark.parametrize(
+    ("notices", "error"),
+    [
+        ([Ended(1, 101, None)], "died"),
+        ([Failed(0, 30, "c10d.py:7"), Ended(1, 101, None)], "died"),
+        ([Ended(1, 101, None), Ending(pickle.dumps(RAISED))], "died"),
+        ([Ending(pickle.dumps(RAISED)), Ended(1, 101, None)], "raised"),
+        ([Ending(UNREADABLE), Ended(1, 101, None)], None),
+        ([Ending(None), Ended(1, 101, None)], None),
+        ([Ended(1, 99, None)], None),
+        ([Ended(0, 100, None)], None),
+    ],
+    ids=["died", "peer first", "peer after", "raised", "unreadable", "done", "of the last attempt", "its controller"],
+)
+def test_the_end_of_a_process_ends_the_attempt_at_once(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: list[Notice], error: str | None
+) -> None:
+    """Unless Ray Train ends all of them: then fit() says why, and here that it is done."""
+    known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
+    monkeypatch.setattr(attempt, "death_of", lambda joined: DIED if joined.rank == 1 else None)
+    ranks.ends_at = 60.0
+
+    def told(rank: int, now: float) -> Beat | None:
+        if now == 30.0 and rank == 0:
+            ranks.joined.extend(notices)
+        return trains(rank, now)
+
+    ranks.beat = told
+    known.until(ranks.fit, TWO)
+    found = attempts.current.failure(ranks.fit)
+    if error is None:
+        assert found is None and ranks.controller_ended_at is None
+    else:
+        assert found is not None and error in str(found)
+        assert ranks.killed_at == ranks.controller_ended_at and 30.0 <= (ranks.killed_at or 0.0) < 32.0

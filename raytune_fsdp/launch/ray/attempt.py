@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayError
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray.board import Failed, Joined
+from raytune_fsdp.launch.ray.board import Ended, Ending, Failed, Joined
+from raytune_fsdp.launch.ray.failures import death_of
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.resources import way_out
 from raytune_fsdp.launch.ray.watch.listening import Listening
@@ -23,6 +25,8 @@ from raytune_fsdp.record import names
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 """When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
 6 to 14 s (docs/results.md)."""
+_FIT_SECONDS = 2.0  # how long fit() may take to come back once its controller was ended; it takes milliseconds
+_GONE_SECONDS = 5.0  # how long processes that were killed may take to end, as those with much memory do
 
 
 class Killed(NamedTuple):
@@ -55,6 +59,12 @@ class RayAttempt:
     """The step that rank 0 trains, as far as is known; 0 before its first one."""
     reports: dict[int, Failed] = field(default_factory=dict)
     """What ranks have said of their own failure."""
+    ends: dict[int, str | None] = field(default_factory=dict)
+    """How processes of ranks have ended, as the watches of their nodes have seen."""
+    ending: bool = False
+    """Whether Ray Train ends the ranks itself."""
+    error: BaseException | None = None
+    """The error that has ended it, where that was known before fit() came back."""
     killed: Killed | None = None
     making_way_for: str = ""
     """The reason for which it was asked to end for another attempt, if it was."""
@@ -91,6 +101,41 @@ class RayAttempt:
     def out_of_memory(self, rank: int) -> str | None:
         """Say what the rank had in memory, if the kernel has ended it for that."""
         return self.nodes.out_of_memory(self.ranks[rank]) if rank in self.ranks else None
+
+    def error_by(self, notice: Ended | Ending) -> BaseException | None:
+        """Return the error by which this ends the attempt; None if it goes on, ends anyway, or fit() will say why."""
+        if isinstance(notice, Ending):
+            self.ending = True
+            with suppress(Exception):  # some errors cannot be read
+                return None if notice.error is None else cast(BaseException, cloudpickle.loads(notice.error))
+            return None
+        joined = self.ranks.get(notice.rank)
+        if joined is None or joined.pid != notice.pid:
+            return None  # a late word of the attempt before
+        self.ends[notice.rank] = notice.how
+        if self.ending or self.error is not None or self.killed is not None:
+            return None
+        error = death_of(joined)
+        return None if self.fit is None or self.fit.done() else error
+
+    def failure(self, fit: Future[Any]) -> BaseException | None:
+        """Wait for the end of fit(). Return the error that has ended the attempt, None if the run is complete."""
+        found = fit.exception()
+        return None if found is None else self.error or found
+
+    def end(self, error: BaseException) -> None:
+        """End the ranks and the controller at once: Ray Train looks at them twice a second, and is slow to clear up."""
+        self.error = self.error or error
+        self.nodes.kill_watched(self.ranks)
+        self.end_controller()
+        if self.fit is not None:
+            wait([self.fit], timeout=_FIT_SECONDS)
+
+    def end_ranks(self) -> None:
+        """End what is left of the ranks, and wait until it has: two attempts would share GPUs, and files."""
+        self.nodes.kill_watched(self.ranks)
+        self.nodes.wait(self.ranks, _GONE_SECONDS)
+        self.nodes.end()
 
     def end_controller(self) -> None:
         """Kill the controller, and the actor that it leaves behind where it is killed."""

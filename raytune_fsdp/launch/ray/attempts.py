@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from raytune_fsdp.base.errors import (
     HandedOver,
@@ -100,7 +100,11 @@ class Attempts:
     def started(self, number: int, logs: str) -> None:
         """Note which number the ranks of the current attempt have agreed on."""
         self.number, self.current.logs = number, logs
-        self.event(names.RANKS_JOINED, ranks=[asdict(joined) for _, joined in sorted(self.current.ranks.items())])
+        ranks = [asdict(replace(joined, actor=None)) for _, joined in sorted(self.current.ranks.items())]
+        self.event(
+            names.RANKS_JOINED,
+            ranks=[{name: value for name, value in rank.items() if name != "actor"} for rank in ranks],
+        )
 
     def committed(self, step: int) -> None:
         """Note a commit that the driver has heard of."""
@@ -109,7 +113,7 @@ class Attempts:
     def ended(self, error: BaseException) -> None:
         """Judge the error that fit() raised. Raise what ends the run; return if another attempt follows."""
         failures = getattr(error, "worker_failures", None)
-        rank, cause = first_cause(failures) if failures else (None, error)
+        rank, cause = first_cause(failures, list(self.current.reports)) if failures else (None, error)
         inner = underlying(cause)
         self._ended_at = time.monotonic()
         if self.current.killed is not None:
@@ -125,7 +129,7 @@ class Attempts:
             return  # Ray Train has waited for resources as long as it does
         if isinstance(inner, Interrupted) or (isinstance(inner, UserError) and not self.number):
             raise inner  # a UserError: refused before anything was written
-        words = failure_in_words(cause)
+        words = failure_in_words(cause, None if rank is None else self.current.ends.get(rank))
         lost: int | None = None
         if not is_ours(cause) and self._answers():
             lost = self.current.rank_without({node.id for node in answering(nodes())})

@@ -34,6 +34,8 @@ class Joined:
     """The number of the node among those of the run."""
     local_rank: int = 0
     """The number of the rank among those of its node."""
+    actor: Any = None
+    """A handle of Ray Train's worker, of which Ray knows why it has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,16 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank's process has ended, as the watch on its node has seen."""
+
+    rank: int
+    pid: int
+    how: str | None
+    """By which signal, or with which exit code; None where the kernel does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """A rank is alive: its `pulse`, and how far it is before its second step."""
 
@@ -110,7 +122,15 @@ class Controlled:
     """Handles of the controller's actor, and of the one that looks after its resources and would outlive it."""
 
 
-Notice = Controlled | Joined | PhaseFinished | Started | Line | Committed | Beat | Failed
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Ray Train's controller ends the ranks from now on: the end of a process says nothing any more."""
+
+    error: bytes | None = None
+    """The error that fit() will raise, pickled; None if there is none, or it cannot be pickled."""
+
+
+Notice = Controlled | Ending | Joined | PhaseFinished | Started | Line | Committed | Beat | Ended | Failed
 
 
 @dataclass(slots=True)
@@ -198,9 +218,9 @@ class Board:
         """Post a notice. Neither wait nor fail if the driver is gone: this process soon ends then, too."""
         self._actor.tell.remote(notice)
 
-    def tell_and_ask(self, notice: Notice) -> bool:
-        """Post a notice; return whether the driver still listens."""
-        return bool(ray.get(self._actor.tell.remote(notice)))
+    def tell_and_ask(self, notice: Notice, seconds: float | None = None) -> bool:
+        """Post a notice; return whether the driver still listens. Wait for the answer for so long at most."""
+        return bool(ray.get(self._actor.tell.remote(notice), timeout=seconds))
 
     def close(self, seconds: float) -> list[Notice]:
         """End the actor, on the driver. Returns the notices that were not read, if they come in time."""

@@ -324,7 +324,7 @@ def _fit(
         # Not as train_loop_config: the controller unpickles that, and would have to import torch for it.
         fit = in_thread(trainer_for(partial(train_rank, job), job.board, asked, job.config).fit, "fit")
         supervisor.until(fit, asked)
-        error = fit.exception()
+        error = attempts.current.failure(fit)
         if error is None:
             return
         attempts.ended(error)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import ray
-from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+from ray import cloudpickle
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    WorkerCrashedError,
+)
+from ray.train import WorkerGroupError
 
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, TransientError, in_one_line
-from raytune_fsdp.launch.ray.board import Board, Controlled
+from raytune_fsdp.launch.ray.board import Board, Controlled, Ending, Joined
 from raytune_fsdp.launch.ray.private import (
     ControllerCallback,
     WorkerGroupStartupFailedError,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
+    error_of,
     helpers_of_controller,
+    is_ending,
+    why_dead,
 )
 
 _ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
@@ -25,13 +39,16 @@ MORE_MEMORY = (
     "run, lower train.micro_batch or data.seq_len"
 )
 _MORE_FOR_DATA = "Start fewer workers on a node (cluster.placement=spread), or, in a new run, lower data.window"
-DIED = "died (killed, out of memory, or crashed)"
+_HOW = "killed, out of memory, or crashed"
+DIED = f"died ({_HOW})"
 _ACTORS = {
     "_Board": "the message board between the driver and the ranks",
     "SplitCoordinator": "the process that hands out the data",
     "TrainController": "Ray Train's controller",
 }
 """Actors of a run besides its ranks, by the names of their classes."""
+_TELL_SECONDS = 2.0
+_ASK_SECONDS = 0.3  # how long Ray may take to say why a process has ended; it knows within milliseconds
 
 
 class ControllerWatch(ControllerCallback):  # type: ignore[misc]
@@ -46,23 +63,52 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
         if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), actors)):
             raise TrainingError("the driver has given up the run")
 
+    def after_controller_state_update(self, previous_state: object, current_state: object) -> None:
+        """Tell the driver how fit() will end, before the ranks are ended: Ray Train itself takes up to a second more,
+        and from now on the end of a rank's process is no failure."""
+        if is_ending(current_state):
+            error, pickled = error_of(current_state), None
+            with suppress(Exception):  # then it hears of the error from fit()
+                pickled = None if error is None else cloudpickle.dumps(error)
+            with suppress(RayError):
+                self._board.tell_and_ask(Ending(pickled), _TELL_SECONDS)
 
-def first_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """Return the rank that caused the others' failures, and its error.
+
+def death_of(rank: Joined) -> WorkerGroupError | None:
+    """Return the error of an attempt for a rank whose process has ended, as Ray Train would bring it.
+
+    None if the process has ended with Ray Train's controller, of which fit() says more, or if Ray says that it lives.
+    """
+    try:
+        found = why_dead(rank.actor, _ASK_SECONDS)
+    except GetTimeoutError:
+        found = ActorDiedError()
+    if found is None or "owner has died" in str(found):
+        return None
+    return WorkerGroupError("", {rank.rank: WorkerHealthCheckFailedError("its process has ended", found)})
+
+
+def first_cause(errors: Mapping[int, BaseException], told: Sequence[int] = ()) -> tuple[int, BaseException]:
+    """Return the rank that caused the others' failures, and its error. `told`: ranks that said so, the first one first.
 
     A process that Ray killed for its memory comes first, then a dead process, then an error of ours, then the loss of
-    something else that runs on Ray, then what libraries raise when they lose the other ranks.
+    something else that runs on Ray, then what else a rank may raise, then what libraries raise when they lose others.
     """
 
-    def weight(item: tuple[int, BaseException]) -> int:
-        if _out_of_memory(item[1]):
-            return 0
-        if _death(item[1]) is not None:
-            return 1
-        inner = underlying(item[1])
-        return 2 if isinstance(inner, RaytuneError) else 3 if isinstance(inner, RayError) else 4
+    def weight(item: tuple[int, BaseException]) -> tuple[int, int, int]:
+        rank, error = item
+        inner = underlying(error)
+        kinds = (
+            _out_of_memory(error),
+            _death(error) is not None,
+            isinstance(inner, RaytuneError),
+            isinstance(inner, RayError),
+            _OF_PEERS.search(str(inner)) is None,
+            True,
+        )
+        return kinds.index(True), told.index(rank) if rank in told else len(told), rank
 
-    return min(sorted(errors.items()), key=weight)
+    return min(errors.items(), key=weight)
 
 
 def underlying(error: BaseException) -> BaseException:
@@ -108,8 +154,8 @@ def is_ours(error: BaseException) -> bool:
     return isinstance(underlying(error), RaytuneError) or _out_of_memory(error)
 
 
-def failure_in_words(error: BaseException) -> str:
-    """Describe a failure in one line."""
+def failure_in_words(error: BaseException, how: str | None = None) -> str:
+    """Describe a failure in one line. `how`: how the process of a rank has ended, if that is known."""
     death = _death(error)
     if _out_of_memory(error):
         who, text, way_out = "a process of the run", str(underlying(error)), _MORE_FOR_DATA
@@ -125,7 +171,7 @@ def failure_in_words(error: BaseException) -> str:
         return f"Ray killed {who} because the node ran out of memory{amounts}. {way_out}"
     if death is not None:
         lost = any(phrase in str(death) for phrase in ("node has died", "node was terminated", "node is dead"))
-        return "its node was lost" if lost else f"its process {DIED}"
+        return "its node was lost" if lost else f"its process died ({how or _HOW})"
     inner = underlying(error)
     if isinstance(inner, RayActorError):
         # Ray has no field for the class; it names it on the second line of the message.

@@ -29,6 +29,7 @@ from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import (
@@ -38,6 +39,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerHealthCheckTimeoutError,
 )
 from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.controller.state import ErroredState, ShuttingDownState
 from ray.util.placement_group import PlacementGroup
 
 __all__ = [
@@ -247,3 +249,28 @@ def helpers_of_controller() -> list[Any]:
     # By type(): isinstance() fails on proxies whose object has gone.
     callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
     return [each._cleaner for each in callbacks if each._cleaner is not None]
+
+
+def is_ending(state: object) -> bool:
+    """Return whether a controller in this state ends its ranks next."""
+    return isinstance(state, ShuttingDownState)
+
+
+def error_of(state: object) -> BaseException | None:
+    """Return the error that fit() will raise once a controller in this state has ended its ranks."""
+    after = getattr(state, "next_state", None)
+    return after.training_failed_error if isinstance(after, ErroredState) else None
+
+
+def why_dead(actor: Any, seconds: float) -> RayError | None:
+    """Return Ray's error for an actor whose process has ended, None if it answers. GetTimeoutError: Ray does not know.
+
+    Every actor has this method, and Ray Train's workers are free to answer it while they train.
+    """
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=seconds)
+    except GetTimeoutError:
+        raise
+    except RayError as error:
+        return error
+    return None

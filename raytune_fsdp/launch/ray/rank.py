@@ -99,6 +99,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         Joined(
             rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
             node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
+            actor=ray.get_runtime_context().current_actor,
         )
     )  # fmt: skip
     beats = Beats(job.board, rank, world)

@@ -23,6 +23,8 @@ from raytune_fsdp.launch.ray.board import (
     Board,
     Committed,
     Controlled,
+    Ended,
+    Ending,
     Failed,
     Joined,
     Line,
@@ -226,7 +228,7 @@ class AttemptSupervisor:
         last = self._attempt
         last.end_controller()
         self.groups.clear()
-        last.nodes.end()
+        last.end_ranks()
         # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
         self._attempts.current = (
             self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
@@ -276,10 +278,8 @@ class AttemptSupervisor:
                 attempt.watch.heard(notice)
                 if step and not rank and attempt.ranks:  # else it is a late word of the attempt before
                     self._attempts.reached(step)
-            case Failed(rank=rank):
-                attempt.reports[rank] = notice
-                if attempt.ending_since is None and rank in attempt.ranks:  # else it is a late word
-                    attempt.ending_since = self._clock.now
+            case Ended() | Ending() | Failed():
+                self._hear_end(notice)
             case Committed(step, lasting):
                 self._attempts.committed(step)
                 found = CommittedCheckpoint(step, self._attempts.number, self._checkpoints, lasting=lasting)
@@ -289,6 +289,16 @@ class AttemptSupervisor:
     def _hear_controller(self, notice: Controlled) -> None:
         self._attempt.controller = notice.actors
         self.groups.made_by(notice.controller)
+
+    def _hear_end(self, notice: Ended | Ending | Failed) -> None:
+        attempt = self._attempt
+        if isinstance(notice, Failed):
+            attempt.reports[notice.rank] = notice
+            if attempt.ending_since is None and notice.rank in attempt.ranks:  # else it is a late word
+                attempt.ending_since = self._clock.now
+        elif (error := attempt.error_by(notice)) is not None:
+            self._check_ray()  # all ranks end without it
+            attempt.end(error)
 
     def _reached(self, phase: str) -> None:
         phases = self._attempt.phases

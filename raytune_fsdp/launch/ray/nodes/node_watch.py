@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from ray.exceptions import RayError
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.machine import ControlGroup, group_of
 from raytune_fsdp.base.threads import in_thread
-from raytune_fsdp.launch.ray.board import Board, Joined, Line
+from raytune_fsdp.launch.ray.board import Board, Ended, Joined, Line
+from raytune_fsdp.launch.ray.nodes.process_ends import ProcessEnds
 from raytune_fsdp.launch.ray.nodes.spot import seconds_left
 from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
 from raytune_fsdp.launch.ray.private import drain
@@ -43,8 +44,8 @@ _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its st
 class _NodeWatch:
     """The actor. Each call runs in a thread of its own."""
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        """`pids`: the processes to look after, as long as they live."""
+    def __init__(self, ranks: Mapping[int, int], board: Board | None = None) -> None:
+        """`ranks`: the processes to look after, as long as they live, by rank. The board hears when they end."""
         self._processes: dict[int, psutil.Process] = {}
         """The processes, each with the time of its start: by the time of a call its number may be another process's."""
         self._held: dict[int, int] = {}
@@ -52,9 +53,16 @@ class _NodeWatch:
         self._kills: dict[int, tuple[ControlGroup, deque[int]]] = {}
         """The control group of each, and how many processes that had lost, look by look. Others share it: what it lost
         long before says nothing about the end of this one."""
-        for pid in pids:
+        for pid in ranks.values():
             with suppress(psutil.Error):
                 self._processes[pid] = psutil.Process(pid)
+        by_pid = {pid: rank for rank, pid in ranks.items()}
+
+        def ended(pid: int, how: str | None) -> None:
+            if board is not None:
+                _say(board, Ended(by_pid[pid], pid, how))
+
+        self._ends = ProcessEnds(self._processes, ended)
         in_thread(self._look, "memory")
 
     def _look(self) -> None:
@@ -128,6 +136,10 @@ class _NodeWatch:
     def kill(self, pids: list[int]) -> None:
         self._signal(pids, signal.SIGKILL)
 
+    def gone(self, pids: Collection[int], seconds: float) -> bool:
+        """Wait until these have ended. Returns whether they have."""
+        return self._ends.wait(pids, seconds)
+
     def _signal(self, pids: Iterable[int], kind: signal.Signals) -> None:
         """Send a signal, only to processes that were there when this actor began."""
         for pid in self._processes.keys() & set(pids):
@@ -147,8 +159,8 @@ class NodeWatches:
         """Start one on each node of these ranks. Their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
             at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
-            pids = list(_by_node(ranks)[node].values())
-            self._actors[node] = ray.remote(num_cpus=0, max_concurrency=_CALLS, **at)(_NodeWatch).remote(pids)
+            actor = ray.remote(num_cpus=0, max_concurrency=_CALLS, **at)(_NodeWatch)
+            self._actors[node] = actor.remote(_by_node(ranks)[node], self._board)
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
 
@@ -177,8 +189,20 @@ class NodeWatches:
     def kill(self, ranks: Mapping[int, Joined]) -> None:
         """End the processes of these ranks, also stopped ones."""
         self.start(ranks)
+        self.kill_watched(ranks)
+
+    def kill_watched(self, ranks: Mapping[int, Joined]) -> None:
+        """The same, where a watch is there already: without one, Ray ends them."""
         for node, pids in _by_node(ranks).items():
-            self._actors[node].kill.remote(list(pids.values()))
+            if node in self._actors:
+                self._actors[node].kill.remote(list(pids.values()))
+
+    def wait(self, ranks: Mapping[int, Joined], seconds: float) -> None:
+        """Wait until the processes of these ranks have ended, where a watch knows: two attempts would share GPUs."""
+        by_node = {node: pids for node, pids in _by_node(ranks).items() if node in self._actors}
+        asked = [self._actors[node].gone.remote(list(pids.values()), seconds) for node, pids in by_node.items()]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=seconds)
 
     def end(self) -> None:
         for actor in self._actors.values():
@@ -219,9 +243,9 @@ def _watch(cloud: str, board: Board, drain: Callable[[float], None]) -> None:
         time.sleep(_ASK_SECONDS)
 
 
-def _say(board: Board, text: str) -> None:
+def _say(board: Board, what: str | Ended) -> None:
     with suppress(Exception):  # Ray may be what fails
-        board.tell(Line(text))
+        board.tell(Line(what) if isinstance(what, str) else what)
 
 
 def _by_node(ranks: Mapping[int, Joined]) -> dict[str, dict[int, int]]:
