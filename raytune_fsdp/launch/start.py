@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import Between
+from raytune_fsdp.launch.importing import importing
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
@@ -40,7 +41,8 @@ def run(
         launch = "local" if under_torchrun() or find_spec("ray") is None else "ray"
     if launch == "local":
         _check_local(config)
-        from raytune_fsdp.launch import local
+        with importing():
+            from raytune_fsdp.launch import local
 
         return local.run(config, progress, dry=dry, force=force, trust_places=trust_places, say=_say)
     if under_torchrun():
@@ -52,17 +54,18 @@ def run(
     sizes = sizes_of(config)
     place = check_first(config, sizes[0])
     phases = Phases()
-    from raytune_fsdp.launch.ray.apart import apart_from_ray
-    from raytune_fsdp.launch.ray.forked.templates import Templates
-    from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
+    with importing():
+        from raytune_fsdp.launch.ray.apart import apart_from_ray
+        from raytune_fsdp.launch.ray.forked.templates import Templates
+        from raytune_fsdp.launch.ray.session import check_not_in_a_copy, connecting
 
     check_not_in_a_copy(config, place.path)
     with Signals() as signals:
         apart = nullcontext() if dry else apart_from_ray(place.path / "logs")  # a dry run leaves nothing
         templates = Templates(config.cluster, place.path)
         with apart, connecting(config.cluster, sizes[-1], templates) as session:
-            # Import while Ray starts, which mostly waits for its processes.
-            from raytune_fsdp.launch.ray import driver
+            with importing():  # while Ray starts, which mostly waits for its processes
+                from raytune_fsdp.launch.ray import driver
 
             found = driver.run_on_ray(
                 config, session, signals=signals, phases=phases, progress=progress, say=_say, dry=dry, force=force,

@@ -47,6 +47,7 @@ def test_gpus_that_are_too_few_are_named(
 
     node = Node(id="a", name="a", total={"GPU": 3, "CPU": 64}, free={})
     instead = {"nodes": lambda: [node], "may_grow": lambda: False, "check_attention": enough}
+    instead["Board"] = lambda: SimpleNamespace(close=lambda seconds: None)
     instead["prepare"] = lambda *_, **__: (None, SimpleNamespace(complete=False))
     for name, function in instead.items():
         monkeypatch.setattr(driver, name, function)

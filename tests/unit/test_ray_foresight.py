@@ -67,7 +67,7 @@ def test_a_run_starts_with_the_numbers_that_fit(make: Make, monkeypatch: pytest.
     standing: Any = SimpleNamespace(complete=False)
     for name, instead in {
         "prepare": lambda *_, **__: (known._prepared, standing), "nodes": lambda: [node], "may_grow": lambda: False,
-        "check_device": lambda *_: None, "check_reach": lambda *_: None,
+        "Board": object, "check_device": lambda *_: None, "check_reach": lambda *_: None,
         "on_world": lambda config, prepared, standing, ranks: ranks, "_train": train,
     }.items():  # fmt: skip
         monkeypatch.setattr(driver, name, instead)

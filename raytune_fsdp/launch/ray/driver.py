@@ -141,6 +141,25 @@ def run_on_ray(
         if config.export.every is not None or config.eval.where == "task":
             _make_up(config, prepared, standing, session, signals, say)
         return prepared, standing
+    board = Board()  # its process takes nothing of the cluster, and starts while the run is checked against that
+    try:
+        sizes, demand, foresight = _sized(config, prepared, standing, force=force, say=say)
+    except BaseException:
+        board.close(0)
+        raise
+    standing = on_world(config, prepared, standing, sizes.fewest.workers)
+    with environment(RAY_TRAIN), heeding_requests(prepared.place, signals):
+        _train(
+            config, prepared, standing, sizes, demand, foresight,
+            board=board, session=session, signals=signals, phases=phases, say=say,
+        )  # fmt: skip
+    return prepared, standing
+
+
+def _sized(
+    config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, *, force: bool, say: Callable[[str], None]
+) -> tuple[Sizes, Demand, Foresight]:
+    """Return the numbers of ranks that attempts may have; refuse what cannot run on this cluster."""
     found = nodes()
     growing = may_grow()
     asked = request(config.cluster, found, growing=growing)
@@ -159,13 +178,7 @@ def run_on_ray(
     reaching.result()
     sizes = Sizes(asked, valid)
     demand = Demand(asked, valid if growing and len(valid) > 1 else [])
-    standing = on_world(config, prepared, standing, sizes.fewest.workers)
-    with environment(RAY_TRAIN), heeding_requests(prepared.place, signals):
-        _train(
-            config, prepared, standing, sizes, demand, foresight,
-            session=session, signals=signals, phases=phases, say=say,
-        )  # fmt: skip
-    return prepared, standing
+    return sizes, demand, foresight
 
 
 def _is_possible(config: FinetuneConfig, foresight: Foresight, size: int) -> bool:
@@ -184,6 +197,7 @@ def _train(
     demand: Demand,
     foresight: Foresight,
     *,
+    board: Board,
     session: Session,
     signals: Signals,
     phases: Phases,
@@ -198,7 +212,6 @@ def _train(
     )
     after_commits = _after_commits(config, prepared, standing.plan, token, session, event=attempts.event, say=say)
     try:
-        board = Board()
         supervisor = AttemptSupervisor(
             config, place, attempts, sizes, after_commits,
             demand=demand, board=board, session=session, signals=signals, phases=phases, say=say, dry=prepared.dry,

@@ -119,9 +119,13 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         os.environ[VERBOSE] = "1"  # a process of our own, which the driver's variables do not reach
     quiet()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
+    from raytune_fsdp.launch.importing import importing
     from raytune_fsdp.launch.shared_storage import check_shared
 
-    prepared, first = cast("tuple[RunInputs, ResumePoint]", ray.get(job.prepared))
+    with importing(alone=True):
+        import raytune_fsdp.launch.worker  # noqa: F401  (all that is imported further below)
+
+        prepared, first = cast("tuple[RunInputs, ResumePoint]", ray.get(job.prepared))
     check_shared(prepared.place.path)
     standing = _agree(job, prepared, first, world)
     if job.config.eval.at_start and not standing.state.step:
