@@ -1,4 +1,4 @@
-"""A command as a user gives it: a fresh process that starts its own Ray. Nothing of it is left afterwards."""
+"""A command as a user gives it: a fresh process that starts its own Ray, or joins one. Nothing of it is left."""
 
 from __future__ import annotations
 
@@ -44,14 +44,19 @@ def warm_up() -> None:
 
 
 class ProcessorTime(threading.Thread):
-    """Of a process and of all below it, also of those that have ended, but for what they took after the last sample:
-    Ray's raylet ignores the end of its workers, so no parent's own figure has them."""
+    """Of some processes and of all below them, also of those that have ended, but for what they took after the last
+    sample: Ray's raylet ignores the end of its workers, so no parent's own figure has them."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, *pids: int) -> None:
         super().__init__(daemon=True)
-        self._root = psutil.Process(pid)
+        self._roots = [psutil.Process(pid) for pid in pids]
         self._taken: dict[psutil.Process, float] = {}
         self._ended, self._lock = threading.Event(), threading.Lock()
+
+    def follow(self, pid: int) -> None:
+        """This one, too, from now on."""
+        with self._lock:
+            self._roots.append(psutil.Process(pid))
 
     def run(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):
@@ -59,11 +64,12 @@ class ProcessorTime(threading.Thread):
 
     def seconds(self) -> float:
         with self._lock:
-            with suppress(psutil.Error):
-                for process in [self._root, *self._root.children(recursive=True)]:
-                    with suppress(psutil.Error):
-                        times = process.cpu_times()
-                        self._taken[process] = times.user + times.system
+            for root in self._roots:
+                with suppress(psutil.Error):
+                    for process in [root, *root.children(recursive=True)]:
+                        with suppress(psutil.Error):
+                            times = process.cpu_times()
+                            self._taken[process] = times.user + times.system
             return sum(self._taken.values())
 
     def end(self) -> None:
@@ -74,8 +80,12 @@ class ProcessorTime(threading.Thread):
 class Command:
     """Runs from `with` to `with`'s end; what it prints goes to a file."""
 
-    def __init__(self, arguments: list[str], log: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: list[str], log: Path, env: dict[str, str], processor: ProcessorTime | None = None
+    ) -> None:
+        """`processor`: counts others, too, and goes on after this command."""
         self._arguments, self._log, self._env = arguments, log, env
+        self._counted = processor
         self.name = log.stem
 
     def __enter__(self) -> Command:
@@ -84,12 +94,15 @@ class Command:
             self._process = psutil.Popen(
                 [sys.executable, *self._arguments], cwd=REPOSITORY, env=self._env, stdout=log, stderr=subprocess.STDOUT
             )
-        self.processor = ProcessorTime(self._process.pid)
-        self.processor.start()
+        self.processor = self._counted or ProcessorTime()
+        self.processor.follow(self._process.pid)
+        if self._counted is None:
+            self.processor.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.processor.end()
+        if self._counted is None:
+            self.processor.end()
         ours = self.descendants()
         if self._process.is_running():
             self._process.terminate()
@@ -98,6 +111,11 @@ class Command:
             if process.is_running():
                 process.kill()
         psutil.wait_procs(ours, timeout=_END_SECONDS)
+
+    def kill(self) -> None:
+        """This process alone, without a word to it."""
+        self._process.kill()
+        self._process.wait()
 
     def descendants(self) -> list[psutil.Process]:
         return self._process.children(recursive=True) if self._process.is_running() else []

@@ -43,6 +43,8 @@ PLACES = {
     "evaluation": ("raytune_fsdp.run.evaluation.losses", "eval_step"),
     "write": ("raytune_fsdp.checkpoint.save_in_flight", "write_pieces"),
     "commit": ("raytune_fsdp.checkpoint.save_in_flight", "make_manifest"),
+    "send": ("raytune_fsdp.checkpoint.peers.storage", "PeerDraft.create"),
+    "publish": ("raytune_fsdp.checkpoint.peers.storage", "PeerDraft.publish"),
     "prune": ("raytune_fsdp.checkpoint.saver", "prune"),
 }
 """Modules, and what is called there."""
