@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ Found = TypeVar("Found")
 REPOSITORY = Path(__file__).resolve().parent.parent
 _LOOK_SECONDS, _SAMPLE_SECONDS = 0.02, 0.2
 _END_SECONDS = 60
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def environment(temporary: Path) -> dict[str, str]:
@@ -43,6 +45,13 @@ def warm_up() -> None:
     )  # fmt: skip
 
 
+def adopt() -> set[psutil.Process]:
+    """Make this process the parent of what loses its own below it, as a process does that is to outlive those that have
+    started it: else it would be nobody's. Returns the children that there are now."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return set(psutil.Process().children())
+
+
 class ProcessorTime(threading.Thread):
     """Of some processes and of all below them, also of those that have ended, but for what they took after the last
     sample: Ray's raylet ignores the end of its workers, so no parent's own figure has them."""
@@ -50,6 +59,7 @@ class ProcessorTime(threading.Thread):
     def __init__(self, *pids: int) -> None:
         super().__init__(daemon=True)
         self._roots = [psutil.Process(pid) for pid in pids]
+        self._others = adopt()
         self._taken: dict[psutil.Process, float] = {}
         self._ended, self._lock = threading.Event(), threading.Lock()
 
@@ -64,7 +74,7 @@ class ProcessorTime(threading.Thread):
 
     def seconds(self) -> float:
         with self._lock:
-            for root in self._roots:
+            for root in {*self._roots, *(set(psutil.Process().children()) - self._others)}:
                 with suppress(psutil.Error):
                     for process in [root, *root.children(recursive=True)]:
                         with suppress(psutil.Error):
@@ -89,12 +99,12 @@ class Command:
         self.name = log.stem
 
     def __enter__(self) -> Command:
+        self.processor, self._others = self._counted or ProcessorTime(), adopt()
         with self._log.open("wb") as log:
             self.started = time.time()
             self._process = psutil.Popen(
                 [sys.executable, *self._arguments], cwd=REPOSITORY, env=self._env, stdout=log, stderr=subprocess.STDOUT
             )
-        self.processor = self._counted or ProcessorTime()
         self.processor.follow(self._process.pid)
         if self._counted is None:
             self.processor.start()
@@ -103,7 +113,7 @@ class Command:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._counted is None:
             self.processor.end()
-        ours = self.descendants()
+        ours = self._descendants()
         if self._process.is_running():
             self._process.terminate()
             psutil.wait_procs([self._process], timeout=_END_SECONDS)
@@ -117,8 +127,10 @@ class Command:
         self._process.kill()
         self._process.wait()
 
-    def descendants(self) -> list[psutil.Process]:
-        return self._process.children(recursive=True) if self._process.is_running() else []
+    def _descendants(self) -> list[psutil.Process]:
+        """All below it, and what has left it for this process."""
+        left = set(psutil.Process().children()) - self._others - {self._process}
+        return [*self._process.children(recursive=True), *left] if self._process.is_running() else list(left)
 
     def wait_for(self, look: Callable[[], Found | None], what: str, seconds: float = 240) -> tuple[Found, float]:
         """What `look` finds at last, and when."""

@@ -9,7 +9,9 @@ Every node's processes have a working directory of their own: what lies in /proc
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import sys
 import time
 from contextlib import suppress
@@ -21,8 +23,11 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
+PR_SET_CHILD_SUBREAPER = 36
+
 
 def main(directory: Path) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent below is still the cluster's
     temporary = os.path.join(os.environ["RAY_TMPDIR"], "ray")
     os.mkdir(temporary)
 
@@ -64,14 +69,29 @@ def main(directory: Path) -> None:
 
 
 def processes_of(node: Any) -> list[psutil.Process]:
-    """Ray's own of a node, and all that these have started."""
+    """Ray's own of a node, all that these have started, and those that were forked in their place."""
     found: list[psutil.Process] = []
     for started in node.all_processes.values():
         for each in started:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(each.process.pid)
                 found += [process, *process.children(recursive=True)]
-    return found
+    pids = {pid for process in found for pid in watched(process)} - {each.pid for each in found}
+    for forked in psutil.Process().children(recursive=True):
+        if forked.pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                template = forked.parent()  # which forks for this node only
+                found += [template, *template.children(recursive=True)] if template else [forked]
+    return list(dict.fromkeys(found))
+
+
+def watched(process: psutil.Process) -> list[int]:
+    """The processes whose end this one waits for by a file: raytune_fsdp/launch/ray/forked does, with its fork."""
+    pids: list[int] = []
+    with suppress(OSError):
+        for file in Path(f"/proc/{process.pid}/fdinfo").iterdir():
+            pids += map(int, re.findall(r"^Pid:\s+(\d+)$", file.read_text(), re.MULTILINE))
+    return pids
 
 
 if __name__ == "__main__":

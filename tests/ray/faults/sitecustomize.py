@@ -48,6 +48,8 @@ PLACES = {
     "prune": ("raytune_fsdp.checkpoint.saver", "prune"),
 }
 """Modules, and what is called there."""
+LEFT = dict(PLACES)
+"""Those that no watch has found yet, in this process or in one that it was forked from."""
 
 
 def armed(fault: str) -> bool:
@@ -92,11 +94,18 @@ def pace() -> None:
         time.sleep(float((Path(os.environ["FAULTS"]) / "pace").read_text()))
 
 
+def watch() -> None:
+    for each in (watch_places, watch_forward, watch_join):
+        threading.Thread(target=each, daemon=True).start()
+
+
 def watch_join() -> None:
     while not hasattr(sys.modules.get("ray.train.torch.config"), "_setup_torch_process_group"):
         time.sleep(0.01)
     distributed = sys.modules["torch.distributed"]
     join = distributed.init_process_group
+    if join.__name__ == "joined":
+        return
 
     def joined(*arguments, **options):
         strike(f"join-kill-{options.get('rank')}")
@@ -112,6 +121,8 @@ def watch_forward() -> None:
     while not hasattr(sys.modules.get("raytune_fsdp.step.train_step"), "micro_batch_loss"):
         time.sleep(0.01)
     step = sys.modules["raytune_fsdp.step.train_step"]
+    if step.micro_batch_loss.__name__ == "counted":
+        return
     calls, forward = iter(range(1, 10**9)), step.micro_batch_loss
 
     def counted(model, *arguments):
@@ -133,15 +144,14 @@ def watch_forward() -> None:
 
 
 def watch_places() -> None:
-    left = dict(PLACES)
-    while left:
+    while LEFT:
         time.sleep(0.01)
-        for place, (module, name) in list(left.items()):
+        for place, (module, name) in list(LEFT.items()):
             found, _, attribute = f".{name}".rpartition(".")
             owner = getattr(sys.modules.get(module), found.strip("."), None) if found else sys.modules.get(module)
             if hasattr(owner, attribute):
                 setattr(owner, attribute, struck_at(place, getattr(owner, attribute)))
-                del left[place]
+                del LEFT[place]
 
 
 def struck_at(place, function):
@@ -210,6 +220,5 @@ if "LISTING_LATE" in os.environ:
 if "FAULTS" in os.environ:
     sys.addaudithook(watch_writes)
     sys.addaudithook(watch_imports)
-    threading.Thread(target=watch_places, daemon=True).start()
-    threading.Thread(target=watch_forward, daemon=True).start()
-    threading.Thread(target=watch_join, daemon=True).start()
+    watch()
+    os.register_at_fork(after_in_child=watch)  # which has none of its parent's threads
