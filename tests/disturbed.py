@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -25,10 +26,14 @@ from tests.runs import trajectory
 
 RECOVERY_SECONDS = 240.0
 """How long the run may take to train again; then somebody would have to look at it."""
-OURS = ("RayTrainWorker", "_Board", "TrainController", "_NodeWatch", "SplitCoordinator")
-"""Processes that end with the run."""
-LIVE_ON = ("_Board", "_NodeWatch")
+KEEPER = "_Keeper"
+"""The actor of a node that keeps peer copies."""
+OURS = ("RayTrainWorker", "_Board", "TrainController", "_NodeWatch", "SplitCoordinator", KEEPER)
+"""Ray's processes that end with the run."""
+LIVE_ON = ("_Board", "_NodeWatch", KEEPER)
 """Those that live longer than an attempt, besides the driver."""
+TEMPLATE = "raytune_fsdp.launch.ray.forked.template"
+"""The program of the processes that others are forked from."""
 GROUPS = """
 import ray
 ray.init(namespace="disturbed", log_to_driver=False)
@@ -70,10 +75,17 @@ class Disturbed:
         return name
 
     def of_ray(self, what: str) -> list[psutil.Process]:
+        return self.those(lambda command: command[0].startswith(f"ray::{what}"))
+
+    def templates(self) -> list[psutil.Process]:
+        return self.those(lambda command: TEMPLATE in command)
+
+    def those(self, are: Callable[[list[str]], bool]) -> list[psutil.Process]:
+        """Processes of the cluster, by their command lines."""
         found = []
         for process in psutil.Process(self.nodes.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess, IndexError):
-                if process.cmdline()[0].startswith(f"ray::{what}"):
+                if are(process.cmdline()):
                     found.append(process)
         return found
 
@@ -95,7 +107,8 @@ class Disturbed:
     def look(self) -> None:
         """At the memory of its processes; once for each attempt that has trained."""
         driver = psutil.Process(self.run.process.pid)
-        self.memory.look(self.attempt(), {"driver": [driver], **{what: self.of_ray(what) for what in LIVE_ON}})
+        of_cluster = {what: self.of_ray(what) for what in LIVE_ON}
+        self.memory.look(self.attempt(), {"driver": [driver], "template": self.templates(), **of_cluster})
         for process in [driver, *psutil.Process(self.nodes.pid).children(recursive=True)]:
             with suppress(OSError):
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
@@ -114,14 +127,18 @@ class Disturbed:
         )
         return int(asked.stdout.strip().splitlines()[-1])
 
+    def those_of_run(self) -> list[str]:
+        """What there is of its processes on the cluster."""
+        return [*(what for what in OURS for _ in self.of_ray(what)), *("template" for _ in self.templates())]
+
     def left_behind(self, seconds: float) -> list[str]:
         """Processes and locks of the run, and files in temporary directories, so long after its end at most."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(self.of_ray(what) for what in OURS):
+        while (those := self.those_of_run()) and time.monotonic() < deadline:
             time.sleep(1)
         run = self.run.run_dir
         return [
-            *(what for what in OURS for _ in self.of_ray(what)),
+            *those,
             *(str(path) for pattern in ("lock*", ".shared-*", "checkpoints/*.tmp") for path in run.glob(pattern)),
             # But for torch's cache, which all its processes share.
             *(str(path) for path in TEMPORARY.iterdir() if not path.name.startswith("torchinductor_")),

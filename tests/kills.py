@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -32,18 +33,17 @@ import psutil
 from benchmarks.record import write_result
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events
-from tests.disturbed import RECOVERY_SECONDS, Disturbed, compare, config_for, steps_of
-from tests.ray.jobs import Nodes
+from tests.disturbed import KEEPER, RECOVERY_SECONDS, Disturbed, compare, config_for, steps_of
+from tests.ray.jobs import Nodes, events
 
 RANKS, NODES = 3, 4
 EVERY = 4
 PACE = "0.1"
 FURTHER = (2, 10)
 """Steps that are trained before the next kill."""
-GONE_SECONDS = 60.0
-KEEPER = "_Keeper"
-"""The actor of a node that keeps peer copies."""
+GONE_SECONDS = 75.0
 HAS_PEERS = "peer_copies" in CheckpointConfig.model_fields
+HAS_TEMPLATES = find_spec("raytune_fsdp.launch.ray.forked") is not None
 
 
 class NothingToKill(Exception):
@@ -74,12 +74,12 @@ class Kills(Disturbed):
     # --- Victims: each is killed, and named -------------------------------------------------------------------------
 
     def a_rank(self) -> str:
-        self.random.choice(self.workers(1)).kill()
+        end(self.random.choice(self.workers(1)))
         return "a rank"
 
     def two_ranks(self) -> str:
         for each in self.random.sample(self.workers(2), 2):
-            each.kill()
+            end(each)
         return "two ranks"
 
     def a_node(self) -> str:
@@ -91,15 +91,21 @@ class Kills(Disturbed):
         return f"a node {'of a rank' if has else 'without a rank'}"
 
     def a_rank_and_the_driver(self) -> str:
-        self.random.choice(self.workers(1)).kill()
+        end(self.random.choice(self.workers(1)))
         self.run.process.kill()
         return "a rank and the driver"
 
     def the_controller(self) -> str:
-        return f"{self.kill_one('TrainController')} (Ray Train's controller)"
+        end(self.one_of(self.of_ray("TrainController")))
+        return "Ray Train's controller"
 
     def a_keeper(self) -> str:
-        return f"{self.kill_one(KEEPER)} (keeps peer copies)"
+        end(self.one_of(self.of_ray(KEEPER)))
+        return "a keeper of peer copies"
+
+    def a_template(self) -> str:
+        end(self.one_of(self.templates()))
+        return "a template of ranks"
 
     # --- Moments: each waits for it, and says what it has met; a process that stands still goes on afterwards --------
 
@@ -107,14 +113,11 @@ class Kills(Disturbed):
         return "training"
 
     def a_save(self) -> str:
-        """A rank stands still while it writes its part of a checkpoint, or rank 0 before it commits."""
-        place = self.random.choice(["commit-0", *(f"write-{rank}" for rank in range(RANKS))])
+        """A rank stands still while it writes its part of a checkpoint, or rank 0 before it commits, or after that."""
+        place = self.random.choice(["commit-0", "prune-0", *(f"file-{rank}" for rank in range(RANKS))])
         self.stand_still(place)
-        drafts = self.run.run_dir / "checkpoints"
-        deadline = time.monotonic() + 2
-        while not (there := any(drafts.glob("*.tmp"))) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return f"a save, in {place}" if there else f"a peer copy, in {place}"
+        draft = any((self.run.run_dir / "checkpoints").glob("*.tmp"))
+        return f"a save, in {place}" if draft or place == "prune-0" else f"a peer copy, in {place}"
 
     def a_peer_copy(self) -> str:
         place = self.random.choice(["publish-0", *(f"send-{rank}" for rank in range(RANKS))])
@@ -123,6 +126,7 @@ class Kills(Disturbed):
 
     def a_load(self) -> str:
         place = f"checkpoint-{self.random.randrange(RANKS)}"
+        self.run.until(lambda: bool(events(self.run.run_dir, "saved")), RECOVERY_SECONDS)  # else nothing is read
         self.stand_still(place, self.a_start_begins)
         return f"a load, in {place}"
 
@@ -141,12 +145,10 @@ class Kills(Disturbed):
         self.run.until(lambda: len(self.of_ray("RayTrainWorker")) >= least, RECOVERY_SECONDS)
         return sorted(self.of_ray("RayTrainWorker"), key=lambda process: process.pid)
 
-    def kill_one(self, what: str) -> str:
-        found = self.of_ray(what)
+    def one_of(self, found: list[psutil.Process]) -> psutil.Process:
         if not found:
-            raise NothingToKill(what)
-        self.random.choice(sorted(found, key=lambda process: process.pid)).kill()
-        return what
+            raise NothingToKill
+        return self.random.choice(sorted(found, key=lambda process: process.pid))
 
     def stand_still(self, place: str, bring: Callable[[], object] = lambda: None) -> None:
         """Wait until a process stands still there."""
@@ -194,6 +196,11 @@ class Kills(Disturbed):
         return follow(self.done, list(read_events(self.run.run_dir / "events.jsonl")))
 
 
+def end(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+        process.kill()
+
+
 def follow(kills: list[Kill], lines: list[dict[str, Any]]) -> list[Kill]:
     """What was killed, with what the record has of it until the next kill."""
     timed = [(datetime.fromisoformat(line["time"]).timestamp(), line) for line in lines]
@@ -220,7 +227,7 @@ Victim = Callable[[Kills], str]
 Moment = Callable[[Kills], str]
 VICTIMS: list[Victim] = [
     Kills.a_rank, Kills.two_ranks, Kills.a_node, Kills.a_rank_and_the_driver, Kills.the_controller,
-    *([Kills.a_keeper] if HAS_PEERS else []),
+    *([Kills.a_keeper] if HAS_PEERS else []), *([Kills.a_template] if HAS_TEMPLATES else []),
 ]  # fmt: skip
 MOMENTS: list[Moment] = [
     Kills.training, Kills.a_save, Kills.a_start, Kills.a_load, *([Kills.a_peer_copy] if HAS_PEERS else []),

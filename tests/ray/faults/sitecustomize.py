@@ -8,6 +8,7 @@ $FAULTS is a directory. Once only, so that the file is removed first:
     loop-1-6, read-1-6, gil-1-6     rank 1 hangs in Python, in a read, or in C with Python's lock
     at-weights-1                    kills rank 1 where it gets its weights; `PLACES` has all such places
     stopped-at-weights-1            stops it there, as SIGSTOP does
+    at-file-1, stopped-at-file-1    the same, where it makes the file of its part of any checkpoint
 
 As long as the file is there:
 
@@ -175,6 +176,7 @@ def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
             if (Path(os.environ["FAULTS"]) / "storage-error").exists():
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             strike(f"save-{rank}-{step}")
+            strike_at(f"file-{rank}")
 
 
 def list_late(seconds: float) -> None:
