@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -242,11 +242,11 @@ def config_of(directory: Path) -> FinetuneConfig:
     )
 
 
-def endure(directory: Path, kills: int, seed: int) -> dict[str, Any]:
-    """The kills. Returns what was done, what was trained, and what is left."""
+def endure(directory: Path, kills: int, seed: int, first: Sequence[tuple[Victim, Moment]] = ()) -> dict[str, Any]:
+    """The kills, of which the first may be chosen. Returns what was done, what was trained, and what is left."""
     config = config_of(directory)
     with Nodes(directory, head_cpus=1) as nodes:
-        run = Kills(directory, config, nodes, random.Random(seed))
+        run = Kills(directory, config, nodes, random.Random(seed), deck=list(reversed(first)))
         for _ in range(NODES):
             run.add_node()
         began = time.monotonic()
