@@ -93,6 +93,7 @@ class Kills(Disturbed):
     def a_rank_and_the_driver(self) -> str:
         end(self.random.choice(self.workers(1)))
         self.run.process.kill()
+        self.run.process.wait()
         return "a rank and the driver"
 
     def the_controller(self) -> str:

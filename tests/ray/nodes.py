@@ -13,6 +13,7 @@ import ctypes
 import os
 import re
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def main(directory: Path) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent below is still the cluster's
+    threading.Thread(target=reap, daemon=True).start()
     temporary = os.path.join(os.environ["RAY_TMPDIR"], "ray")
     os.mkdir(temporary)
 
@@ -66,6 +68,15 @@ def main(directory: Path) -> None:
                 assert accepted, why
         print(done, flush=True)
     cluster.shutdown()
+
+
+def reap() -> None:
+    """As the first process of a machine does: to Ray's workers a raylet lives as long as it has a number."""
+    while True:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.2)
 
 
 def processes_of(node: Any) -> list[psutil.Process]:
