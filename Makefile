@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses $(or $(PROCESSES),2)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help demo quick test test-all same chaos oldest compat check format docs lock clean
+.PHONY: help demo quick test test-all same chaos kills oldest compat check format docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ test-all: $(VENV)/.installed-dev  ## every test
 
 chaos: $(VENV)/.installed-dev  ## a run to which something happens every minute: make chaos SECONDS=600 SEED=1
 	$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
+
+kills: $(VENV)/.installed-dev  ## a run of which something is killed again and again: make kills KILLS=30 SEED=1
+	$(BIN)/python -m tests.kills --kills $(or $(KILLS),30) --seed $(or $(SEED),1)
 
 oldest: $(OLDEST)/.installed  ## unit and distributed tests on the oldest torch and transformers, without Ray and most extras
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/unit tests/distributed

@@ -1,11 +1,13 @@
 """What people write who use Ray Train directly: the other side of benchmarks/startup.py.
 
-    python benchmarks/bare_ray_train.py CONFIG MARKS [--dashboard]
+    python -m benchmarks.bare_ray_train CONFIG MARKS [--dashboard]
 
-CONFIG is a config of ours; of it are the model, the batch, the stream and the steps. MARKS gets a line for each thing
-that is done, with the time. The stream is ours, through TorchTrainer's `datasets`; after a failure it begins anew, as
-Ray Data does. All else is as in Ray's guide to FSDP2: `fully_shard`, torch.distributed.checkpoint into a temporary
-directory, `ray.train.report`, `ray.train.get_checkpoint`.
+CONFIG is a config of ours; of it are the model, the batch, the stream and the steps. The script starts a Ray of
+$BENCHMARK_CPUS logical CPUs, or joins the cluster at $RAY_ADDRESS. A failure of ranks is answered with another try, and
+the same command again goes on from the newest checkpoint (it has a name and a storage path). MARKS gets a line for each
+thing that is done, with the time. The stream is ours, through TorchTrainer's `datasets`; after a failure it begins
+anew, as Ray Data does. All else is as in Ray's guide to FSDP2: `fully_shard`, torch.distributed.checkpoint into a
+temporary directory, `ray.train.report`, `ray.train.get_checkpoint`.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def resume(training: Training) -> int:
 def train(given: dict[str, Any]) -> None:
     rank, config, division = ray.train.get_context().get_world_rank(), given["config"], given["division"]
     tell = partial(mark, given["marks"]) if rank == 0 else lambda *_, **__: None
-    mark(given["marks"], "rank", rank=rank)
+    mark(given["marks"], "rank", rank=rank, node_id=ray.get_runtime_context().get_node_id())
     tell("workers")
     model = build_model(config["model"]["architecture"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["optim"]["lr"], fused=True)
@@ -130,7 +132,10 @@ def train(given: dict[str, Any]) -> None:
 def main() -> None:
     marks = sys.argv[2]
     mark(marks, "start")
-    ray.init(num_cpus=int(os.environ["BENCHMARK_CPUS"]), include_dashboard="--dashboard" in sys.argv)
+    if "BENCHMARK_CPUS" in os.environ:
+        ray.init(num_cpus=int(os.environ["BENCHMARK_CPUS"]), include_dashboard="--dashboard" in sys.argv)
+    else:
+        ray.init()
     mark(marks, "Ray")
     config = yaml.safe_load(Path(sys.argv[1]).read_text())
     tokenizer = AutoTokenizer.from_pretrained(config["model"]["tokenizer"])
@@ -156,7 +161,10 @@ def main() -> None:
             )
         },
         dataset_config=StreamSplit(),
-        scaling_config=ScalingConfig(num_workers=division.data_ranks),
+        scaling_config=ScalingConfig(
+            num_workers=division.data_ranks,
+            resources_per_worker={"CPU": 1, **config["cluster"].get("resources_per_worker", {})},
+        ),
         run_config=RunConfig(
             name=run["name"],
             storage_path=run["storage"],

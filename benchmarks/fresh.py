@@ -1,7 +1,8 @@
-"""A command as a user gives it: a fresh process that starts its own Ray. Nothing of it is left afterwards."""
+"""A command as a user gives it: a fresh process that starts its own Ray, or joins one. Nothing of it is left."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ Found = TypeVar("Found")
 REPOSITORY = Path(__file__).resolve().parent.parent
 _LOOK_SECONDS, _SAMPLE_SECONDS = 0.02, 0.2
 _END_SECONDS = 60
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def environment(temporary: Path) -> dict[str, str]:
@@ -43,15 +45,28 @@ def warm_up() -> None:
     )  # fmt: skip
 
 
-class ProcessorTime(threading.Thread):
-    """Of a process and of all below it, also of those that have ended, but for what they took after the last sample:
-    Ray's raylet ignores the end of its workers, so no parent's own figure has them."""
+def adopt() -> set[psutil.Process]:
+    """Make this process the parent of what loses its own below it, as a process does that is to outlive those that have
+    started it: else it would be nobody's. Returns the children that there are now."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return set(psutil.Process().children())
 
-    def __init__(self, pid: int) -> None:
+
+class ProcessorTime(threading.Thread):
+    """Of some processes and of all below them, also of those that have ended, but for what they took after the last
+    sample: Ray's raylet ignores the end of its workers, so no parent's own figure has them."""
+
+    def __init__(self, *pids: int) -> None:
         super().__init__(daemon=True)
-        self._root = psutil.Process(pid)
+        self._roots = [psutil.Process(pid) for pid in pids]
+        self._others = adopt()
         self._taken: dict[psutil.Process, float] = {}
         self._ended, self._lock = threading.Event(), threading.Lock()
+
+    def follow(self, pid: int) -> None:
+        """This one, too, from now on."""
+        with self._lock:
+            self._roots.append(psutil.Process(pid))
 
     def run(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):
@@ -59,11 +74,12 @@ class ProcessorTime(threading.Thread):
 
     def seconds(self) -> float:
         with self._lock:
-            with suppress(psutil.Error):
-                for process in [self._root, *self._root.children(recursive=True)]:
-                    with suppress(psutil.Error):
-                        times = process.cpu_times()
-                        self._taken[process] = times.user + times.system
+            for root in {*self._roots, *(set(psutil.Process().children()) - self._others)}:
+                with suppress(psutil.Error):
+                    for process in [root, *root.children(recursive=True)]:
+                        with suppress(psutil.Error):
+                            times = process.cpu_times()
+                            self._taken[process] = times.user + times.system
             return sum(self._taken.values())
 
     def end(self) -> None:
@@ -74,23 +90,30 @@ class ProcessorTime(threading.Thread):
 class Command:
     """Runs from `with` to `with`'s end; what it prints goes to a file."""
 
-    def __init__(self, arguments: list[str], log: Path, env: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: list[str], log: Path, env: dict[str, str], processor: ProcessorTime | None = None
+    ) -> None:
+        """`processor`: counts others, too, and goes on after this command."""
         self._arguments, self._log, self._env = arguments, log, env
+        self._counted = processor
         self.name = log.stem
 
     def __enter__(self) -> Command:
+        self.processor, self._others = self._counted or ProcessorTime(), adopt()
         with self._log.open("wb") as log:
             self.started = time.time()
             self._process = psutil.Popen(
                 [sys.executable, *self._arguments], cwd=REPOSITORY, env=self._env, stdout=log, stderr=subprocess.STDOUT
             )
-        self.processor = ProcessorTime(self._process.pid)
-        self.processor.start()
+        self.processor.follow(self._process.pid)
+        if self._counted is None:
+            self.processor.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.processor.end()
-        ours = self.descendants()
+        if self._counted is None:
+            self.processor.end()
+        ours = self._descendants()
         if self._process.is_running():
             self._process.terminate()
             psutil.wait_procs([self._process], timeout=_END_SECONDS)
@@ -99,8 +122,15 @@ class Command:
                 process.kill()
         psutil.wait_procs(ours, timeout=_END_SECONDS)
 
-    def descendants(self) -> list[psutil.Process]:
-        return self._process.children(recursive=True) if self._process.is_running() else []
+    def kill(self) -> None:
+        """This process alone, without a word to it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """All below it, and what has left it for this process."""
+        left = set(psutil.Process().children()) - self._others - {self._process}
+        return [*self._process.children(recursive=True), *left] if self._process.is_running() else list(left)
 
     def wait_for(self, look: Callable[[], Found | None], what: str, seconds: float = 240) -> tuple[Found, float]:
         """What `look` finds at last, and when."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.ray.nodes.spot import ENDPOINT
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.config_text import dump_config
 from tests.mlflow_server import whole
@@ -38,6 +40,42 @@ def config_of(directory: Path, **sections: Any) -> FinetuneConfig:
         DROPOUT,
         **{"train": TRAIN, "parallel": {"precision": "fp32"}, "checkpoint": {"every": 4, "keep_last": 3}, **sections},
     )
+
+
+def own_code(tree: Path) -> dict[str, str]:
+    """The code of a checkout, with faults of its own: what they strike is called something else in each."""
+    return {"PYTHONPATH": f"{tree / FAULTS.relative_to(ROOT)}:{tree}"}
+
+
+KNOWN = """
+import json, sys
+from pydantic import ValidationError
+from raytune_fsdp.config import FinetuneConfig
+values = json.load(sys.stdin)
+while True:
+    try:
+        FinetuneConfig.model_validate(values)
+        break
+    except ValidationError as error:
+        for each in error.errors():
+            assert each["type"] == "extra_forbidden", each
+            *sections, name = each["loc"]
+            place = values
+            for section in sections:
+                place = place[section]
+            del place[name]
+json.dump(values, sys.stdout)
+"""
+
+
+def known_to(tree: Path, config: FinetuneConfig) -> str:
+    """What is set in a config, but for what another checkout does not know; JSON is YAML, too."""
+    values = json.dumps(config.model_dump(exclude_unset=True))
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.run(
+        [sys.executable, "-c", KNOWN], input=values, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True,
+        check=True,
+    ).stdout  # fmt: skip
 
 
 STARTED: list[Command] = []
@@ -74,21 +112,28 @@ class Command:
     """`python jobs/finetune.py` in a session of its own, in a directory that is not the ranks'."""
 
     def __init__(
-        self, config: FinetuneConfig, directory: Path, *arguments: str, pipe: Pipe | None = None, **environment: str
+        self,
+        config: FinetuneConfig,
+        directory: Path,
+        *arguments: str,
+        pipe: Pipe | None = None,
+        tree: Path = ROOT,
+        **environment: str,
     ) -> None:
+        """`tree`: the checkout whose code runs."""
         file = directory / "config.yaml"
-        file.write_text(dump_config(config))
+        file.write_text(dump_config(config) if tree == ROOT else known_to(tree, config))
         self.output = directory / "output.txt"
         self.faults = directory / "faults"
         self.faults.mkdir(exist_ok=True)
         self.run_dir = Path(config.run.storage) / config.run.name
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "jobs" / "finetune.py"), "--config", str(file), *arguments],
+                [sys.executable, str(tree / "jobs" / "finetune.py"), "--config", str(file), *arguments],
                 stdout=output if pipe is None else pipe.end, stderr=subprocess.STDOUT,
                 cwd=directory, start_new_session=True,
                 env={
-                    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTS": str(self.faults),
+                    **os.environ, **own_code(tree), "OMP_NUM_THREADS": "1", "FAULTS": str(self.faults),
                     "RAY_ADDRESS": "local", "TMPDIR": str(TEMPORARY), **environment,
                 },
             )  # fmt: skip
@@ -127,7 +172,7 @@ class Command:
 class Nodes:
     """A cluster whose nodes come and go (nodes.py)."""
 
-    def __init__(self, directory: Path, *, head_cpus: int, **environment: str) -> None:
+    def __init__(self, directory: Path, *, head_cpus: int, tree: Path = ROOT, **environment: str) -> None:
         self._temporary = tempfile.mkdtemp(prefix="ray-")
         (directory / "nodes").mkdir()
         with open(directory / "nodes.txt", "w") as output:
@@ -135,9 +180,8 @@ class Nodes:
                 [sys.executable, str(Path(__file__).with_name("nodes.py")), str(directory / "nodes"), str(head_cpus)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
                 env={
-                    **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self._temporary,
-                    "PYTHONPATH": f"{FAULTS}:{ROOT}", "FAULTS": str(directory / "faults"), "OMP_NUM_THREADS": "1",
-                    **environment,
+                    **os.environ, **own_code(tree), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self._temporary,
+                    "FAULTS": str(directory / "faults"), "OMP_NUM_THREADS": "1", **environment,
                 },
             )  # fmt: skip
         self.address = self._read()
@@ -166,11 +210,17 @@ class Nodes:
         processes = psutil.Process(self.pid).children(recursive=True)
         return next(each for each in processes if each.name() == "gcs_server")
 
-    def add(self, name: str, cpus: int = 1, gpus: int = 1, metadata: str = "none") -> None:
-        self._do(f"add {name} {cpus} {gpus} {metadata}")
+    def add(self, name: str, cpus: int = 1, gpus: int = 1, metadata: str = "none", ranks: int = 0) -> str:
+        """`metadata`: the address of its metadata service. Returns Ray's name of the node."""
+        self.set(ENDPOINT, metadata)
+        return self._do(f"add {name} {cpus} {gpus} {ranks}")
 
     def remove(self, name: str) -> None:
         self._do(f"remove {name}")
+
+    def kill(self, name: str) -> None:
+        """All processes of the node, at once."""
+        self._do(f"kill {name}")
 
     def drain(self, name: str, seconds: float) -> None:
         self._do(f"drain {name} {seconds}")
@@ -179,11 +229,14 @@ class Nodes:
         """For the nodes that are added from now on."""
         self._do(f"set {variable} {value}")
 
-    def _do(self, line: str) -> None:
+    def _do(self, line: str) -> str:
+        """Returns what follows the line in the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        assert self._read() == line
+        done = self._read()
+        assert done.startswith(line), f"{line}: {done}"
+        return done.removeprefix(line).strip()
 
     def _read(self) -> str:
         assert self._process.stdout is not None

@@ -1,27 +1,35 @@
 """A Ray of several nodes on this machine, whose nodes come and go as its stdin says.
 
-A line of stdin is `add NAME CPUS GPUS METADATA` (the address of its metadata service), `remove NAME` (its processes are
-killed), `drain NAME SECONDS` or `set VARIABLE VALUE`, for the nodes that come later. The first line of stdout is the
-cluster's address; then each line is repeated once it is done. The cluster ends when stdin is closed. Every
-node's processes have a working directory of their own: what lies in /proc/self/cwd is not shared by them.
+A line of stdin is `add NAME CPUS GPUS RANKS` (as many of the resource `rank`), `remove NAME` (Ray's own processes on it
+are killed, one after the other), `kill NAME` (all its processes at once, as if it had lost its power), `drain NAME
+SECONDS` or `set VARIABLE VALUE`, for the nodes that come later. The first line of stdout is the cluster's address; then
+each line is repeated once it is done, that of `add` with Ray's name of the node. The cluster ends when stdin is closed.
+Every node's processes have a working directory of their own: what lies in /proc/self/cwd is not shared by them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-from raytune_fsdp.launch.ray.nodes.spot import ENDPOINT
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(directory: Path) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent below is still the cluster's
+    threading.Thread(target=reap, daemon=True).start()
     temporary = os.path.join(os.environ["RAY_TMPDIR"], "ray")
     os.mkdir(temporary)
 
@@ -35,15 +43,22 @@ def main(directory: Path) -> None:
     print(cluster.address, flush=True)
     nodes: dict[str, Any] = {}
     for line in sys.stdin:
+        done = line.strip()
         match line.split():
-            case ["add", name, cpus, gpus, metadata]:
-                os.environ[ENDPOINT] = metadata  # which the node's processes inherit
-                nodes[name] = cluster.add_node(**place(name, cpus), num_gpus=int(gpus))
-                cluster.wait_for_nodes()
+            case ["add", name, cpus, gpus, ranks]:
+                more = {"resources": {"rank": int(ranks)}} if int(ranks) else {}
+                nodes[name] = cluster.add_node(**place(name, cpus), **more, num_gpus=int(gpus))
+                done += f" {nodes[name].node_id}"
+            case ["kill", name]:
+                node = nodes.pop(name)
+                for process in processes_of(node):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+                cluster.remove_node(node, allow_graceful=False)
             case ["remove", name]:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
             case ["set", name, value]:
-                os.environ[name] = value
+                os.environ[name] = value  # which the node's processes inherit
             case ["drain", name, seconds]:
                 deadline = int((time.time() + float(seconds)) * 1000)
                 reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -51,8 +66,43 @@ def main(directory: Path) -> None:
                     nodes[name].node_id, reason, "spot", deadline
                 )
                 assert accepted, why
-        print(line.strip(), flush=True)
+        print(done, flush=True)
     cluster.shutdown()
+
+
+def reap() -> None:
+    """As the first process of a machine does: to Ray's workers a raylet lives as long as it has a number."""
+    while True:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.2)
+
+
+def processes_of(node: Any) -> list[psutil.Process]:
+    """Ray's own of a node, all that these have started, and those that were forked in their place."""
+    found: list[psutil.Process] = []
+    for started in node.all_processes.values():
+        for each in started:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(each.process.pid)
+                found += [process, *process.children(recursive=True)]
+    pids = {pid for process in found for pid in watched(process)} - {each.pid for each in found}
+    for forked in psutil.Process().children(recursive=True):
+        if forked.pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                template = forked.parent()  # which forks for this node only
+                found += [template, *template.children(recursive=True)] if template else [forked]
+    return list(dict.fromkeys(found))
+
+
+def watched(process: psutil.Process) -> list[int]:
+    """The processes whose end this one waits for by a file: raytune_fsdp/launch/ray/forked does, with its fork."""
+    pids: list[int] = []
+    with suppress(OSError):
+        for file in Path(f"/proc/{process.pid}/fdinfo").iterdir():
+            pids += map(int, re.findall(r"^Pid:\s+(\d+)$", file.read_text(), re.MULTILINE))
+    return pids
 
 
 if __name__ == "__main__":

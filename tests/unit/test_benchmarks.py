@@ -27,7 +27,7 @@ BENCHMARKS = ROOT / "benchmarks"
 Started = Mapping[str, tuple[Future[int | None], Path]]
 
 TINY = {
-    "startup": "--rounds 1 --workers 1 --settle 0 --warm",
+    "startup": "--rounds 1 --workers 1 --settle 0 --warm --faults driver",
     "stream": "--rows 600 --datasets 20 --steps 7 --micro-batches 8",
     "digests": "--rounds 1 --worlds 1",
     "duplicates": "--rows 64 --rounds 1",

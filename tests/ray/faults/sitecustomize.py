@@ -8,6 +8,7 @@ $FAULTS is a directory. Once only, so that the file is removed first:
     loop-1-6, read-1-6, gil-1-6     rank 1 hangs in Python, in a read, or in C with Python's lock
     at-weights-1                    kills rank 1 where it gets its weights; `PLACES` has all such places
     stopped-at-weights-1            stops it there, as SIGSTOP does
+    at-file-1, stopped-at-file-1    the same, where it makes the file of its part of any checkpoint
 
 As long as the file is there:
 
@@ -43,9 +44,13 @@ PLACES = {
     "evaluation": ("raytune_fsdp.run.evaluation.losses", "eval_step"),
     "write": ("raytune_fsdp.checkpoint.save_in_flight", "write_pieces"),
     "commit": ("raytune_fsdp.checkpoint.save_in_flight", "make_manifest"),
+    "send": ("raytune_fsdp.checkpoint.peers.storage", "PeerDraft.create"),
+    "publish": ("raytune_fsdp.checkpoint.peers.storage", "PeerDraft.publish"),
     "prune": ("raytune_fsdp.checkpoint.saver", "prune"),
 }
 """Modules, and what is called there."""
+LEFT = dict(PLACES)
+"""Those that no watch has found yet, in this process or in one that it was forked from."""
 
 
 def armed(fault: str) -> bool:
@@ -90,11 +95,18 @@ def pace() -> None:
         time.sleep(float((Path(os.environ["FAULTS"]) / "pace").read_text()))
 
 
+def watch() -> None:
+    for each in (watch_places, watch_forward, watch_join):
+        threading.Thread(target=each, daemon=True).start()
+
+
 def watch_join() -> None:
     while not hasattr(sys.modules.get("ray.train.torch.config"), "_setup_torch_process_group"):
         time.sleep(0.01)
     distributed = sys.modules["torch.distributed"]
     join = distributed.init_process_group
+    if join.__name__ == "joined":
+        return
 
     def joined(*arguments, **options):
         strike(f"join-kill-{options.get('rank')}")
@@ -110,6 +122,8 @@ def watch_forward() -> None:
     while not hasattr(sys.modules.get("raytune_fsdp.step.train_step"), "micro_batch_loss"):
         time.sleep(0.01)
     step = sys.modules["raytune_fsdp.step.train_step"]
+    if step.micro_batch_loss.__name__ == "counted":
+        return
     calls, forward = iter(range(1, 10**9)), step.micro_batch_loss
 
     def counted(model, *arguments):
@@ -131,15 +145,14 @@ def watch_forward() -> None:
 
 
 def watch_places() -> None:
-    left = dict(PLACES)
-    while left:
+    while LEFT:
         time.sleep(0.01)
-        for place, (module, name) in list(left.items()):
+        for place, (module, name) in list(LEFT.items()):
             found, _, attribute = f".{name}".rpartition(".")
             owner = getattr(sys.modules.get(module), found.strip("."), None) if found else sys.modules.get(module)
             if hasattr(owner, attribute):
                 setattr(owner, attribute, struck_at(place, getattr(owner, attribute)))
-                del left[place]
+                del LEFT[place]
 
 
 def struck_at(place, function):
@@ -163,6 +176,7 @@ def watch_writes(event: str, arguments: tuple[object, ...]) -> None:
             if (Path(os.environ["FAULTS"]) / "storage-error").exists():
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             strike(f"save-{rank}-{step}")
+            strike_at(f"file-{rank}")
 
 
 def list_late(seconds: float) -> None:
@@ -208,6 +222,5 @@ if "LISTING_LATE" in os.environ:
 if "FAULTS" in os.environ:
     sys.addaudithook(watch_writes)
     sys.addaudithook(watch_imports)
-    threading.Thread(target=watch_places, daemon=True).start()
-    threading.Thread(target=watch_forward, daemon=True).start()
-    threading.Thread(target=watch_join, daemon=True).start()
+    watch()
+    os.register_at_fork(after_in_child=watch)  # which has none of its parent's threads
