@@ -56,9 +56,11 @@ ATTEMPT_STARTED = "attempt_started"
 results depend on: device, threads, versions, packages (those with kernels that are installed) and, on a CPU,
 instructions of rank 0, with run.exact also bits, a digest of these, the kernels and the micro-batch; evaluates (whether
 values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
-checkpoint have failed: lost_seconds, the time for which they have trained."""
+checkpoint have failed: lost_seconds, the time for which they have trained. from_peers, if it goes on from a copy in
+the memory of the nodes (`checkpoint.peer_copies`)."""
 LOST_SECONDS = "lost_seconds"
 """Attempts may fail before the clock asks for a checkpoint, so the next one's clock starts with this."""
+FROM_PEERS = "from_peers"
 STARTED_BY = "started_by"
 """In attempts.jsonl, which no tracker gets a copy of. Fields: command (without secrets), directory, host, user, python,
 and of the directory's git repository commit and uncommitted (whether files differ from it)."""

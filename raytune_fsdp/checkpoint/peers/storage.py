@@ -105,6 +105,11 @@ class PeerStorage:
         self._held: Mapping[str, Held] = {}
         """What the keepers have answered when they were asked last."""
 
+    @property
+    def nodes_of_a_file(self) -> int:
+        """On how many nodes a rank's file is."""
+        return len(self._targets)
+
     def draft(self, name: str, serial: int) -> PeerDraft:
         return PeerDraft(self._keepers, self.location, name, self._all, self._targets)
 
