@@ -110,7 +110,8 @@ ROOM_MADE = "room_made"
 """Storage had no room for another checkpoint, so recovery points were removed; never the only checkpoint of a run.
 Fields: removed (their names, with commas)."""
 MEMORY_SHORT = "memory_short"
-"""A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes)."""
+"""A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes), with
+checkpoint.peer_copies also peer_copies (bytes of them for a rank)."""
 NOTICE_SHORT = "notice_short"
 """A save took longer than the notice that the run gets before something ends it. Once for each kind of notice. Fields:
 step, seconds (of the save), bytes, notices (seconds, by what ends the run: spot, job_stop, pod, scheduler, ranks)."""

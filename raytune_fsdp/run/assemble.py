@@ -230,7 +230,7 @@ def _report(tracker: Tracker, built: Build, saves: Saves, predicted: Predicted |
         tracker.event(names.SHARDED, **built.sharding)
     kept = 0 if saves.copies is None else saves.copies.nbytes(saves.saver)
     if cramped := node_without_room(saves.saver.nbytes_staged() + kept):
-        tracker.event(names.MEMORY_SHORT, **cramped)
+        tracker.event(names.MEMORY_SHORT, **cramped, **({"peer_copies": kept} if kept else {}))
 
 
 def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teacher | None) -> None:

@@ -13,13 +13,13 @@ from tests.runs import trajectory
 
 pytestmark = pytest.mark.slow
 
-EVERY = 20
+EVERY = 16
 COPIES = {"every": EVERY, "peer_copies": 1, "peer_every": 3}
 
 
 def test_a_run_loses_a_node_and_goes_on_from_the_memory_of_the_other(tmp_path: Path) -> None:
     """First with as many ranks, on a node that had none before; then with fewer, on the node that is left."""
-    train = {"global_batch": 10, "micro_batch": 2, "max_steps": 44}
+    train = {"global_batch": 10, "micro_batch": 2, "max_steps": 46}
     sections = {"train": train, "run": {"exact": True}}
     config = config_of(
         tmp_path,
@@ -53,5 +53,5 @@ def test_a_run_loses_a_node_and_goes_on_from_the_memory_of_the_other(tmp_path: P
     for each, number in zip(begins, (1, 2), strict=True):
         assert each["from_peers"] and EVERY * number + 3 <= each["resumed_from"] < EVERY * (number + 1), begins
     saved = [each["fields"]["step"] for each in events(run.run_dir, "saved")]
-    assert saved == [20, 40, 44] and checkpoints(run.run_dir)[-1].step == 44, "a copy is no checkpoint"
+    assert saved == [16, 32, 46] and checkpoints(run.run_dir)[-1].step == 46, "a copy is no checkpoint"
     assert read_trajectory(run.run_dir / "metrics.jsonl") == whole

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import xxhash
 
 from raytune_fsdp.base.untrusted import UnsoundError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.location import hold, in_memory, new_location, storage_at
 from raytune_fsdp.checkpoint.manifest import check_files, make_manifest
+from raytune_fsdp.checkpoint.peers import clock
 from raytune_fsdp.checkpoint.peers import storage as peers
 from raytune_fsdp.checkpoint.peers.keeper import Keeper
 from raytune_fsdp.checkpoint.peers.storage import KeepersHere, PeerStorage, copies_of
+from raytune_fsdp.checkpoint.save_in_flight import Outcome
 from raytune_fsdp.checkpoint.storage import PosixStorage, directory_name
 from raytune_fsdp.checkpoint.writing import Sum, write_small
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.worker import alone, work
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events, read_trajectory
+from raytune_fsdp.run.assemble import LauncherHooks
+from raytune_fsdp.run.peers.copies import PeerCopies
+from raytune_fsdp.run.peers.going_on import with_peers
+from raytune_fsdp.run.prepare import prepare
+from raytune_fsdp.run.resume_point import agree
+from tests import clock as clocks
+from tests.runs import make_config
 
+CPU = torch.device("cpu")
 NODES = ("a", "b", "c")
 
 
@@ -282,3 +301,123 @@ def test_rows_are_sent_in_pieces_of_one_size(monkeypatch: pytest.MonkeyPatch) ->
     with cluster.ranks[0].draft(name_of(1), 1).create("empty") as sink:
         pass
     assert cluster.keepers["c"].held()[name_of(1)]["empty"] == 0
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> clocks.Clock:
+    found = clocks.Clock()
+    monkeypatch.setattr(clock, "time", found)
+    return found
+
+
+@pytest.mark.parametrize(("hold", "slower"), [(0.0, 0.0), (0.5, 0.0), (0.1, 0.3), (3.0, 2.0)])
+def test_copies_take_two_percent_of_the_time_at_most(time: clocks.Clock, hold: float, slower: float) -> None:
+    """Each holds training up for a moment, and makes the four steps after that slower."""
+    copies, left, taken, at = clock.CopyClock(), 0, 0.0, []
+    while time.now < 10_000:
+        due = copies.due(busy=left > 0)
+        if left == 1:
+            copies.ended(4 * (1.0 + slower))
+        left = max(0, left - 1)
+        time.now += 1.0 + (slower if left else 0.0)
+        taken += slower if left else 0.0
+        if due:
+            at.append(time.now)
+            copies.begins()
+            time.now += hold
+            taken += hold
+            copies.held()
+            left = 4
+    assert taken <= 0.025 * time.now, "the first ones come before anything is known"
+    pauses = [b - a for a, b in itertools.pairwise(at)]
+    assert min(pauses) >= 5.0 and max(pauses[2:]) <= max(10.0, 1.3 * (hold + 4 * slower) / 0.02)
+
+
+def test_what_is_not_the_doing_of_a_copy_does_not_count(time: clocks.Clock) -> None:
+    """An evaluation of ten minutes while one is written; other saves; and one that fails is tried again in a minute."""
+    copies = clock.CopyClock()
+
+    def step(seconds: float = 1.0, busy: bool = False) -> bool:
+        time.now += seconds
+        return copies.due(busy=busy)
+
+    assert [step() for _ in range(4)] == [False, False, True, True]
+    copies.begins()
+    copies.held()
+    step(600.0)
+    copies.ended(0.05)
+    assert [step() for _ in range(3)] == [True, True, True]
+    copies.begins()
+    copies.held()
+    copies.ended(None)
+    due = [step(busy=number < 3) for number in range(70)]
+    assert due.index(True) == 59
+
+
+def copied(config: FinetuneConfig, storage: PeerStorage) -> tuple[list[int], list[tuple[int, bool]]]:
+    """The steps of which copies were begun in a run on one rank, and what was saved: its step, and whether the clock
+    asked."""
+    prepared, standing = prepare(config, 1)
+    begun: list[int] = []
+    draft = storage.draft
+
+    def drafted(name: str, serial: int) -> peers.PeerDraft:
+        begun.append(int(name[5:13]))
+        return draft(name, serial)
+
+    def stop() -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("save-"):
+                thread.join()
+
+    storage.draft = drafted  # type: ignore[method-assign]
+    hold(storage)
+    with alone(CPU):
+        looked = agree(config, prepared, lambda: with_peers(config, prepared, standing, storage))
+        work(config, prepared, looked, CPU, stop, LauncherHooks(peers=storage))
+    events = [each for each in read_events(prepared.place.events) if each["event"] in (names.SAVED, names.SAVE_FAILED)]
+    return begun, [(each["fields"]["step"], each["fields"].get("recovery", False)) for each in events]
+
+
+EVERY = {"every": 4, "peer_copies": 1, "peer_every": 3}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At step 12 both are due; and where keepers are gone, training goes on."""
+    train: dict[str, Any] = {"train": {"global_batch": 4, "max_steps": 14}, "parallel": {"precision": "fp32"}}
+    config = make_config(tmp_path, **train, checkpoint={**EVERY, "asynchronous": asynchronous})
+    cluster = Cluster(["a", "b"])
+    assert copied(config, cluster.ranks[0]) == ([3, 6, 9], [(4, False), (8, False), (12, False), (14, False)])
+    assert cluster.ranks[0].names() == [name_of(9)] and not caplog.records
+    place = RunDir.of(config)
+    assert [each.step for each in committed(place.checkpoints)] == [12, 14]
+    gone = make_config(tmp_path, run={"name": "gone"}, **train, checkpoint={**EVERY, "asynchronous": asynchronous})
+    cluster = Cluster(["a", "b"])
+    cluster.lose("b")
+    assert copied(gone, cluster.ranks[0]) == ([3, 6, 9], [(4, False), (8, False), (12, False), (14, False)])
+    assert "there is no peer copy of step 3: rank 0: OSError: the keeper of b is gone" in caplog.text
+    assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(gone).metrics)
+
+
+def test_a_state_that_is_not_finite_is_not_kept_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    copies = PeerCopies(storage=cluster.ranks[0], every=3, clock=None)
+    copies.ended(Outcome(step=6, ending="not_finite", problem="rank 0: model.w is not finite"))
+    assert "there is no peer copy of step 6: rank 0: model.w is not finite" in caplog.text
+
+
+def test_a_copy_waits_for_what_is_being_written() -> None:
+    copies = PeerCopies(storage=Cluster().ranks[0], every=3, clock=None)
+
+    def due(step: int, *, saving: bool = False, free: bool = True, asked: bool = False) -> bool:
+        return copies.due(step, asked=asked, saving=saving, free=free)
+
+    assert [due(1), due(2), due(3)] == [False, False, True]
+    assert [due(6, free=False), due(7, free=False), due(8), due(9, saving=True), due(10)] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
+    assert [due(11, asked=True), due(12, free=False), due(13, saving=True), due(14)] == [True, False, False, False]
