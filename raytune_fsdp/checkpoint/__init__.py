@@ -15,6 +15,7 @@ In the order of a save:
                        file, hashed as it is written
     storage.py         the interface of a storage, and a file system; objects.py: an object store; location.py chooses
     manifest.py        size and hash of every file, written last
+    peers/             copies in the memory of the nodes, between two checkpoints
 
 Afterwards:
 

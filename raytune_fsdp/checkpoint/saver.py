@@ -65,17 +65,21 @@ class Saver:
     _failed: list[Draft] = field(default_factory=list)
     _all_kept: bool = False
     """Whether nothing is removed after the last save that was begun."""
+    copying: bool = False
+    """Whether the last save that was begun is a peer copy."""
 
     @property
     def asynchronous(self) -> bool:
         return self.staging is not None
 
-    def nbytes_staged(self) -> int:
-        """Return the memory that a copy of this rank's pieces takes."""
-        if self.staging is None:
-            return 0
+    def nbytes_own(self) -> int:
+        """Return the bytes of this rank's pieces."""
         tensors = self.tensors()
         return sum(local_piece(tensors[name]).nbytes for name in self.layout.mine)
+
+    def nbytes_staged(self) -> int:
+        """Return the memory that a copy of this rank's pieces takes."""
+        return 0 if self.staging is None else self.nbytes_own()
 
     def guard(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         """Return the optimizer, kept from changing on this device what a save is still copying."""
@@ -104,11 +108,20 @@ class Saver:
         """The size of a checkpoint: the bytes of its numbers, over all ranks."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
-    def begin(self, state: RunState, *, before: Callable[[], None], lasting: bool = True) -> None:
+    def begin(
+        self,
+        state: RunState,
+        *,
+        before: Callable[[], None],
+        lasting: bool = True,
+        to: Storage | None = None,
+        seconds: float | None = None,
+    ) -> None:
         """Save the state after a step. The caller waits only for the copy. No rank may be busy.
 
         `before` is called on rank 0, in another thread, before the checkpoint becomes visible: twice, the second time
-        at the last moment. Not `lasting`: a recovery point.
+        at the last moment. Not `lasting`: a recovery point. `to`: where a peer copy goes, instead of the storage,
+        within so many `seconds`; nothing is removed after it.
         """
         assert self._save is None or self._save.reported, "one save at a time"
         since = time.monotonic()
@@ -121,7 +134,8 @@ class Saver:
         self._serial += 1
         # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before. The
         # run may have to be begun again from one before that, so none is removed until an update is done again.
-        self._all_kept = bool(state.skipped_in_row)
+        self._all_kept = bool(state.skipped_in_row) or to is not None
+        self.copying, storage = to is not None, to or self.storage
         name = directory_name(state.step, self.attempt, lasting)
         job = SaveJob(
             step=state.step,
@@ -129,15 +143,15 @@ class Saver:
             serial=self._serial,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
-            path=self.storage.where(name),
+            path=storage.where(name),
             lasting=lasting,
-            draft=self.storage.draft(name, self._serial),
+            draft=storage.draft(name, self._serial),
             layout=self.layout,
             pieces=pieces,
             ready=at_once if self.staging is None else self.staging.here,
             state=state.to_json(),
             digest=digest_of_state(state) if self.hashes else None,
-            seconds=self.seconds,
+            seconds=seconds or self.seconds,
             messages=self.messages,
             leftovers=tuple(self._failed),
             before=before,

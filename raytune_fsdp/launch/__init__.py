@@ -6,6 +6,7 @@ callbacks.py       what it tells the program that called it, meanwhile, and how 
 own_rows.py        writes the rows that a program has in memory where a run finds them
 own_functions.py   names functions that a program gives, so that ranks can import them
 start.py           chooses how to launch: on Ray, or as processes on this machine
+without_ray.py     what a run without Ray cannot do
 run_lock.py        lets one command at a time work on a run
 shared_storage.py  checks that `run.storage` is the same storage for every rank
 local.py           one rank in this process, several processes, or those of torchrun; needs no Ray

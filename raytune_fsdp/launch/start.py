@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.cluster import Between
 from raytune_fsdp.launch.importing import importing
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.launch.torchrun import under_torchrun, world_of_torchrun
+from raytune_fsdp.launch.torchrun import under_torchrun
+from raytune_fsdp.launch.without_ray import check_without_ray
 from raytune_fsdp.plan.plan import sizes_of
-from raytune_fsdp.run.checks import check_config, check_first
+from raytune_fsdp.run.checks import check_first
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Progress
@@ -40,7 +40,7 @@ def run(
     if launch == "auto":
         launch = "local" if under_torchrun() or find_spec("ray") is None else "ray"
     if launch == "local":
-        _check_local(config)
+        check_without_ray(config)
         with importing():
             from raytune_fsdp.launch import local
 
@@ -81,34 +81,3 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _check_local(config: FinetuneConfig) -> None:
-    """Refuse what can be refused before torch is imported, which takes seconds, and a minute on a busy machine."""
-    if config.export.every is not None:
-        raise ConfigError(
-            f"export.every={config.export.every}: exports during training are Ray tasks (cluster.launch=ray); "
-            "without Ray, leave export.every unset and run `raytune-fsdp export` on a checkpoint when you want one"
-        )
-    if config.eval.where == "task":
-        raise ConfigError(
-            "eval.where=task: evaluations during training are Ray tasks, and this run is without Ray "
-            "(cluster.launch=local, torchrun); set it to ranks, or cluster.launch=ray"
-        )
-    if config.tracking.prometheus.enabled:
-        raise ConfigError(
-            "tracking.prometheus.enabled=true: the numbers are served with Ray's, and this run is without Ray "
-            "(cluster.launch=local, torchrun); set it to false, or cluster.launch=ray"
-        )
-    wanted = config.cluster.workers
-    if isinstance(wanted, Between):
-        raise ConfigError(
-            f"cluster.workers={{min: {wanted.min}, max: {wanted.max}}}: without Ray (cluster.launch=local, torchrun) "
-            f"the number of ranks cannot change; set cluster.workers={wanted.max}, or cluster.launch=ray"
-        )
-    if under_torchrun():
-        # Not the storage: if one rank refused it alone, ranks on other nodes would wait for that rank for minutes. All
-        # ranks look at it together (local.py).
-        check_config(config, world_of_torchrun())
-    else:
-        check_first(config, None if wanted == "auto" else wanted)

@@ -15,6 +15,18 @@ _FILES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerNeeds:
+    """What peer copies need of a machine, in bytes."""
+
+    others: int
+    """How many other machines have a copy of what this one's ranks have."""
+    memory: int
+    """What it keeps from the first copy on: the newest whole one and the next, of its ranks and of as many others."""
+    sent: int
+    """What it sends to other machines with each copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
     """What a run needs besides its GPUs, in bytes."""
 
@@ -22,7 +34,7 @@ class HostNeeds:
     """Memory of a machine while weights are read."""
     training: int
     saving: int
-    """Memory of a machine while a checkpoint is copied and written."""
+    """Memory of a machine while a checkpoint is copied and written. Peer copies take more: `peers`."""
     exporting: int
     """Memory of the one machine that exports."""
     naive: int
@@ -32,6 +44,7 @@ class HostNeeds:
     """The number of checkpoints at a time: those that stay, and the one that is being written."""
     by_clock: int
     """How many more there may be at a time because of the clock, which only asks for them where there is room."""
+    peers: PeerNeeds
 
     @property
     def storage(self) -> int:
@@ -56,7 +69,14 @@ def host_needs(config: FinetuneConfig, found: Prediction) -> HostNeeds:
         checkpoint=found.checkpoint,
         kept=kept_at_once(config.checkpoint, found.plan),
         by_clock=more_by_clock(config.checkpoint, found.plan),
+        peers=_of_peers(config.checkpoint, found, ranks),
     )
+
+
+def _of_peers(chosen: CheckpointConfig, found: Prediction, ranks: int) -> PeerNeeds:
+    machines, own = -(-found.world // ranks), found.checkpoint * ranks // found.world
+    others = min(chosen.peer_copies, machines - 1)
+    return PeerNeeds(others=others, memory=2 * (1 + others) * own if chosen.peer_copies else 0, sent=others * own)
 
 
 def kept_at_once(chosen: CheckpointConfig, plan: Plan) -> dict[str, int]:

@@ -220,6 +220,17 @@ def evaluation_in_words(values: Mapping[str, float]) -> str:
     )
 
 
+def _memory_short(fields: Mapping[str, object]) -> str:
+    wanted, free = (gibibytes(n) if isinstance(n := fields.get(key), int) else n for key in ("wanted", "free"))
+    other = "checkpoint.asynchronous=false, which copies nothing"
+    if fields.get("peer_copies"):
+        other = "checkpoint.peer_copies=0, which keeps nothing there"
+    return (
+        f"node {fields.get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
+        f"first one; give it more, or set {other}"
+    )
+
+
 def event_in_words(name: str, fields: Mapping[str, object]) -> str:
     """Say an event as a person would; an unknown one by its name and fields."""
     get = fields.get
@@ -241,12 +252,6 @@ def event_in_words(name: str, fields: Mapping[str, object]) -> str:
             return f"step {get('step')}: update skipped" + (f" ({rest})" if rest else "")
         case names.ANSWERED:
             return f"asked: {get('prompt')}\n     answered: {get('answer')}"
-        case names.MEMORY_SHORT:
-            wanted, free = (gibibytes(n) if isinstance(n := get(key), int) else n for key in ("wanted", "free"))
-            return (
-                f"node {get('node')} has {free} of free memory, and saves copy {wanted} there: it may run out at the "
-                "first one; give it more, or set checkpoint.asynchronous=false, which copies nothing"
-            )
         case _ if name in _IN_WORDS:
             return _IN_WORDS[name](fields)
         case names.SLOW_RANK:
@@ -346,6 +351,7 @@ def _audited(fields: Mapping[str, object]) -> str:
 _IN_WORDS = {
     names.AUDITED: _audited,
     names.PREDICTED: _predicted,
+    names.MEMORY_SHORT: _memory_short,
     names.REFERENCE: _reference,
     names.TEACHER: _teacher,
     names.PREDICTION_CHECKED: _checked,

@@ -56,12 +56,14 @@ ATTEMPT_STARTED = "attempt_started"
 results depend on: device, threads, versions, packages (those with kernels that are installed) and, on a CPU,
 instructions of rank 0, with run.exact also bits, a digest of these, the kernels and the micro-batch; evaluates (whether
 values are measured, and how many prompts are answered), if the ranks measure anything. If attempts after that
-checkpoint have failed: lost_seconds, the time for which they have trained, and cut."""
+checkpoint have failed: lost_seconds, the time for which they have trained, and cut. from_peers, if it goes on from a
+copy in the memory of the nodes (`checkpoint.peer_copies`)."""
 LOST_SECONDS = "lost_seconds"
 """Attempts may fail before the clock asks for a checkpoint, so the next one's clock starts with this."""
 CUT = "cut"
 """What was on record of steps after that checkpoint, an entry for each attempt that had trained some of them: attempt,
 steps (how many), seconds (the sum of their times), last (the last of them) and until (when that had ended)."""
+FROM_PEERS = "from_peers"
 STARTED_BY = "started_by"
 """In attempts.jsonl, which no tracker gets a copy of. Fields: command (without secrets), directory, host, user, python,
 and of the directory's git repository commit and uncommitted (whether files differ from it)."""
@@ -111,7 +113,8 @@ ROOM_MADE = "room_made"
 """Storage had no room for another checkpoint, so recovery points were removed; never the only checkpoint of a run.
 Fields: removed (their names, with commas)."""
 MEMORY_SHORT = "memory_short"
-"""A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes)."""
+"""A node has less memory than the copies that a save of its ranks makes. Fields: node, wanted and free (bytes), with
+checkpoint.peer_copies also peer_copies (bytes of them for a rank)."""
 NOTICE_SHORT = "notice_short"
 """A save took longer than the notice that the run gets before something ends it. Once for each kind of notice. Fields:
 step, seconds (of the save), bytes, notices (seconds, by what ends the run: spot, job_stop, pod, scheduler, ranks)."""

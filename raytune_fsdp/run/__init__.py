@@ -26,5 +26,6 @@ On every rank:
     teacher/             whose predictions an objective of distillation learns
     evaluation/          what the model is worth
     saving.py            when a save begins, and what is recorded of it
+    peers/               the same for copies in the memory of nodes, and how a run goes on from one
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from raytune_fsdp.base.batch import StepBatches
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.measured import NotPredicted, Predicted, Saved
+from raytune_fsdp.checkpoint.peers.storage import PeerStorage
 from raytune_fsdp.checkpoint.reading import load_into
 from raytune_fsdp.checkpoint.room import node_without_room
 from raytune_fsdp.checkpoint.saver import Saver
@@ -51,7 +52,7 @@ from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.reference.attempt import Reference, open_reference
 from raytune_fsdp.run.reference.loss import loss_of_groups
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.saving import open_saves
+from raytune_fsdp.run.saving import Saves, open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
 from raytune_fsdp.run.teacher.attempt import Teacher, open_teacher
 from raytune_fsdp.run.trials.computation import check_computation, check_split_tokens
@@ -86,6 +87,8 @@ class LauncherHooks:
     """What was predicted for a rank. None: nobody asked."""
     notices: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each cause of an early end leaves for a last checkpoint."""
+    peers: PeerStorage | None = None
+    """Where peer copies go. None: there are none."""
 
 
 def assemble(
@@ -128,9 +131,9 @@ def assemble(
     exam = replace(evaluation_of_run(config, prepared.evals, prepared.tasks, groups, dry=prepared.dry), given=given)
     saves = open_saves(
         config, prepared, standing, model, optimizer, tracker,
-        saved=hooks.saved, lost=opened.lost, notices=hooks.notices,
+        saved=hooks.saved, uncommitted=opened.uncommitted, notices=hooks.notices, peers=hooks.peers,
     )  # fmt: skip
-    _report(tracker, built, saves.saver, hooks.predicted)
+    _report(tracker, built, saves, hooks.predicted)
     _report_asked(tracker, None if given is None else reference, teacher)
     return RankRun(
         config=config,
@@ -213,7 +216,7 @@ def _meter(
     )  # fmt: skip
 
 
-def _report(tracker: Tracker, built: Build, saver: Saver, predicted: Predicted | NotPredicted | None) -> None:
+def _report(tracker: Tracker, built: Build, saves: Saves, predicted: Predicted | NotPredicted | None) -> None:
     """Report how the attempt uses the memory of devices and nodes. Collective."""
     match predicted:
         case Predicted():
@@ -225,8 +228,9 @@ def _report(tracker: Tracker, built: Build, saver: Saver, predicted: Predicted |
             tracker.event(names.PREDICTED, because=predicted.because)
     if built.sharding is not None:
         tracker.event(names.SHARDED, **built.sharding)
-    if cramped := node_without_room(saver.nbytes_staged()):
-        tracker.event(names.MEMORY_SHORT, **cramped)
+    kept = 0 if saves.copies is None else saves.copies.nbytes(saves.saver)
+    if cramped := node_without_room(saves.saver.nbytes_staged() + kept):
+        tracker.event(names.MEMORY_SHORT, **cramped, **({"peer_copies": kept} if kept else {}))
 
 
 def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teacher | None) -> None:

@@ -63,7 +63,7 @@ from raytune_fsdp.run.described import (
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.saving import lost_seconds
+from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class Opened:
     """Seconds that earlier attempts have trained since the checkpoint from which this one continues."""
     cut: Sequence[Mapping[str, Any]]
     """What is on record of the steps after that checkpoint, by attempt; they are removed from it."""
+    uncommitted: float
+    """Seconds that they have trained since the newest checkpoint that outlives the command."""
 
 
 def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> Opened:
@@ -98,8 +100,9 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     keep_from_others(place)
     cut = steps_after(place.metrics, standing.state.step)
     changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step, cut)
+    uncommitted = uncommitted_seconds(place, standing, lost, cut) if standing.from_peers else lost
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
-    renamed = set_aside(standing.damaged, standing.checkpoint) if standing.checkpoint is not None else []
+    renamed = set_aside(standing.damaged, standing.commit) if standing.commit is not None else []
     aside = [{"path": found.path, "problem": standing.damaged[found], "now": now} for found, now in renamed]
     if standing.state.step == 0:  # the evaluations of checkpoints that are gone
         place.evaluations.unlink(missing_ok=True)
@@ -124,7 +127,7 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     if prepared.started_by:
         append_event(place.attempts, names.STARTED_BY, attempt=standing.attempt, fields=prepared.started_by)
     put_model_files(place.model_files, place.checkpoints)
-    return Opened(changed=changed, aside=aside, lost=lost, cut=cut)
+    return Opened(changed=changed, aside=aside, lost=lost, cut=cut, uncommitted=uncommitted)
 
 
 def _commit_of_model(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str | None:
@@ -199,6 +202,7 @@ def start_tracker(
         **bits,
         **({names.LOST_SECONDS: round(opened.lost, 1)} if opened.lost else {}),
         **({names.CUT: opened.cut} if opened.cut else {}),
+        **({names.FROM_PEERS: True} if standing.from_peers else {}),
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
     _report_kernels(tracker, kernels, standing.state.kernels)

@@ -19,6 +19,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
+from raytune_fsdp.checkpoint.location import in_memory
 from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
@@ -106,6 +107,18 @@ class ResumePoint:
     """Whether all steps are trained, and a crash has kept the last evaluation, or some answers, from being made."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
+    behind: CommittedCheckpoint | None = None
+    """The newest committed checkpoint, if the run continues from a peer copy."""
+
+    @property
+    def from_peers(self) -> bool:
+        """Whether the run continues from a peer copy, which is newer than what is committed."""
+        return self.checkpoint is not None and in_memory(self.checkpoint.root)
+
+    @property
+    def commit(self) -> CommittedCheckpoint | None:
+        """The newest checkpoint that outlives the command."""
+        return self.behind if self.from_peers else self.checkpoint
 
     @property
     def steps_left(self) -> range:
@@ -164,7 +177,7 @@ def agree(config: FinetuneConfig, prepared: RunInputs, begin: Callable[[], Resum
     """
     standing = on_rank0(lambda: _numbered(prepared, begin()), what="find where the run stands")
     while (found := standing.checkpoint) is not None:
-        problem = verify_together(found, hashes=config.checkpoint.verify == "hashes")
+        problem = verify_together(found, hashes=config.checkpoint.verify == "hashes" or standing.from_peers)
         if problem is None:
             break
         without = partial(_look_without, config, prepared, standing, problem)
@@ -196,7 +209,8 @@ def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumeP
     found = standing.checkpoint
     assert found is not None
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
-    again = look(config, prepared, standing.plan.layout.world, {**standing.damaged, found: problem})
+    damaged = standing.damaged if standing.from_peers else {**standing.damaged, found: problem}
+    again = look(config, prepared, standing.plan.layout.world, damaged)
     return replace(again, attempt=standing.attempt, windows_built=standing.windows_built)
 
 

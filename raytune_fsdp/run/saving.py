@@ -22,6 +22,7 @@ from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import Keep, ways_out_of_divergence
 from raytune_fsdp.checkpoint.on_demand import Requests
+from raytune_fsdp.checkpoint.peers.storage import PeerStorage
 from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
@@ -30,9 +31,10 @@ from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.config.every import SaveEvery
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
-from raytune_fsdp.record.jsonl import each_event, read_evaluations
+from raytune_fsdp.record.jsonl import each_event, read_evaluations, steps_after
 from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
+from raytune_fsdp.run.peers.copies import PeerCopies, open_copies
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.optim.update import Optimizer
 
@@ -52,6 +54,8 @@ class Boundary:
     """Whether a save may begin."""
     by_clock: bool = False
     """Whether the clock asks for a recovery point."""
+    copy: bool = False
+    """Whether the clock of peer copies asks for one."""
 
 
 def stopped(reason: StopReason, step: int) -> RaytuneError:
@@ -72,6 +76,8 @@ class Saves:
     """Called on every rank for every committed checkpoint."""
     clock: Clock | None = None
     """Rank 0's clock, if the clock asks for checkpoints, too."""
+    copies: PeerCopies | None = None
+    """Copies in the memory of nodes, between two checkpoints."""
     notices: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each cause of an early end leaves the run, as long as saves are still to be compared with them."""
     committed: int = 0
@@ -82,6 +88,8 @@ class Saves:
     """A checkpoint was due while the previous one was still being written."""
     _lasting: bool = True
     """Whether the save that begins next is of a step that the clock has not chosen."""
+    _copy: bool = False
+    """Whether the save that begins next is a peer copy."""
     _told: bool = False
     """Whether it was reported that storage has no room for recovery points."""
     _again: bool = False
@@ -89,18 +97,22 @@ class Saves:
     _stop: StopReason | None = None
     """Why the run stops after this step."""
 
-    def agree(self, stop: StopReason | None) -> Boundary:
-        """Agree across ranks on stop and save status; record a save that has ended. Collective."""
+    def agree(self, stop: StopReason | None, *, again: bool = False) -> Boundary:
+        """Agree across ranks on stop and save status; record a save that has ended. `again`: not the first time before
+        this step. Collective."""
         ending, busy = self.saver.status()
         ended = 0 if ending is None else 1 + ENDINGS.index(ending)
         asked = dist.get_rank() == 0 and self.requests.waiting()
         if dist.get_rank() == 0 and self.requests.stopping():
             stop = StopReason.ASKED
-        flags = torch.tensor([int(stop or 0), int(asked), int(busy), ended, int(not busy and self._by_clock())])
+        copy = self.copies is not None and not again and self.copies.asks(busy=busy)
+        flags = torch.tensor(
+            [int(stop or 0), int(asked), int(busy), ended, int(not busy and self._by_clock()), int(copy)]
+        )
         # One all-reduce per step, of host tensors: it does not wait for the device. The maximum, so that all ranks take
         # the same one of several reasons to stop.
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        reason, someone_asked, someone_busy, ended, by_clock = flags.tolist()
+        reason, someone_asked, someone_busy, ended, by_clock, copy = flags.tolist()
         if ended:
             self._record(self.saver.report(ENDINGS[ended - 1]))
         if self._again and not someone_busy:
@@ -108,7 +120,8 @@ class Saves:
             someone_busy = True
         self._stop = StopReason(reason) if reason else None
         return Boundary(
-            stop=self._stop, asked=bool(someone_asked), free=not (someone_busy or self._again), by_clock=bool(by_clock)
+            stop=self._stop, asked=bool(someone_asked), free=not (someone_busy or self._again), by_clock=bool(by_clock),
+            copy=bool(copy),
         )  # fmt: skip
 
     def _by_clock(self) -> bool:
@@ -145,7 +158,7 @@ class Saves:
             while looks and not boundary.free:
                 time.sleep(_LOOK_SECONDS)
                 beat()
-                boundary, looks = self.agree(self._stop), looks - 1
+                boundary, looks = self.agree(self._stop, again=True), looks - 1
         if wanted and not boundary.free:
             if planned:
                 self.tracker.event(names.SAVE_POSTPONED, step=step)
@@ -153,16 +166,24 @@ class Saves:
             return False
         self._due = False
         self._lasting = wanted
-        return wanted or (boundary.by_clock and boundary.free)
+        saving = wanted or (boundary.by_clock and boundary.free)
+        self._copy = self.copies is not None and self.copies.due(
+            step, asked=boundary.copy, saving=saving, free=boundary.free
+        )
+        return saving or self._copy
 
     def begin(self, state: RunState) -> None:
         """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""
-        self._start(state)
+        if self._copy and self.copies is not None:
+            self.copies.begin(self.saver, state, self.tracker.sync)
+        else:
+            self._start(state)
         if not self.saver.asynchronous:
             self._finish()
             self.saver.leave()  # after the commit its thread still prunes older checkpoints
-        if self.clock is not None:
-            self.clock.held()
+        waits = self.copies if self._copy else self.clock
+        if waits is not None:
+            waits.held()
 
     def scored(self, step: int, value: float | None) -> None:
         """Remember the score of a step, so that the best checkpoints are kept."""
@@ -240,6 +261,9 @@ class Saves:
     def _record(self, outcome: Outcome) -> None:
         """Write the event, make room if that was lacking, answer requests, call `saved`; raise if the state is not
         worth saving."""
+        if self.copies is not None and self.saver.copying:
+            self.copies.ended(outcome)
+            return
         if outcome.ending in ("failed", "no_room"):
             self.tracker.event(names.SAVE_FAILED, step=outcome.step, problem=outcome.problem)
         if outcome.ending == "no_room":
@@ -300,40 +324,43 @@ def open_saves(
     tracker: Tracker,
     *,
     saved: Callable[[Saved], None],
-    lost: float,
+    uncommitted: float,
     notices: Mapping[str, float],
+    peers: PeerStorage | None = None,
 ) -> Saves:
     """Return the saves of an attempt. Collective.
 
-    `lost`: the seconds that earlier attempts have trained since the newest checkpoint. `notices`: the seconds that each
-    cause of an early end leaves the run.
+    `uncommitted`: the seconds that earlier attempts have trained since the newest checkpoint. `notices`: the seconds
+    that each cause of an early end leaves the run. `peers`: where peer copies go; None: there are none.
     """
-    clock, intervals = None, intervals_of(config.checkpoint)
+    clock, intervals, commit = None, intervals_of(config.checkpoint), standing.commit
     if intervals is not None and dist.get_rank() == 0 and not prepared.dry:
-        clock = Clock(intervals, fresh=standing.checkpoint is None, lost=lost)
+        clock = Clock(intervals, fresh=commit is None, lost=uncommitted)
     scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
     if dist.get_rank() == 0 and config.checkpoint.keep_best:
         found = read_evaluations(prepared.place.metrics, standing.state.step)
         scores = {step: score(values, config.checkpoint.best) for step, values in found.items()}
+    saver = open_saver(
+        prepared.place.checkpoints,
+        model,
+        optimizer,
+        attempt=standing.attempt,
+        keep=keep_of(config.checkpoint),
+        seconds=config.checkpoint.timeout_minutes * 60,
+        asynchronous=config.checkpoint.asynchronous,
+        scores={step: value for step, value in scores.items() if value is not None},
+        hashes=config.run.exact,
+    )
     return (NothingSaved if prepared.dry else Saves)(
-        saver=open_saver(
-            prepared.place.checkpoints,
-            model,
-            optimizer,
-            attempt=standing.attempt,
-            keep=keep_of(config.checkpoint),
-            seconds=config.checkpoint.timeout_minutes * 60,
-            asynchronous=config.checkpoint.asynchronous,
-            scores={step: value for step, value in scores.items() if value is not None},
-            hashes=config.run.exact,
-        ),
+        saver=saver,
         tracker=tracker,
         requests=Requests(prepared.place.path, token_of(prepared.lease)),
         saved=saved,
         clock=clock,
+        copies=None if peers is None or prepared.dry else open_copies(config.checkpoint, standing, saver, peers),
         notices=_not_said(prepared.place, notices) if dist.get_rank() == 0 else {},
-        committed=standing.state.step,
-        recovery=standing.state.step if standing.checkpoint is not None and not standing.checkpoint.lasting else 0,
+        committed=0 if commit is None else commit.step,
+        recovery=0 if commit is None or commit.lasting else commit.step,
     )
 
 
@@ -344,6 +371,14 @@ def _not_said(place: RunDir, notices: Mapping[str, float]) -> dict[str, float]:
     ]
     known = [each for each in said if isinstance(each, dict)]
     return {what: each for what, each in notices.items() if not any(one.get(what) == each for one in known)}
+
+
+def uncommitted_seconds(place: RunDir, standing: ResumePoint, lost: float, cut: Sequence[Mapping[str, Any]]) -> float:
+    """Return how long earlier attempts have trained since the newest checkpoint that outlives the command, if the run
+    goes on from a peer copy, after which they have `lost` so many seconds. `cut`: as for `lost_seconds`."""
+    step = 0 if standing.commit is None else standing.commit.step
+    kept = sum(each["seconds"] for each in steps_after(place.metrics, step))
+    return lost + max(0.0, kept - sum(each["seconds"] for each in cut))
 
 
 def lost_seconds(place: RunDir, step: int, cut: Sequence[Mapping[str, Any]]) -> float:

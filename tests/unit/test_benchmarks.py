@@ -52,6 +52,7 @@ TINY = {
     "memory": "--size 1b --seq-len 512 --modes none",
     "methods": "--size tiny --rounds 1 --passes 1 --steps 1",
     "packing": "--documents 100 --texts 20 --rounds 1",
+    "peers": "--worlds 2 --rounds 1 --seconds 2",
     "planned_memory": '--only "tiny, alone"',
     "planned_sorts": "--only LoRA",
     "preferences": "--rounds 1 --pairs 6 --batches 2",
@@ -66,8 +67,8 @@ TINY = {
 NEEDS = {
     "end_to_end": ("ray", "accelerate"), "fp8": ("torchao",), "hf_trainer_curve": ("accelerate", "matplotlib"),
     "kernels": ("peft",), "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",),
-    "planned_memory": ("peft",), "planned_sorts": ("peft",), "planned_time": ("peft",), "preferences": ("trl",),
-    "startup": ("ray",),
+    "peers": ("ray",), "planned_memory": ("peft",), "planned_sorts": ("peft",), "planned_time": ("peft",),
+    "preferences": ("trl",), "startup": ("ray",),
     "step": ("accelerate", "mlflow"), "stream": ("ray",),
 }  # fmt: skip
 """What none of our own dependencies brings, or only an extra."""

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.plan import main
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.start import _check_local
+from raytune_fsdp.launch.without_ray import check_without_ray
 from raytune_fsdp.model.precision.quantized import Kind, quantize
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import Plan, resolve, sizes_of
@@ -99,13 +99,13 @@ def test_under_torchrun_no_rank_refuses_its_storage_before_all_have_joined(
     (tmp_path / "file").touch()
     wanted = config(run={"name": "a", "storage": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match="run.storage"):
-        _check_local(wanted)
+        check_without_ray(wanted)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    _check_local(wanted)
+    check_without_ray(wanted)
     monkeypatch.setenv("WORLD_SIZE", "9")
     with pytest.raises(ConfigError, match="for 9 ranks"):
-        _check_local(wanted)
+        check_without_ray(wanted)
 
 
 def test_steps_count_themselves() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from raytune_fsdp.config.every import SaveEvery
 from raytune_fsdp.config.rules import Section, checkpoint_place
@@ -41,6 +41,21 @@ class CheckpointConfig(Section):
 
     best_is: Literal["auto", "lowest", "highest"] = "auto"
     """Whether the lowest or the highest value of that metric is best. `auto`: the highest of metrics whose names end in `accuracy`, `accuracy_normalised` or `exact_match`, the lowest of all others."""
+
+    peer_copies: int = Field(default=0, ge=0)
+    """Other nodes that keep a copy of what each node's ranks have, in memory, between two checkpoints (only on Ray). When ranks or a node are lost, the run goes on from the newest copy of which no part is lost: with 1, after the loss of one node; with 2, of any two. On a single node, after that of ranks. A node needs memory for twice what its ranks save, and as much again for each copy of others'. Copies are gone when the command ends: they replace no checkpoint."""
+
+    peer_every: int | None = Field(default=None, ge=1)
+    """Steps between two copies (needs `checkpoint.peer_copies`). Null: by the clock, as often as they take 2 % of the time, and every five seconds at most."""
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> CheckpointConfig:
+        if self.peer_every is not None and not self.peer_copies:
+            raise ValueError(
+                f"checkpoint.peer_every={self.peer_every} says how often copies are made that "
+                "checkpoint.peer_copies=0 does not ask for: set checkpoint.peer_copies=1, or leave out peer_every"
+            )
+        return self
 
     @property
     def by_clock(self) -> bool:

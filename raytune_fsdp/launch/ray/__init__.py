@@ -18,6 +18,7 @@ On the driver:
 Between the driver and the ranks:
 
     board.py             an actor: notices to the driver, a stop to rank 0
+    keepers.py           an actor on each node, which keeps peer copies from attempt to attempt
     failures.py          in Ray Train's controller: which rank failed, why, and whether to try again
 
 On the ranks and elsewhere in the cluster:

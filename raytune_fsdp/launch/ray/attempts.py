@@ -97,9 +97,10 @@ class Attempts:
                 self._say(f"{before} -> {self._size} workers, {seconds:.0f} s after the last attempt had ended")
         self.current.step, self._redone = step, 0
 
-    def started(self, number: int, logs: str) -> None:
-        """Note which number the ranks of the current attempt have agreed on."""
+    def started(self, number: int, logs: str, begins: int = 0) -> None:
+        """Note which number the ranks of the current attempt have agreed on, and after which step it `begins`."""
         self.number, self.current.logs = number, logs
+        self._redone = max(0, self._redone - max(0, begins - self._committed))  # the others are in a peer copy
         ranks = [asdict(replace(joined, actor=None)) for _, joined in sorted(self.current.ranks.items())]
         self.event(
             names.RANKS_JOINED,

@@ -51,6 +51,8 @@ class Started:
 
     attempt: int
     logs: str
+    begins: int = 0
+    """The step after which it begins."""
 
 
 @dataclass(frozen=True, slots=True)

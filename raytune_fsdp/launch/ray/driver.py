@@ -38,6 +38,7 @@ from raytune_fsdp.launch.ray.asked import heeding_requests
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Board
 from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
+from raytune_fsdp.launch.ray.keepers import NodeKeepers
 from raytune_fsdp.launch.ray.nodes.hub_reach import check_reach
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes, that_are_free
 from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
@@ -215,6 +216,7 @@ def _train(
         supervisor = AttemptSupervisor(
             config, place, attempts, sizes, after_commits,
             demand=demand, board=board, session=session, signals=signals, phases=phases, say=say, dry=prepared.dry,
+            keepers=NodeKeepers(0 if prepared.dry else config.checkpoint.peer_copies, board, say),
         )  # fmt: skip
         job = RankJob(
             config=config,

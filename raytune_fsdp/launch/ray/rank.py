@@ -30,6 +30,7 @@ from raytune_fsdp.launch.ray.board import (
     Started,
     StopFromBoard,
 )
+from raytune_fsdp.launch.ray.keepers import peers_of_rank
 from raytune_fsdp.launch.ray.rank_log import RankLog
 from raytune_fsdp.launch.ray.watch.beats import Beats
 from raytune_fsdp.launch.signals import answer_with_stacks
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from raytune_fsdp.base.batch import StepBatches, Stop
     from raytune_fsdp.base.measured import NotPredicted, Predicted, Saved
+    from raytune_fsdp.checkpoint.peers.storage import PeerStorage
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.launch.shared_storage import Token
     from raytune_fsdp.plan.run_dir import RunDir
@@ -127,12 +129,14 @@ def _train(job: RankJob, rank: int, world: int) -> None:
 
         prepared, first = cast("tuple[RunInputs, ResumePoint]", ray.get(job.prepared))
     check_shared(prepared.place.path)
-    standing = _agree(job, prepared, first, world)
+    copies = 0 if prepared.dry else job.config.checkpoint.peer_copies
+    peers = peers_of_rank(job.board, copies) if copies else None
+    standing = _agree(job, prepared, first, world, peers)
     if job.config.eval.at_start and not standing.state.step:
         beats.evaluates_first()
     log = RankLog(prepared.place.log(standing.attempt, rank), in_ray=job.in_ray_log)
     try:
-        _work(job, prepared, standing, log, rank=rank, world=world, node=node, reached=reached)
+        _work(job, prepared, standing, log, peers, rank=rank, world=world, node=node, reached=reached)
     finally:
         log.copy()
 
@@ -142,21 +146,20 @@ def _work(
     prepared: RunInputs,
     standing: ResumePoint,
     log: RankLog,
+    peers: PeerStorage | None,
     *,
     rank: int,
     world: int,
     node: str,
     reached: Callable[[str], None],
 ) -> None:
-    from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
     from raytune_fsdp.launch.worker import work
     from raytune_fsdp.predict.preflight import check_memory
-    from raytune_fsdp.record.console import ConsoleTracker
     from raytune_fsdp.run.assemble import LauncherHooks
     from raytune_fsdp.step.parallel import memory_of
 
     if rank == 0:
-        job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt))))
+        job.board.tell(Started(standing.attempt, str(prepared.place.logs(standing.attempt)), standing.state.step))
     reached("imports")
     if standing.complete:
         return  # an earlier attempt committed the last step, and crashed afterwards
@@ -167,11 +170,6 @@ def _work(
             job.config, prepared, standing.plan, job.predicted, kind=device.type, memory=memory_of(device),
             ranks=here if device.type == "cpu" else 1, forced=job.forced or not job.first, look=False,
         )  # fmt: skip
-    trackers: list[Tracker] = []
-    if job.config.tracking.prometheus.enabled:
-        trackers.append(PrometheusTracker(job.config.run.name))
-    if log.in_ray is not None and job.config.tracking.console:
-        trackers.append(ConsoleTracker(log.in_ray, every=job.config.tracking.console_every))
     # `ray.train.report` is a barrier of all ranks and the controller, which takes about a second: training does not
     # wait. One thread, so that checkpoints are reported in order.
     reports = ThreadPoolExecutor(1, thread_name_prefix="report")
@@ -184,11 +182,12 @@ def _work(
     hooks = LauncherHooks(
         batches=_batches(job, prepared, standing, rank=rank, reached=reached),
         console=cast(TextIO, BoardStream(job.board, job.looks)),
-        trackers=trackers,
+        trackers=[*_trackers(job.config, log)],
         saved=saved,
         reached=reached,
         predicted=_as_placed(job.predicted, world),
         notices=job.notices,
+        peers=peers,
     )
     stop: Stop = StopFromBoard(job.board) if rank == 0 else lambda: None
     try:
@@ -197,6 +196,17 @@ def _work(
         reports.shutdown()
         raise
     reports.shutdown()  # waits until all are reported. Not after a failure: other ranks might never report
+
+
+def _trackers(config: FinetuneConfig, log: RankLog) -> Iterator[Tracker]:
+    """Yield the trackers that only a rank on Ray has."""
+    from raytune_fsdp.launch.ray.prometheus import PrometheusTracker
+    from raytune_fsdp.record.console import ConsoleTracker
+
+    if config.tracking.prometheus.enabled:
+        yield PrometheusTracker(config.run.name)
+    if log.in_ray is not None and config.tracking.console:
+        yield ConsoleTracker(log.in_ray, every=config.tracking.console_every)
 
 
 def _report(place: RunDir, saved: Saved) -> None:
@@ -212,14 +222,22 @@ def _report(place: RunDir, saved: Saved) -> None:
         logger.warning("the checkpoint of step %d was not reported to Ray Train", saved.step, exc_info=True)
 
 
-def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int) -> ResumePoint:
+def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int, peers: PeerStorage | None) -> ResumePoint:
     """Agree where this attempt starts. Collective."""
+    from raytune_fsdp.checkpoint.location import hold
     from raytune_fsdp.launch.shared_storage import check_seen
+    from raytune_fsdp.run.peers.going_on import with_peers
     from raytune_fsdp.run.resume_point import agree, look, on_world
+
+    if peers is not None:
+        hold(peers)
 
     def begin() -> ResumePoint:
         check_seen(job.token)  # the driver checked its storage: it must be this one
-        return on_world(job.config, prepared, first, world) if job.first else look(job.config, prepared, world)
+        if job.first:
+            return on_world(job.config, prepared, first, world)
+        standing = look(job.config, prepared, world)
+        return standing if peers is None else with_peers(job.config, prepared, standing, peers)
 
     standing = agree(job.config, prepared, begin)
     assert standing.plan.layout.world == world, (standing.plan.layout, world)

@@ -33,6 +33,7 @@ from raytune_fsdp.launch.ray.board import (
     Started,
 )
 from raytune_fsdp.launch.ray.failures import failure_in_words
+from raytune_fsdp.launch.ray.keepers import NodeKeepers
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
 from raytune_fsdp.launch.ray.placement_groups import Groups
@@ -92,8 +93,10 @@ class AttemptSupervisor:
         phases: Phases,
         say: Callable[[str], None],
         dry: bool = False,
+        keepers: NodeKeepers | None = None,
     ) -> None:
-        """`phases`: those of the first attempt, which begin with the command. `dry`: a stop saves nothing."""
+        """`phases`: those of the first attempt, which begin with the command. `dry`: a stop saves nothing. `keepers`:
+        those of peer copies; None: there are none."""
         self._cluster = config.cluster
         self._checkpoints = place.checkpoints
         self._attempts = attempts
@@ -106,6 +109,7 @@ class AttemptSupervisor:
         self._signals = signals
         self._say = say
         self._dry = dry
+        self._keepers = keepers or NodeKeepers(0, board, say)
         self._clock = Listening()
         self._lease = lease_of(place.lock)
         self.groups = Groups()
@@ -154,6 +158,7 @@ class AttemptSupervisor:
     def until(self, fit: Future[Any], asked: Request) -> None:
         """Follow an attempt to its end. Raise if it is no use to wait longer; then `end` it."""
         self._attempt.fit = fit
+        self._keepers.begin(asked.workers)
         self._clock.look()
         unanswered: float | None = None
         while not wait([fit], timeout=0).done:
@@ -248,6 +253,7 @@ class AttemptSupervisor:
                 self._hear_controller(notice)
         attempt = self._attempt
         attempt.nodes.end()
+        self._keepers.end()
         if attempt.controller and attempt.fit is not None and not attempt.fit.done():
             attempt.controller[0].abort.remote()
             wait([attempt.fit], timeout=_ABORT_SECONDS)
@@ -269,8 +275,9 @@ class AttemptSupervisor:
             case Joined(rank=rank):
                 attempt.ranks[rank] = notice
                 attempt.watch.joined(notice)
-            case Started(number, logs):
-                self._attempts.started(number, logs)
+                self._keepers.joined(attempt.ranks)
+            case Started(number, logs, begins):
+                self._attempts.started(number, logs, begins)
                 attempt.nodes.start(attempt.ranks)  # before the model is loaded, which takes much memory
             case PhaseFinished(phase):
                 self._reached(phase)

@@ -8,7 +8,7 @@ from typing import Any
 
 from raytune_fsdp.predict.advise.advice import Advice
 from raytune_fsdp.predict.advise.alternatives import Alternative, as_flags, change_in_words, cheapest_fit
-from raytune_fsdp.predict.host import HostNeeds
+from raytune_fsdp.predict.host import HostNeeds, PeerNeeds
 from raytune_fsdp.predict.planned import Planned, cost, hours
 from raytune_fsdp.predict.prediction import GIB, Prediction
 from raytune_fsdp.predict.search import Suitable
@@ -160,9 +160,15 @@ def _host(planned: Planned) -> list[str]:
             f"a machine: {_gib(each.loading)} while loading (every rank with a copy of its own: {_gib(each.naive)}), "
             f"{_gib(each.training)} while training, {_gib(each.saving)} while saving; {_gib(each.exporting)} to export",
         ),
+        *(_row("peer copies", _copies(each.peers)) if each.peers.memory else []),
         *_row("storage", f"{_gib(each.checkpoint)} a checkpoint, {_gib(each.storage)} at a time ({kept}){clock}{free}"),
         *([] if planned.stopping is None else _row("a stop", _stopping(planned.stopping))),
     ]
+
+
+def _copies(each: PeerNeeds) -> str:
+    sent = f"with each copy it sends {_gib(each.sent)}" if each.others else "there is no other machine to send them to"
+    return f"a machine: {_gib(each.memory)} of memory more, for two at a time; {sent}"
 
 
 def _stopping(each: Stopping) -> str:
@@ -308,6 +314,8 @@ def point_as_data(found: Prediction, each: HostNeeds, notes: Iterable[Advice], p
             "saving": each.saving,
             "exporting": each.exporting,
             "naive": each.naive,
+            "peer_copies": each.peers.memory,
+            "sent_with_copy": each.peers.sent,
         },
         "storage": {
             "checkpoint": each.checkpoint,

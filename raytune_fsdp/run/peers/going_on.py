@@ -1,0 +1,49 @@
+"""Whether a run goes on from a peer copy, because it is newer than the newest checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from raytune_fsdp.base.errors import RaytuneError, in_one_line
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.checkpoint.state import read_state
+from raytune_fsdp.checkpoint.storage import Storage
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_step
+from raytune_fsdp.run.resume import Resumed, check_same_run
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, resume_point_of
+
+logger = logging.getLogger(__name__)
+
+
+def with_peers(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, storage: Storage) -> ResumePoint:
+    """Return where the run is by its newest peer copy, if that is newer than its newest checkpoint; else `standing`.
+
+    Call on rank 0. Whether the copy is whole, all ranks find out together.
+    """
+    for found in sorted(committed(storage.location), key=lambda each: (each.attempt, each.step), reverse=True):
+        try:
+            if found.step <= standing.state.step or not _is_on_record(prepared.place, found):
+                continue
+            resumed = Resumed(checkpoint=found, state=read_state(found), damaged=standing.damaged)
+            check_same_run(resumed, prepared.identity, prepared.files_of_data)
+            again = resume_point_of(config, prepared, standing.plan.layout.world, resumed)
+        except RaytuneError as error:
+            logger.warning("the peer copy of step %d is not used: %s", found.step, in_one_line(error))
+            continue
+        return replace(
+            again, attempt=standing.attempt, windows_built=standing.windows_built, behind=standing.checkpoint
+        )
+    return standing
+
+
+def _is_on_record(place: RunDir, found: CommittedCheckpoint) -> bool:
+    """Return whether the step on record is the one of which this is a copy.
+
+    If an attempt has gone on from somewhere else since, its line is gone, or there is another one: what follows from
+    the copy is then another trajectory than the one on record, if only in the last bits.
+    """
+    line = read_step(place.metrics, found.step)
+    return line is not None and line.get("attempt") == found.attempt
