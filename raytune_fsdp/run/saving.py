@@ -377,8 +377,8 @@ def uncommitted_seconds(place: RunDir, standing: ResumePoint, lost: float, cut: 
     """Return how long earlier attempts have trained since the newest checkpoint that outlives the command, if the run
     goes on from a peer copy, after which they have `lost` so many seconds. `cut`: as for `lost_seconds`."""
     step = 0 if standing.commit is None else standing.commit.step
-    kept = sum(each["seconds"] for each in steps_after(place.metrics, step))
-    return lost + max(0.0, kept - sum(each["seconds"] for each in cut))
+    trained: float = sum(each["seconds"] for each in steps_after(place.metrics, step))
+    return lost + max(0.0, trained - sum(each["seconds"] for each in cut))
 
 
 def lost_seconds(place: RunDir, step: int, cut: Sequence[Mapping[str, Any]]) -> float:

@@ -169,7 +169,7 @@ class ForJob(Forking):
 
 
 @dataclass(slots=True)
-class Known:
+class SecondTemplate:
     """A second template, as the first one knows it."""
 
     pid: int
@@ -190,7 +190,7 @@ class ForNode(Forking):
         self._groups = ask.content("/proc/self/cgroup")
         self._worker = worker_of_ray()
         self._stamps = _stamps()
-        self._jobs: list[Known] = []
+        self._jobs: list[SecondTemplate] = []
         self._owners = 0
         self._wanted = time.monotonic()
         self.watch(listener)
@@ -203,7 +203,7 @@ class ForNode(Forking):
                     made = self._hear(self._listener.accept()[0])
                     if made is not None:
                         return made
-                elif isinstance(key.data, Known):
+                elif isinstance(key.data, SecondTemplate):
                     self._lost(key.data)
                 elif not key.fileobj.recv(64):  # type: ignore[union-attr]
                     self._owners -= 1
@@ -271,13 +271,13 @@ class ForNode(Forking):
         changed = next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
         return None if changed is None else f"{changed} has changed since it was imported"
 
-    def _for_job(self, env: Mapping[str, str]) -> tuple[Known, ForJob | None]:
+    def _for_job(self, env: Mapping[str, str]) -> tuple[SecondTemplate, ForJob | None]:
         """Return the second template of this environment's job. It is forked if there is none yet."""
         for known in self._jobs:
             if known.env == of_job(env):
                 return known, None
         ours, theirs = socket.socketpair()
-        known = Known(0, ours, of_job(env))
+        known = SecondTemplate(0, ours, of_job(env))
         _say(f"a job on a node: {known.env.get('RAY_JOB_ID')}, {known.env.get('RAY_RAYLET_PID')}")
         known.pid = self.fork()
         if not known.pid:
@@ -288,7 +288,7 @@ class ForNode(Forking):
         self.watch(ours, known)
         return known, None
 
-    def _lost(self, known: Known) -> None:
+    def _lost(self, known: SecondTemplate) -> None:
         self._jobs.remove(known)
         self.drop(known.pair)
         os.waitpid(known.pid, 0)
