@@ -378,7 +378,7 @@ def uncommitted_seconds(place: RunDir, standing: ResumePoint, lost: float, cut: 
     goes on from a peer copy, after which they have `lost` so many seconds. `cut`: as for `lost_seconds`."""
     step = 0 if standing.commit is None else standing.commit.step
     trained: float = sum(each["seconds"] for each in steps_after(place.metrics, step))
-    return lost + max(0.0, trained - sum(each["seconds"] for each in cut))
+    return lost + max(0.0, trained - float(sum(each["seconds"] for each in cut)))
 
 
 def lost_seconds(place: RunDir, step: int, cut: Sequence[Mapping[str, Any]]) -> float:
