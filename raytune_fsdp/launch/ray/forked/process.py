@@ -87,6 +87,7 @@ def _take_on(wanted: Wanted) -> None:
 
     if torch.cuda._is_in_bad_fork():
         raise OSError("something that was imported has used a GPU, which a fork then cannot")
+    os.setpgid(0, 0)  # Ray ends the process group of a worker that has ended: the templates must not be in it
     os.environ.clear()
     os.environ.update({**wanted.env, **wanted.added})
     os.chdir(wanted.cwd)
