@@ -56,8 +56,11 @@ QUICK = {
     "RAY_prestart_worker_first_driver": "0",  # unused: ranks and their tasks have another environment
 }
 """Settings with which a Ray for one run on one machine starts faster."""
-LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
-"""Limits of Ray's on parts of its start, 30 s each. A third one, for its node to be known, cannot be set."""
+LIMITS = (
+    "RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds",
+)  # fmt: skip
+"""Limits of Ray's on parts of its start, 30 s each, and on that of a worker, 60 s. A further one, for its node to be
+known, cannot be set."""
 _MAKING_SECONDS = 3600.0  # far longer than a new directory is without its lock
 _NEEDED = ("gcs_server", "raylet")
 _OBJECT_STORE_BYTES = 2 << 30  # the stream fills a quarter with windows built ahead, and READY_BYTES with blocks

@@ -15,8 +15,9 @@ import select
 import socket
 import sys
 
-ANSWER_SECONDS = 30.0
-"""A template may still be busy with its imports, which would take this process as long. Ray waits for a minute."""
+ANSWER_SECONDS = 10.0
+"""A template may still be busy with its imports, which would take this process as long. Ray waits for a worker for a
+minute, and on a machine that is so busy Python needs the rest of it."""
 
 
 def main(template: str, argv: list[str]) -> None:
