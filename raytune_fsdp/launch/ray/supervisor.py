@@ -287,7 +287,7 @@ class AttemptSupervisor:
                     each.committed(found)
 
     def _hear_controller(self, notice: Controlled) -> None:
-        self._attempt.controller = notice.actors
+        self._attempt.controller, self._attempt.controller_id = notice.actors, notice.controller
         self.groups.made_by(notice.controller)
 
     def _hear_end(self, notice: Ended | Ending | Failed) -> None:
