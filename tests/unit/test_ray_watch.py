@@ -408,3 +408,19 @@ def test_the_end_of_a_process_ends_the_attempt_at_once(
     else:
         assert isinstance(found, WorkerGroupError) and error in f"{found}{[*found.worker_failures.values()]}"
         assert ranks.killed_at == ranks.controller_ended_at and 30.0 <= (ranks.killed_at or 0.0) < 32.0
+
+
+def test_ranks_that_lose_one_say_in_which_step(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which the same failure is known again; the driver does not end them before that."""
+    known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
+    monkeypatch.setattr(attempt, "death_of", lambda joined, seconds: DIED)
+    later = iter([[Ended(1, 101, None)], [Failed(0, 31, "c10d.py:7")]])
+    read = ranks.read
+
+    def one_after_another(seconds: float) -> list[Notice]:
+        return read(seconds) + (next(later, []) if ranks.now >= 30.0 else [])
+
+    monkeypatch.setattr(ranks, "read", one_after_another)
+    known.until(ranks.fit, TWO)
+    assert attempts.current.failure(ranks.fit) is DIED and attempts.current.reached == 31
+    assert ranks.killed_at is not None
