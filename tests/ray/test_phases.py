@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -23,6 +25,8 @@ TRAINING = (
     ("batch", 1), ("backward", 1), ("update", 0), ("evaluation", 1), ("write", 1), ("commit", 0), ("prune", 0),
 )  # fmt: skip
 PACE = 0.15
+NOTICED_SECONDS = 1.0
+"""The median of the times until a failure is on record, on a machine that has no more to do than this run."""
 
 
 class Story:
@@ -31,6 +35,8 @@ class Story:
     def __init__(self, run: Command) -> None:
         self.run = run
         self.attempts = 0
+        self.noticed: list[float] = []
+        """For each kill, the seconds until the failure was on record."""
 
     def fails(self, what: str, faults: list[str], strike: Callable[[], object] = lambda: None) -> None:
         """Arm one fault after another, each for the next attempt; the attempt after the last one trains."""
@@ -42,7 +48,7 @@ class Story:
             self.attempts += 1
             self.run.until(lambda: len(events(self.run.run_dir, "attempt_failed")) == self.attempts)
             failed = events(self.run.run_dir, "attempt_failed")[-1]
-            self.line(fault.removeprefix("at-"), killed, failed["time"])
+            self.noticed.append(self.line(fault.removeprefix("at-"), killed, failed["time"]))
         if not faults:
             strike()
             killed = datetime.now().astimezone()
@@ -54,8 +60,10 @@ class Story:
         saved = len(events(self.run.run_dir, "saved"))
         self.run.until(lambda: len(events(self.run.run_dir, "saved")) > saved)  # else nothing is ever saved
 
-    def line(self, what: str, since: datetime, until: str) -> None:
-        print(f"{what:30} {(datetime.fromisoformat(until) - since).total_seconds():6.1f} s", flush=True)
+    def line(self, what: str, since: datetime, until: str) -> float:
+        seconds = (datetime.fromisoformat(until) - since).total_seconds()
+        print(f"{what:30} {seconds:6.2f} s", flush=True)
+        return seconds
 
 
 def killed(run: Command, name: str) -> int:
@@ -107,3 +115,5 @@ def test_a_kill_in_every_phase(tmp_path: Path) -> None:
     assert read_trajectory(run.run_dir / "metrics.jsonl") == whole
     assert (run.run_dir / "exports" / "step-00000400").exists() and (run.run_dir / "export").exists()
     assert not list(run.faults.iterdir())
+    busy = max(1.0, os.getloadavg()[2] / (2 * (os.cpu_count() or 1)))
+    assert median(story.noticed) < NOTICED_SECONDS * busy, (story.noticed, busy)

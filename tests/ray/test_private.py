@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -21,12 +22,20 @@ from ray._common.usage import usage_constants
 from ray.cluster_utils import Cluster
 from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller.state import (
+    ErroredState,
+    FinishedState,
+    RunningState,
+    ShuttingDownState,
+)
+from ray.train.v2.api.exceptions import ControllerError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.ray import private
 from raytune_fsdp.launch.ray.apart import RAYS_THREAD
 from raytune_fsdp.launch.ray.driver import RAY_TRAIN
+from raytune_fsdp.launch.ray.failures import ControllerWatch
 from raytune_fsdp.launch.ray.session import LIMITS, QUICK, connect
 from tests.ray.conftest import CPUS
 from tests.ray.test_resources import run_alone
@@ -103,6 +112,9 @@ class Maker:
         ray.kill(helper)
         return before, 1
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def sleeps(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
 
@@ -144,10 +156,47 @@ def test_on_the_ray_of_these_tests(cluster: None) -> None:
         ray.kill(maker)
 
 
-def test_the_controller_calls_its_callbacks_when_it_starts() -> None:
-    """With the one argument that ours takes; what it does there, tests/ray/test_run.py shows."""
-    parameters = inspect.signature(private.ControllerCallback.after_controller_start).parameters
-    assert list(parameters) == ["self", "train_run_context"]
+def test_ray_says_why_an_actor_is_dead(cluster: None) -> None:
+    actor = Maker.options(num_cpus=0).remote()
+    assert private.why_dead(actor, 60) is None
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    found = private.why_dead(actor, 20)
+    assert isinstance(found, ray.exceptions.RayActorError) and "owner has died" not in str(found)
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    """An actor that owns another one, as Ray Train's controller owns its ranks."""
+
+    def owned(self) -> Any:
+        self.actor = Maker.options(num_cpus=0).remote()
+        ray.get(self.actor.pid.remote())
+        return self.actor
+
+
+def test_ray_says_that_an_actor_has_ended_with_its_owner(cluster: None) -> None:
+    owner = Owner.remote()
+    actor = ray.get(owner.owned.remote())
+    ray.kill(owner)
+    found = until(lambda: private.why_dead(actor, 20))
+    assert "owner has died" in str(found)
+
+
+def test_the_controller_calls_its_callbacks() -> None:
+    """With the arguments that ours take; what they do there, tests/ray/test_run.py shows."""
+    ours = (private.ControllerCallback.after_controller_start, ControllerWatch.after_controller_start)
+    assert [list(inspect.signature(each).parameters) for each in ours] == [["self", "train_run_context"]] * 2
+    name = "after_controller_state_update"
+    ours = (getattr(private.ControllerCallback, name), getattr(ControllerWatch, name))
+    states = ["self", "previous_state", "current_state"]
+    assert [list(inspect.signature(each).parameters) for each in ours] == [states] * 2
+
+
+def test_a_controller_that_ends_its_ranks_says_with_which_error() -> None:
+    error = ControllerError(RuntimeError("no"))
+    assert private.is_ending(ShuttingDownState(FinishedState())) and not private.is_ending(RunningState())
+    assert private.error_of(ShuttingDownState(ErroredState(error))) is error
+    assert private.error_of(ShuttingDownState(FinishedState())) is private.error_of(RunningState()) is None
 
 
 def with_a_process_that_sees_no_end() -> list[str]:

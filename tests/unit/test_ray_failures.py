@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,34 +100,21 @@ def test_of_ranks_that_fail_alike_the_first_to_say_so_is_the_cause() -> None:
     assert first_cause({0: LOST_PEER, 1: raised(DataError("bad"))}, [0, 1])[0] == 1
 
 
-class Worker:
-    """In the place of a handle of Ray's: what Ray says of the actor."""
-
-    def __init__(self, says: BaseException | None) -> None:
-        self.says = says
-
-    def __call__(self, actor: object, seconds: float) -> BaseException | None:
-        if isinstance(self.says, GetTimeoutError):
-            raise self.says
-        return self.says
-
-
 @pytest.mark.parametrize(
     ("says", "words"),
     [
         (RayActorError(error_msg="The worker died unexpectedly"), "its process died (killed by SIGKILL)"),
-        (GetTimeoutError("Ray does not know yet"), "its process died (killed by SIGKILL)"),
         (RayActorError(error_msg="NODE_OUT_OF_MEMORY"), "Ray killed its process because the node ran out of memory"),
         (RayActorError(error_msg="The actor is dead because its owner has died"), None),
         (None, None),
     ],
-    ids=["died", "unknown", "memory", "its controller", "lives"],
+    ids=["died", "memory", "its controller", "lives"],
 )
 def test_ray_says_why_a_process_has_ended(
     monkeypatch: pytest.MonkeyPatch, says: BaseException | None, words: str | None
 ) -> None:
-    monkeypatch.setattr(failures, "why_dead", Worker(says))
-    error = death_of(Joined(3, "here", "node", 7))
+    monkeypatch.setattr(failures, "why_dead", lambda actor, seconds: says)
+    error = death_of(Joined(3, "here", "node", 7), 1.0)
     if words is None:
         assert error is None
         return
@@ -149,14 +137,15 @@ class Told:
         return True
 
 
-def test_the_driver_hears_how_fit_will_end_before_the_ranks_are_ended() -> None:
+def test_the_driver_hears_how_fit_will_end_before_the_ranks_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
+    monkeypatch.setattr(failures.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "ours"))
     watch = ControllerWatch(told)  # type: ignore[arg-type]
     error = WorkerGroupError("failed", {1: raised(DataError("rows.jsonl:7: broken"))})
     unreadable = WorkerGroupError("failed", {1: RuntimeError(lambda: None, Lock())})
     for after in (RunningState(), ShuttingDownState(FinishedState())):
         watch.after_controller_state_update(RunningState(), after)
-    assert told.notices == [Ending(None)]
+    assert told.notices == [Ending("ours")]
     for each in (error, unreadable, error):  # where the board does not answer, fit() brings it
         watch.after_controller_state_update(RunningState(), ShuttingDownState(ErroredState(each)))
     _, known, unknown, _ = told.notices

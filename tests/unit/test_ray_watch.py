@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, GetTimeoutError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import WorkerGroupError
 
@@ -355,21 +355,44 @@ UNREADABLE = b"no pickle"
     [
         ([Ended(1, 101, None)], "died"),
         ([Failed(0, 30, "c10d.py:7"), Ended(1, 101, None)], "died"),
-        ([Ended(1, 101, None), Ending(pickle.dumps(RAISED))], "died"),
-        ([Ending(pickle.dumps(RAISED)), Ended(1, 101, None)], "raised"),
-        ([Ending(UNREADABLE), Ended(1, 101, None)], None),
-        ([Ending(None), Ended(1, 101, None)], None),
-        ([Ended(1, 99, None)], None),
+        ([Ended(1, 101, None), Ending("ours", pickle.dumps(RAISED))], "died"),
+        ([Ending("ours", pickle.dumps(RAISED)), Ended(1, 101, None)], "raised"),
+        ([Ending("ours", UNREADABLE), Ended(1, 101, None)], None),
+        ([Ending("ours"), Ended(1, 101, None)], None),
+        ([Ended(1, 99, None), Ending("theirs", pickle.dumps(RAISED))], None),
         ([Ended(0, 100, None)], None),
+        ([Ended(2, 102, None)], "explained"),
+        ([Ended(3, 103, None)], "its process has ended"),
     ],
-    ids=["died", "peer first", "peer after", "raised", "unreadable", "done", "of the last attempt", "its controller"],
+    ids=[
+        "died",
+        "peer first",
+        "peer after",
+        "raised",
+        "unreadable",
+        "done",
+        "late words",
+        "its controller",
+        "slow",
+        "?",
+    ],
 )
 def test_the_end_of_a_process_ends_the_attempt_at_once(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: list[Notice], error: str | None
 ) -> None:
     """Unless Ray Train ends all of them: then fit() says why, and here that it is done."""
     known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
-    monkeypatch.setattr(attempt, "death_of", lambda joined: DIED if joined.rank == 1 else None)
+    ranks.joined += [Joined(rank, "node-1", "1", 100 + rank) for rank in (2, 3)]
+    known._attempt.controller_id = "ours"
+    asked: list[float] = []
+
+    def death_of(joined: Joined, seconds: float) -> WorkerGroupError | None:
+        asked.append(seconds)
+        if joined.rank > 1 and (joined.rank == 3 or len(asked) == 1):
+            raise GetTimeoutError("Ray does not know yet")
+        return {0: None, 1: DIED, 2: WorkerGroupError("explained", DIED.worker_failures)}[joined.rank]
+
+    monkeypatch.setattr(attempt, "death_of", death_of)
     ranks.ends_at = 60.0
 
     def told(rank: int, now: float) -> Beat | None:
@@ -383,5 +406,21 @@ def test_the_end_of_a_process_ends_the_attempt_at_once(
     if error is None:
         assert found is None and ranks.controller_ended_at is None
     else:
-        assert found is not None and error in str(found)
+        assert isinstance(found, WorkerGroupError) and error in f"{found}{[*found.worker_failures.values()]}"
         assert ranks.killed_at == ranks.controller_ended_at and 30.0 <= (ranks.killed_at or 0.0) < 32.0
+
+
+def test_ranks_that_lose_one_say_in_which_step(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which the same failure is known again; the driver does not end them before that."""
+    known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
+    monkeypatch.setattr(attempt, "death_of", lambda joined, seconds: DIED)
+    later = iter([[Ended(1, 101, None)], [Failed(0, 31, "c10d.py:7")]])
+    read = ranks.read
+
+    def one_after_another(seconds: float) -> list[Notice]:
+        return read(seconds) + (next(later, []) if ranks.now >= 30.0 else [])
+
+    monkeypatch.setattr(ranks, "read", one_after_another)
+    known.until(ranks.fit, TWO)
+    assert attempts.current.failure(ranks.fit) is DIED and attempts.current.reached == 31
+    assert ranks.killed_at is not None

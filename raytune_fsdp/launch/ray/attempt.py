@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, cast
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.board import Ended, Ending, Failed, Joined
-from raytune_fsdp.launch.ray.failures import death_of
+from raytune_fsdp.launch.ray.failures import death_of, died
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
 from raytune_fsdp.launch.ray.resources import way_out
 from raytune_fsdp.launch.ray.watch.listening import Listening
@@ -25,6 +25,9 @@ from raytune_fsdp.record import names
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 15.0, 60.0
 """When the driver first says what it is waiting for, and how often it repeats that. Workers usually take
 6 to 14 s (docs/results.md)."""
+_ASK_SECONDS, _ASK_AGAIN_SECONDS = 0.3, 0.5
+"""How long Ray may take to say why a process has ended, before the others are ended, and afterwards. It needs tenths of
+a second on a busy machine."""
 _FIT_SECONDS = 2.0  # how long fit() may take to come back once its controller was ended; it takes milliseconds
 _GONE_SECONDS = 5.0  # how long processes that were killed may take to end, as those with much memory do
 
@@ -51,6 +54,7 @@ class RayAttempt:
     """The call of fit(); None while there is no room for its workers."""
     controller: list[Any] = field(default_factory=list)
     """Handles of Ray Train's controller, and of the actor that would outlive it; none once they are ended."""
+    controller_id: str = ""
     ranks: dict[int, Joined] = field(default_factory=dict)
     """The ranks that have started."""
     logs: str | None = None
@@ -65,6 +69,8 @@ class RayAttempt:
     """Whether Ray Train ends the ranks itself."""
     error: BaseException | None = None
     """The error that has ended it, where that was known before fit() came back."""
+    unexplained: Joined | None = None
+    """A rank whose process has ended before Ray could say why."""
     killed: Killed | None = None
     making_way_for: str = ""
     """The reason for which it was asked to end for another attempt, if it was."""
@@ -105,17 +111,23 @@ class RayAttempt:
     def error_by(self, notice: Ended | Ending) -> BaseException | None:
         """Return the error by which this ends the attempt; None if it goes on, ends anyway, or fit() will say why."""
         if isinstance(notice, Ending):
+            if notice.controller != self.controller_id:
+                return None  # a late word of the attempt before
             self.ending = True
             with suppress(Exception):  # some errors cannot be read
                 return None if notice.error is None else cast(BaseException, cloudpickle.loads(notice.error))
             return None
         joined = self.ranks.get(notice.rank)
         if joined is None or joined.pid != notice.pid:
-            return None  # a late word of the attempt before
+            return None
         self.ends[notice.rank] = notice.how
         if self.ending or self.error is not None or self.killed is not None:
             return None
-        error = death_of(joined)
+        error: BaseException | None
+        try:
+            error = death_of(joined, _ASK_SECONDS)
+        except GetTimeoutError:
+            error, self.unexplained = died(notice.rank, ActorDiedError()), joined
         return None if self.fit is None or self.fit.done() else error
 
     def failure(self, fit: Future[Any]) -> BaseException | None:
@@ -130,6 +142,9 @@ class RayAttempt:
         self.end_controller()
         if self.fit is not None:
             wait([self.fit], timeout=_FIT_SECONDS)
+        if self.unexplained is not None:
+            with suppress(GetTimeoutError):
+                self.error = death_of(self.unexplained, _ASK_AGAIN_SECONDS) or self.error
 
     def end_ranks(self) -> None:
         """End what is left of the ranks, and wait until it has: two attempts would share GPUs, and files."""

@@ -128,6 +128,8 @@ class Controlled:
 class Ending:
     """Ray Train's controller ends the ranks from now on: the end of a process says nothing any more."""
 
+    controller: str
+    """The id of the controller's actor."""
     error: bytes | None = None
     """The error that fit() will raise, pickled; None if there is none, or it cannot be pickled."""
 

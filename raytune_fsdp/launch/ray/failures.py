@@ -8,15 +8,7 @@ from contextlib import suppress
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import (
-    ActorDiedError,
-    GetTimeoutError,
-    LocalRayletDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    WorkerCrashedError,
-)
+from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train import WorkerGroupError
 
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, TransientError, in_one_line
@@ -48,7 +40,6 @@ _ACTORS = {
 }
 """Actors of a run besides its ranks, by the names of their classes."""
 _TELL_SECONDS = 2.0
-_ASK_SECONDS = 0.3  # how long Ray may take to say why a process has ended; it knows within milliseconds
 
 
 class ControllerWatch(ControllerCallback):  # type: ignore[misc]
@@ -71,21 +62,23 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
             with suppress(Exception):  # then it hears of the error from fit()
                 pickled = None if error is None else cloudpickle.dumps(error)
             with suppress(RayError):
-                self._board.tell_and_ask(Ending(pickled), _TELL_SECONDS)
+                this = str(ray.get_runtime_context().get_actor_id())
+                self._board.tell_and_ask(Ending(this, pickled), _TELL_SECONDS)
 
 
-def death_of(rank: Joined) -> WorkerGroupError | None:
+def death_of(rank: Joined, seconds: float) -> WorkerGroupError | None:
     """Return the error of an attempt for a rank whose process has ended, as Ray Train would bring it.
 
     None if the process has ended with Ray Train's controller, of which fit() says more, or if Ray says that it lives.
+    GetTimeoutError: Ray does not know yet.
     """
-    try:
-        found = why_dead(rank.actor, _ASK_SECONDS)
-    except GetTimeoutError:
-        found = ActorDiedError()
-    if found is None or "owner has died" in str(found):
-        return None
-    return WorkerGroupError("", {rank.rank: WorkerHealthCheckFailedError("its process has ended", found)})
+    found = why_dead(rank.actor, seconds)
+    return None if found is None or "owner has died" in str(found) else died(rank.rank, found)
+
+
+def died(rank: int, error: RayError) -> WorkerGroupError:
+    """Return the error of an attempt for a rank that has died, as Ray Train brings it."""
+    return WorkerGroupError("", {rank: WorkerHealthCheckFailedError("its process has ended", error)})
 
 
 def first_cause(errors: Mapping[int, BaseException], told: Sequence[int] = ()) -> tuple[int, BaseException]:

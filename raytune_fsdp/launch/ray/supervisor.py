@@ -62,6 +62,8 @@ _FIT_SECONDS = 10.0
 _BOARD_SECONDS = 30.0
 """How long the board may be out of reach: a busy head, or one that starts again, answers later."""
 
+_PEERS_SECONDS = 0.4  # how long the peers of a rank that has died have to say in which step they were
+
 _ENDS_SECONDS = 60.0
 """How long an attempt may take to end after a rank has failed, or the ranks were ended. It takes Ray Train seconds, but
 for ever where it waits for a rank that is stopped, or where the ranks are not ended: the kernel may not let them go."""
@@ -294,7 +296,7 @@ class AttemptSupervisor:
                     each.committed(found)
 
     def _hear_controller(self, notice: Controlled) -> None:
-        self._attempt.controller = notice.actors
+        self._attempt.controller, self._attempt.controller_id = notice.actors, notice.controller
         self.groups.made_by(notice.controller)
 
     def _hear_end(self, notice: Ended | Ending | Failed) -> None:
@@ -305,7 +307,19 @@ class AttemptSupervisor:
                 attempt.ending_since = self._clock.now
         elif (error := attempt.error_by(notice)) is not None:
             self._check_ray()  # all ranks end without it
+            attempt.error = attempt.error or error
+            if isinstance(notice, Ended):
+                self._hear_peers()
             attempt.end(error)
+
+    def _hear_peers(self) -> None:
+        """Let a rank say in which step it has lost another: over gloo it knows at once, and a beat is a second old."""
+        attempt, until = self._attempt, time.monotonic() + _PEERS_SECONDS
+        alone = len(attempt.ranks) == 1 or self._sizes.fewest.device != "cpu"
+        while not (alone or attempt.reports) and (left := until - time.monotonic()) > 0:
+            with suppress(RayError):
+                for notice in self._board.read(left):
+                    self._hear(notice)
 
     def _reached(self, phase: str) -> None:
         phases = self._attempt.phases
