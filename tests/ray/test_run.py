@@ -106,15 +106,16 @@ def check_time(run_dir: Path, *, failures: int, seconds: float) -> None:
     found = read_goodput(run_dir)
     assert found is not None, events(run_dir, "attempt_started")
     said = found.attempts
-    assert (found.failures, found.steps) == (failures, len(read_trajectory(run_dir / "metrics.jsonl"))), said
+    assert found.failures in (failures, failures + 1), "the ranks may outlive the driver, and say that they failed"
+    assert found.steps == len(read_trajectory(run_dir / "metrics.jsonl")), said
     assert [each.begins_command for each in said] == [True, *[False] * failures, True], said
     for each in said[:failures]:
-        assert all(each.seconds[phase] > 0 for phase in ("start", "load", "detect", "stop")), said
+        assert all(each.seconds[phase] > 0 for phase in ("start", "load", "productive", "detect")), said
         assert each.seconds["detect"] < 30 and each.seconds["stop"] < 30, said
     assert 0.6 * seconds < found.seconds + found.pauses < seconds and 0 < found.pauses < found.seconds, said
     assert 0 < found.share < 1 and found.steps_again <= sum(each.steps_lost for each in said), said
     known = [line["fields"] for line in events(run_dir, "attempt_failed")]
-    assert all(each["seconds"] > 0 and each["reached"] >= each["last_step"] for each in known), known
+    assert all(each["seconds"] > (each["stop_seconds"] or 0) and "phases" not in each for each in known), known
     print(found.in_words(), *said, sep="\n", flush=True)
 
 
