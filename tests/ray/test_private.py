@@ -1,4 +1,4 @@
-"""What Ray has to do under each of the private names that launch/ray/private.py takes from it."""
+"""What Ray has to do under each of the private names that launch/ray/private.py and private_train.py take from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.ray import private
+from raytune_fsdp.launch.ray import private, private_train
 from raytune_fsdp.launch.ray.apart import RAYS_THREAD
 from raytune_fsdp.launch.ray.driver import RAY_TRAIN
 from raytune_fsdp.launch.ray.session import LIMITS, QUICK, connect
@@ -76,9 +76,9 @@ def test_a_machine_has_as_many_cpus_as_ray_may_use() -> None:
 def test_the_errors_of_a_start_and_of_a_look_at_the_ranks() -> None:
     """failures.py tells them from others, and takes the rank's own error out of one of them."""
     cause = ray.exceptions.ActorDiedError()
-    assert private.WorkerHealthCheckFailedError("rank 1", cause).health_check_failure is cause
-    assert "4" in str(private.WorkerGroupStartupTimeoutError(4))
-    kinds = [getattr(private, name) for name in private.__all__ if name.endswith("Error")]
+    assert private_train.WorkerHealthCheckFailedError("rank 1", cause).health_check_failure is cause
+    assert "4" in str(private_train.WorkerGroupStartupTimeoutError(4))
+    kinds = [getattr(private_train, name) for name in private_train.__all__ if name.endswith("Error")]
     assert len(kinds) == 4 and not any(issubclass(one, two) for one in kinds for two in kinds if one is not two)
 
 
@@ -97,9 +97,9 @@ class Maker:
     def helpers(self) -> tuple[int, int]:
         """How many a controller's process has before its callbacks have started, and afterwards."""
         self.callback = PlacementGroupCleanerCallback()
-        before = len(private.helpers_of_controller())
+        before = len(private_train.helpers_of_controller())
         self.callback.after_controller_start(SimpleNamespace(run_id="run"))
-        (helper,) = private.helpers_of_controller()
+        (helper,) = private_train.helpers_of_controller()
         ray.kill(helper)
         return before, 1
 
@@ -146,7 +146,7 @@ def test_on_the_ray_of_these_tests(cluster: None) -> None:
 
 def test_the_controller_calls_its_callbacks_when_it_starts() -> None:
     """With the one argument that ours takes; what it does there, tests/ray/test_run.py shows."""
-    parameters = inspect.signature(private.ControllerCallback.after_controller_start).parameters
+    parameters = inspect.signature(private_train.ControllerCallback.after_controller_start).parameters
     assert list(parameters) == ["self", "train_run_context"]
 
 

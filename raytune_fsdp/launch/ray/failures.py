@@ -10,13 +10,14 @@ from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError
 
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.board import Board, Controlled
-from raytune_fsdp.launch.ray.private import (
+from raytune_fsdp.launch.ray.private_train import (
     ControllerCallback,
     WorkerGroupStartupFailedError,
     WorkerHealthCheckFailedError,
     WorkerHealthCheckTimeoutError,
     helpers_of_controller,
 )
+from raytune_fsdp.launch.ray.watch.head import DIED
 
 _ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """Errors that Ray Train raises where ranks do not start, or do not answer."""
@@ -25,7 +26,6 @@ MORE_MEMORY = (
     "run, lower train.micro_batch or data.seq_len"
 )
 _MORE_FOR_DATA = "Start fewer workers on a node (cluster.placement=spread), or, in a new run, lower data.window"
-DIED = "died (killed, out of memory, or crashed)"
 _ACTORS = {
     "_Board": "the message board between the driver and the ranks",
     "SplitCoordinator": "the process that hands out the data",

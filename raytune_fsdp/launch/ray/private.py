@@ -1,11 +1,12 @@
 """Everything that we use of Ray without a public name, and why. Nothing else in the package imports such a name.
 
-tests/ray/test_private.py says for each of them what Ray has to do: it fails first where a new Ray does something else.
+Ray Train's are in private_train.py: its import takes as long as the rest of Ray, and neither the start of a Ray nor the
+actors on its nodes need it. tests/ray/test_private.py says for each name what Ray has to do: it fails first where a new
+Ray does something else.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -30,24 +30,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.experimental.internal_kv import _internal_kv_get
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
-)
-from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.util.placement_group import PlacementGroup
-
-__all__ = [
-    "ControllerCallback",  # the only hook that runs in the controller before it asks for workers
-    "WorkerGroupStartupFailedError",
-    "WorkerGroupStartupTimeoutError",
-    "WorkerHealthCheckFailedError",
-    "WorkerHealthCheckTimeoutError",
-]
-
 
 # ---- the cluster that a command would join ----
 
@@ -234,16 +217,3 @@ def free_in_bundles(group: PlacementGroup) -> list[Mapping[str, float]]:
             if match := names.fullmatch(name):
                 found[int(match[2])][match[1]] = amount
     return [*found]
-
-
-# ---- Ray Train's controller ----
-
-
-def helpers_of_controller() -> list[Any]:
-    """Return the actors that the controller has started to clean up after it. Called in the controller's process.
-
-    Ray Train keeps their handles to itself: one of its callbacks has them.
-    """
-    # By type(): isinstance() fails on proxies whose object has gone.
-    callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
-    return [each._cleaner for each in callbacks if each._cleaner is not None]
