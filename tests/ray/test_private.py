@@ -1,4 +1,4 @@
-"""What Ray has to do under each of the private names that launch/ray/private.py takes from it."""
+"""What Ray has to do under each of the private names that launch/ray/private.py and private_train.py take from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ray.train.v2.api.exceptions import ControllerError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.ray import private
+from raytune_fsdp.launch.ray import private, private_train
 from raytune_fsdp.launch.ray.apart import RAYS_THREAD
 from raytune_fsdp.launch.ray.driver import RAY_TRAIN
 from raytune_fsdp.launch.ray.failures import ControllerWatch
@@ -85,9 +85,9 @@ def test_a_machine_has_as_many_cpus_as_ray_may_use() -> None:
 def test_the_errors_of_a_start_and_of_a_look_at_the_ranks() -> None:
     """failures.py tells them from others, and takes the rank's own error out of one of them."""
     cause = ray.exceptions.ActorDiedError()
-    assert private.WorkerHealthCheckFailedError("rank 1", cause).health_check_failure is cause
-    assert "4" in str(private.WorkerGroupStartupTimeoutError(4))
-    kinds = [getattr(private, name) for name in private.__all__ if name.endswith("Error")]
+    assert private_train.WorkerHealthCheckFailedError("rank 1", cause).health_check_failure is cause
+    assert "4" in str(private_train.WorkerGroupStartupTimeoutError(4))
+    kinds = [getattr(private_train, name) for name in private_train.__all__ if name.endswith("Error")]
     assert len(kinds) == 4 and not any(issubclass(one, two) for one in kinds for two in kinds if one is not two)
 
 
@@ -106,9 +106,9 @@ class Maker:
     def helpers(self) -> tuple[int, int]:
         """How many a controller's process has before its callbacks have started, and afterwards."""
         self.callback = PlacementGroupCleanerCallback()
-        before = len(private.helpers_of_controller())
+        before = len(private_train.helpers_of_controller())
         self.callback.after_controller_start(SimpleNamespace(run_id="run"))
-        (helper,) = private.helpers_of_controller()
+        (helper,) = private_train.helpers_of_controller()
         ray.kill(helper)
         return before, 1
 
@@ -184,19 +184,19 @@ def test_ray_says_that_an_actor_has_ended_with_its_owner(cluster: None) -> None:
 
 def test_the_controller_calls_its_callbacks() -> None:
     """With the arguments that ours take; what they do there, tests/ray/test_run.py shows."""
-    ours = (private.ControllerCallback.after_controller_start, ControllerWatch.after_controller_start)
+    ours = (private_train.ControllerCallback.after_controller_start, ControllerWatch.after_controller_start)
     assert [list(inspect.signature(each).parameters) for each in ours] == [["self", "train_run_context"]] * 2
     name = "after_controller_state_update"
-    ours = (getattr(private.ControllerCallback, name), getattr(ControllerWatch, name))
+    ours = (getattr(private_train.ControllerCallback, name), getattr(ControllerWatch, name))
     states = ["self", "previous_state", "current_state"]
     assert [list(inspect.signature(each).parameters) for each in ours] == [states] * 2
 
 
 def test_a_controller_that_ends_its_ranks_says_with_which_error() -> None:
     error = ControllerError(RuntimeError("no"))
-    assert private.is_ending(ShuttingDownState(FinishedState())) and not private.is_ending(RunningState())
-    assert private.error_of(ShuttingDownState(ErroredState(error))) is error
-    assert private.error_of(ShuttingDownState(FinishedState())) is private.error_of(RunningState()) is None
+    assert private_train.is_ending(ShuttingDownState(FinishedState())) and not private_train.is_ending(RunningState())
+    assert private_train.error_of(ShuttingDownState(ErroredState(error))) is error
+    assert private_train.error_of(ShuttingDownState(FinishedState())) is private_train.error_of(RunningState()) is None
 
 
 def with_a_process_that_sees_no_end() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "pyarrow", "pydantic", "psutil", "mlflow", "datasets", "peft", "numpy")
 NOTHING, CONFIG = "", "pydantic"
 ROWS = "pyarrow pydantic numpy"
+ACTOR = "ray psutil"  # without Ray Train
 RAY = "ray pyarrow pydantic psutil numpy"
 ENTRIES: dict[str, tuple[str, int]] = {
     "raytune_fsdp": (NOTHING, 20),
@@ -32,22 +34,25 @@ ENTRIES: dict[str, tuple[str, int]] = {
     "raytune_fsdp.data.stream": (ROWS, 110),
     "raytune_fsdp.launch.shared_storage": (NOTHING, 30),
     "raytune_fsdp.launch.ray.nodes.spot": (CONFIG, 50),
-    "raytune_fsdp.launch.ray.board": (RAY, 230),
+    "raytune_fsdp.launch.importing": (NOTHING, 20),
+    "raytune_fsdp.launch.ray.session": (f"{ACTOR} pydantic", 120),
+    "raytune_fsdp.launch.ray.board": (ACTOR, 110),
+    "raytune_fsdp.launch.ray.nodes.node_watch": (f"{ACTOR} pydantic", 120),
     "raytune_fsdp.launch.ray.rank": (RAY, 230),
     "raytune_fsdp.launch.ray.tasks.stream": (RAY, 230),
     "raytune_fsdp.tools.doctor.node": (NOTHING, 30),
     "raytune_fsdp.tools.doctor.deadline": (NOTHING, 20),
 }
 """What each imports of HEAVY, and the most memory in MiB that a process has then: a fifth to a half more than measured
-(12 for the package, 35 with pydantic, 86 with pyarrow, 183 with Ray)."""
+(12 for the package, 35 with pydantic, 86 with pyarrow, 81 with Ray, 183 with Ray Train)."""
 WITH_PYDANTIC = {"train", "data", "audit", "eval", "step", "watch", "progress", "screen"}
 COMMANDS = [file.stem for file in (ROOT / "raytune_fsdp" / "cli").glob("[a-z]*.py")]
 
 
-def imported_by(*modules: str) -> tuple[set[str], int]:
-    """What a process has loaded of HEAVY after these imports, and its MiB."""
+def imported_by(*modules: str, heavy: Sequence[str] = HEAVY) -> tuple[set[str], int]:
+    """What a process has loaded of `heavy` after these imports, and its MiB."""
     code = f"import {', '.join(modules)}, sys, pathlib\n"
-    code += f"print(*[each for each in {HEAVY} if each in sys.modules])\n"
+    code += f"print(*[each for each in {tuple(heavy)} if each in sys.modules])\n"
     # Not getrusage: its peak begins with that of the process that forked this one.
     code += "status = pathlib.Path('/proc/self/status')\n"
     code += "print(status.read_text().split('VmHWM:')[1].split()[0] if status.exists() else 0)"
@@ -64,6 +69,16 @@ def test_importing_it_is_light(module: str, most: tuple[str, int]) -> None:
     found, peak = imported_by(module)
     assert found == set(names.split())
     assert peak <= mib
+
+
+@pytest.mark.thorough
+def test_a_rank_and_the_driver_load_only_what_every_run_needs() -> None:
+    """torch and transformers bring a lot themselves: sympy, scipy, Dynamo, torchao. All else is for some runs."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    some = {"mlflow", "datasets", "peft", "matplotlib", "sklearn", "lm_eval", "bitsandbytes"}
+    loaded = imported_by("raytune_fsdp.launch.ray.driver", "raytune_fsdp.launch.worker", heavy=("torch", *some))[0]
+    assert loaded == {"torch"}
 
 
 def test_commands_are_there_at_once() -> None:

@@ -29,5 +29,5 @@ On the ranks and elsewhere in the cluster:
 
 On all sides:
 
-    private.py           what we use of Ray that has no public name
+    private.py           what we use of Ray that has no public name; private_train.py: of Ray Train
 """

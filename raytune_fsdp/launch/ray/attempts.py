@@ -34,7 +34,7 @@ from raytune_fsdp.launch.ray.failures import (
     is_ours,
     underlying,
 )
-from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
+from raytune_fsdp.launch.ray.private_train import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names

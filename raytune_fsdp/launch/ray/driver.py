@@ -41,7 +41,7 @@ from raytune_fsdp.launch.ray.failures import ControllerWatch, underlying
 from raytune_fsdp.launch.ray.keepers import NodeKeepers
 from raytune_fsdp.launch.ray.nodes.hub_reach import check_reach
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes, that_are_free
-from raytune_fsdp.launch.ray.private import WorkerGroupStartupTimeoutError
+from raytune_fsdp.launch.ray.private_train import WorkerGroupStartupTimeoutError
 from raytune_fsdp.launch.ray.rank import RankJob, train_rank
 from raytune_fsdp.launch.ray.resources import (
     Node,

@@ -13,7 +13,8 @@ from ray.train import WorkerGroupError
 
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.board import Board, Controlled, Ending, Joined
-from raytune_fsdp.launch.ray.private import (
+from raytune_fsdp.launch.ray.private import why_dead
+from raytune_fsdp.launch.ray.private_train import (
     ControllerCallback,
     WorkerGroupStartupFailedError,
     WorkerHealthCheckFailedError,
@@ -21,8 +22,8 @@ from raytune_fsdp.launch.ray.private import (
     error_of,
     helpers_of_controller,
     is_ending,
-    why_dead,
 )
+from raytune_fsdp.launch.ray.watch.head import DIED, HOW
 
 _ASKING = (WorkerGroupStartupFailedError, WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError)
 """Errors that Ray Train raises where ranks do not start, or do not answer."""
@@ -31,8 +32,6 @@ MORE_MEMORY = (
     "run, lower train.micro_batch or data.seq_len"
 )
 _MORE_FOR_DATA = "Start fewer workers on a node (cluster.placement=spread), or, in a new run, lower data.window"
-_HOW = "killed, out of memory, or crashed"
-DIED = f"died ({_HOW})"
 _ACTORS = {
     "_Board": "the message board between the driver and the ranks",
     "SplitCoordinator": "the process that hands out the data",
@@ -164,7 +163,7 @@ def failure_in_words(error: BaseException, how: str | None = None) -> str:
         return f"Ray killed {who} because the node ran out of memory{amounts}. {way_out}"
     if death is not None:
         lost = any(phrase in str(death) for phrase in ("node has died", "node was terminated", "node is dead"))
-        return "its node was lost" if lost else f"its process died ({how or _HOW})"
+        return "its node was lost" if lost else f"its process died ({how or HOW})"
     inner = underlying(error)
     if isinstance(inner, RayActorError):
         # Ray has no field for the class; it names it on the second line of the message.

@@ -1,11 +1,12 @@
 """Everything that we use of Ray without a public name, and why. Nothing else in the package imports such a name.
 
-tests/ray/test_private.py says for each of them what Ray has to do: it fails first where a new Ray does something else.
+Ray Train's are in private_train.py: its import takes as long as the rest of Ray, and neither the start of a Ray nor the
+actors on its nodes need it. tests/ray/test_private.py says for each name what Ray has to do: it fails first where a new
+Ray does something else.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -31,25 +31,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental.internal_kv import _internal_kv_get
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
-)
-from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.train.v2._internal.execution.controller.state import ErroredState, ShuttingDownState
 from ray.util.placement_group import PlacementGroup
-
-__all__ = [
-    "ControllerCallback",  # the only hook that runs in the controller before it asks for workers
-    "WorkerGroupStartupFailedError",
-    "WorkerGroupStartupTimeoutError",
-    "WorkerHealthCheckFailedError",
-    "WorkerHealthCheckTimeoutError",
-]
-
 
 # ---- the cluster that a command would join ----
 
@@ -236,30 +218,6 @@ def free_in_bundles(group: PlacementGroup) -> list[Mapping[str, float]]:
             if match := names.fullmatch(name):
                 found[int(match[2])][match[1]] = amount
     return [*found]
-
-
-# ---- Ray Train's controller ----
-
-
-def helpers_of_controller() -> list[Any]:
-    """Return the actors that the controller has started to clean up after it. Called in the controller's process.
-
-    Ray Train keeps their handles to itself: one of its callbacks has them.
-    """
-    # By type(): isinstance() fails on proxies whose object has gone.
-    callbacks = [each for each in gc.get_objects() if type(each) is PlacementGroupCleanerCallback]
-    return [each._cleaner for each in callbacks if each._cleaner is not None]
-
-
-def is_ending(state: object) -> bool:
-    """Return whether a controller in this state ends its ranks next."""
-    return isinstance(state, ShuttingDownState)
-
-
-def error_of(state: object) -> BaseException | None:
-    """Return the error that fit() will raise once a controller in this state has ended its ranks."""
-    after = getattr(state, "next_state", None)
-    return after.training_failed_error if isinstance(after, ErroredState) else None
 
 
 def why_dead(actor: Any, seconds: float) -> RayError | None:

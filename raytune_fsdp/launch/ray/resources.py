@@ -15,11 +15,12 @@ import ray
 from ray.util.accelerators import accelerators
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.launch.ray import private
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
+
+    from raytune_fsdp.config.sections.cluster import ClusterConfig
 
 DATA_CPUS = 1  # needed besides those of the workers: a task that builds a window takes one
 LOCAL_DATA_CPUS = 2  # at least, in a Ray started for this run alone, however few CPUs the machine has

@@ -27,10 +27,9 @@ from raytune_fsdp.base.errors import ConfigError, TrainingError, first_line, in_
 from raytune_fsdp.base.leaving import crashing
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.launch.ray import private
-from raytune_fsdp.launch.ray.failures import DIED
 from raytune_fsdp.launch.ray.forked.templates import Templates
 from raytune_fsdp.launch.ray.resources import local_cpus, nodes
-from raytune_fsdp.launch.ray.watch.head import CLOSING_SECONDS, Head
+from raytune_fsdp.launch.ray.watch.head import CLOSING_SECONDS, DIED, Head
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import TakenOverError
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
-from raytune_fsdp.launch.ray.failures import DIED, failure_in_words, underlying
+from raytune_fsdp.launch.ray.failures import failure_in_words, underlying
 from raytune_fsdp.launch.ray.tasks.calls import own_errors
+from raytune_fsdp.launch.ray.watch.head import DIED
 from raytune_fsdp.plan.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -17,6 +17,8 @@ from threading import Event, Lock
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray import private
 
+HOW = "killed, out of memory, or crashed"
+DIED = f"died ({HOW})"
 _KNOCK_SECONDS = 1.0
 _LOOK_SECONDS = 1.0
 _STRIDE_SECONDS = 5.0
