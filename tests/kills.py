@@ -3,11 +3,11 @@
     make kills KILLS=30 SEED=1
 
 What is killed, and at which moment, is drawn by the seed: every kind at every moment once, in another order each time.
-The next kill follows as soon as the run has trained 2 to 10 further steps, or meets a start, or a checkpoint that is
-read: for these two a rank is killed first, which counts, too. Then the run, which has `run.exact`, is stopped and
-compared with an undisturbed one of one rank: every step on record is equal to the bit, and so is every checkpoint.
-Exits with 1 if not, if anything had to be done by hand, if anything is left, or if a process that outlives attempts
-grows with each of them.
+A kind of which there is no process is left out. The next kill follows as soon as the run has trained 2 to 10 further
+steps, or meets a start, or a checkpoint that is read: for these two a rank is killed first, which counts, too. Then the
+run, which has `run.exact`, is stopped and compared with an undisturbed one of one rank: every step on record is equal
+to the bit, and so is every checkpoint. Exits with 1 if not, if anything had to be done by hand, if anything is left, or
+if a process that outlives attempts grows with each of them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Kills(Disturbed):
             pairs = list(product(VICTIMS, MOMENTS))
             self.deck = self.random.sample(pairs, len(pairs))
         victim, moment = self.deck.pop()
-        if not self.done and moment not in (Kills.training, Kills.a_save):  # nothing to load yet
+        if not self.done and moment in (Kills.a_start, Kills.a_load):  # no start has been measured, nothing is saved
             moment = Kills.training
         met = moment(self)
         with suppress(NothingToKill):
