@@ -30,10 +30,12 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from raytune_fsdp.run.assemble import LauncherHooks
+from raytune_fsdp.run.open_record import run_start
 from raytune_fsdp.run.peers.copies import PeerCopies
 from raytune_fsdp.run.peers.going_on import with_peers
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import agree
+from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
 from tests import clock as clocks
 from tests.runs import make_config
 
@@ -354,11 +356,14 @@ def test_what_is_not_the_doing_of_a_copy_does_not_count(time: clocks.Clock) -> N
     assert due.index(True) == 59
 
 
-def copied(config: FinetuneConfig, storage: PeerStorage) -> tuple[list[int], list[tuple[int, bool]]]:
+def copied(
+    config: FinetuneConfig, storage: PeerStorage, crash_at: int | None = None
+) -> tuple[list[int], list[tuple[int, bool]]]:
     """The steps of which copies were begun in a run on one rank, and what was saved: its step, and whether the clock
     asked."""
     prepared, standing = prepare(config, 1)
     begun: list[int] = []
+    steps = itertools.count(1)
     draft = storage.draft
 
     def drafted(name: str, serial: int) -> peers.PeerDraft:
@@ -369,6 +374,8 @@ def copied(config: FinetuneConfig, storage: PeerStorage) -> tuple[list[int], lis
         for thread in threading.enumerate():
             if thread.name.startswith("save-"):
                 thread.join()
+        if next(steps) == crash_at:
+            raise RuntimeError("a bug")
 
     storage.draft = drafted  # type: ignore[method-assign]
     hold(storage)
@@ -401,6 +408,34 @@ def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     assert copied(gone, cluster.ranks[0]) == ([3, 6, 9], [(4, False), (8, False), (12, False), (14, False)])
     assert "there is no peer copy of step 3: rank 0: OSError: the keeper of b is gone" in caplog.text
     assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(gone).metrics)
+
+
+@pytest.mark.thorough
+def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
+    """Trackers get no line that may still be cut, the clock counts from the checkpoint, and the run's end is saved."""
+    config = make_config(
+        tmp_path, train={"global_batch": 4, "max_steps": 14}, parallel={"precision": "fp32"}, checkpoint=EVERY
+    )
+    storage, place = Cluster(["a", "b"]).ranks[0], RunDir.of(config)
+    with pytest.raises(RuntimeError, match="a bug"):
+        copied(config, storage, crash_at=12)
+    prepared, before = prepare(config, 1)
+    standing = with_peers(config, prepared, before, storage)
+    assert (before.state.step, standing.state.step, standing.from_peers) == (8, 9, True)
+    assert standing.commit == before.checkpoint and not standing.complete and standing.damaged == before.damaged
+    started = run_start(config, prepared, standing, 2)
+    assert (started.resumed_from, started.committed) == (9, 8)
+    assert run_start(config, prepared, before, 2).committed is None
+    lost = lost_seconds(place, 9)
+    assert uncommitted_seconds(place, standing, lost) == pytest.approx(lost_seconds(place, 8)) and lost > 0
+    line = f'"attempt": {storage.names()[0][15]}'
+    record = place.metrics.read_text()
+    place.metrics.write_text(record.replace(line, '"attempt": 7'))
+    assert with_peers(config, prepared, before, storage) is before, "another attempt has trained that step"
+    place.metrics.write_text(record)
+    assert copied(config, storage)[1] == [(4, False), (8, False), (12, False), (14, False)]
+    (again,) = [each["fields"] for each in read_events(place.events) if each["fields"].get(names.FROM_PEERS)]
+    assert again["resumed_from"] == 9
 
 
 def test_a_state_that_is_not_finite_is_not_kept_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
