@@ -464,6 +464,7 @@ def test_a_copy_waits_for_what_is_being_written() -> None:
     assert [due(11, asked=True), due(12, free=False), due(13, saving=True), due(14)] == [True, False, False, False]
 
 
+@pytest.mark.thorough
 def test_the_planner_says_what_copies_take(tmp_path: Path) -> None:
     """Two at a time, on each of two machines: of its own two ranks, and of the other's."""
     train = {"global_batch": 16, "micro_batch": 2}
