@@ -270,10 +270,12 @@ def mlflow_tracker(
 
 def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, attempt: int) -> RunStart:
     """Return what trackers are given when an attempt starts."""
+    committed = 0 if standing.commit is None else standing.commit.step
     return RunStart(
         name=config.run.name,
         attempt=attempt,
         resumed_from=standing.state.step,
+        committed=committed if standing.from_peers else None,
         total_steps=standing.plan.steps,
         config=recorded_text(config),
         plan=_plan_in_full(prepared, standing),

@@ -175,6 +175,8 @@ VALUES = {
     "--data.packing=true": "data.packing=true: must be one of best_fit, concat, none (from flag --data.packing)",
     "--checkpoint.keep_last=1": "checkpoint.keep_last=1: must be integer >= 2, or null (from flag "
     "--checkpoint.keep_last)",
+    "--checkpoint.peer_every=3": "checkpoint.peer_every=3 with checkpoint.peer_copies=0: there are no copies; set "
+    "checkpoint.peer_copies=1, or leave peer_every out (from flag --checkpoint.peer_every)",
     "--model.dtype=bf16": "model.dtype=bf16: unknown field; here it is parallel.precision (from flag --model.dtype)",
 }
 

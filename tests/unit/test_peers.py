@@ -27,28 +27,36 @@ from raytune_fsdp.checkpoint.writing import Sum, write_small
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.worker import alone, work
 from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.predict.devices import find_device
+from raytune_fsdp.predict.host import PeerNeeds, host_needs
+from raytune_fsdp.predict.page.text import as_page
+from raytune_fsdp.predict.planned import Planned
+from raytune_fsdp.predict.prediction import Cluster, predict
+from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from raytune_fsdp.run.assemble import LauncherHooks
+from raytune_fsdp.run.open_record import run_start
 from raytune_fsdp.run.peers.copies import PeerCopies
 from raytune_fsdp.run.peers.going_on import with_peers
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import agree
+from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
 from tests import clock as clocks
 from tests.runs import make_config
 
 CPU = torch.device("cpu")
-NODES = ("a", "b", "c")
+NAMES = ("a", "b", "c")
 
 
 def name_of(step: int, attempt: int = 1) -> str:
     return directory_name(step, attempt, lasting=False)
 
 
-class Cluster:
+class Nodes:
     """A keeper on each node, and a rank on each that reaches all of them."""
 
-    def __init__(self, nodes: Sequence[str] = NODES, count: int = 1) -> None:
+    def __init__(self, nodes: Sequence[str] = NAMES, count: int = 1) -> None:
         self.keepers = {node: Keeper() for node in nodes}
         self.here = KeepersHere(self.keepers)
         self.location = new_location()
@@ -76,7 +84,7 @@ class Cluster:
 
 
 def test_a_copy_is_found_whole_and_in_parts_like_any_checkpoint() -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     name = cluster.save(7, size=9 << 20)
     storage = cluster.ranks[1]
     assert storage.names() == [name]
@@ -103,7 +111,7 @@ def test_a_copy_is_found_whole_and_in_parts_like_any_checkpoint() -> None:
 
 def test_storage_finds_copies_only_by_their_own_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of any name is one, and a command sees no other's copies."""
-    cluster = Cluster()
+    cluster = Nodes()
     name = cluster.save(3)
     with pytest.raises(FileNotFoundError, match="only known to the ranks"):
         storage_at(cluster.location)
@@ -117,9 +125,9 @@ def test_storage_finds_copies_only_by_their_own_location(tmp_path: Path, monkeyp
     assert cluster.ranks[0].where(name) == f"{cluster.location}/{name}"
 
 
-@pytest.mark.parametrize("lost", NODES)
+@pytest.mark.parametrize("lost", NAMES)
 def test_one_lost_node_never_takes_a_copy(lost: str) -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     name = cluster.save(7)
     cluster.lose(lost)
     for storage in cluster.ranks:
@@ -128,7 +136,7 @@ def test_one_lost_node_never_takes_a_copy(lost: str) -> None:
 
 def test_two_lost_nodes_take_it_unless_there_are_more_copies() -> None:
     for count, problem in ((1, "__1_1.distcp is gone"), (2, None)):
-        cluster = Cluster(count=count)
+        cluster = Nodes(count=count)
         name = cluster.save(7)
         cluster.lose("b")
         cluster.lose("c")
@@ -139,13 +147,13 @@ def test_two_lost_nodes_take_it_unless_there_are_more_copies() -> None:
 
 
 def test_where_copies_are() -> None:
-    assert copies_of("b", NODES, 1) == ["b", "c"] and copies_of("c", NODES, 1) == ["c", "a"]
+    assert copies_of("b", NAMES, 1) == ["b", "c"] and copies_of("c", NAMES, 1) == ["c", "a"]
     assert copies_of("a", ["a"], 1) == ["a"], "only its own: it survives a rank, not the node"
     assert copies_of("a", ["b", "a"], 5) == ["a", "b"]
 
 
 def test_a_keeper_that_is_lost_while_it_is_read_is_replaced_by_another() -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     name = cluster.save(7)
     storage = cluster.ranks[0]
     storage.sizes(name)
@@ -157,7 +165,7 @@ def test_a_keeper_that_is_lost_while_it_is_read_is_replaced_by_another() -> None
     assert "is gone" in str(check_files(storage, name, hashes=True))
 
 
-Plant = Callable[[Cluster, str], object]
+Plant = Callable[[Nodes, str], object]
 PLANTED: list[Plant] = [
     lambda cluster, name: cluster.keepers["a"].write(name, "__0_1.distcp", 0, b"half"),
     lambda cluster, name: cluster.write(9, 2),
@@ -167,7 +175,7 @@ PLANTED: list[Plant] = [
 
 @pytest.mark.parametrize("plant", PLANTED)
 def test_what_is_not_sealed_with_its_manifest_is_no_copy(plant: Plant) -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     whole = cluster.save(7)
     plant(cluster, name_of(9, 2))
     for storage in cluster.ranks:
@@ -203,7 +211,7 @@ def test_a_file_is_sealed_only_as_it_was_sent() -> None:
 
 
 def test_a_copy_is_published_only_with_every_file() -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     sums = cluster.write(5)
     sizes = {file: each.bytes for file, each in sums.items()}
     draft = cluster.ranks[0].draft(name_of(5), 1)
@@ -223,7 +231,7 @@ def test_a_copy_is_published_only_with_every_file() -> None:
 
 
 def test_memory_holds_the_newest_whole_copy_and_the_one_that_is_written() -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     size = {node: keeper.nbytes() for node, keeper in cluster.keepers.items()}
     for step in range(5, 9):
         cluster.save(step)
@@ -241,8 +249,8 @@ def test_memory_holds_the_newest_whole_copy_and_the_one_that_is_written() -> Non
 
 def test_a_manifest_that_reached_one_node_only_is_enough() -> None:
     """The others still have the copy before it, too; whatever is lost then, one of them is whole."""
-    for lost in NODES:
-        cluster = Cluster()
+    for lost in NAMES:
+        cluster = Nodes()
         before = cluster.save(5)
         manifest = make_manifest(cluster.write(6)).encode()
         name = name_of(6)
@@ -260,7 +268,7 @@ def committed_in(storage: PeerStorage) -> list[str]:
 
 
 def test_what_a_dead_attempt_has_sent_comes_too_late() -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     cluster.save(20, attempt=1)
     name = cluster.save(12, attempt=2)
     for step, attempt in ((21, 1), (11, 2)):
@@ -277,7 +285,7 @@ def test_what_a_dead_attempt_has_sent_comes_too_late() -> None:
 
 
 def test_a_node_that_is_gone_fails_a_copy_and_leaves_the_one_before() -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     name = cluster.save(5)
     cluster.lose("b")
     with pytest.raises(OSError, match="the keeper of b is gone"):
@@ -289,7 +297,7 @@ def test_a_node_that_is_gone_fails_a_copy_and_leaves_the_one_before() -> None:
 def test_rows_are_sent_in_pieces_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch writes a piece of a hundred bytes in ten parts: none of them travels alone."""
     monkeypatch.setattr(peers, "_PIECE_BYTES", 1000)
-    cluster = Cluster()
+    cluster = Nodes()
     sent: list[int] = []
     write = cluster.keepers["a"].write
     cluster.keepers["a"].write = lambda n, f, o, piece: (sent.append(len(piece)), write(n, f, o, piece))[1]  # type: ignore[assignment,func-returns-value,method-assign]
@@ -354,11 +362,14 @@ def test_what_is_not_the_doing_of_a_copy_does_not_count(time: clocks.Clock) -> N
     assert due.index(True) == 59
 
 
-def copied(config: FinetuneConfig, storage: PeerStorage) -> tuple[list[int], list[tuple[int, bool]]]:
+def copied(
+    config: FinetuneConfig, storage: PeerStorage, crash_at: int | None = None
+) -> tuple[list[int], list[tuple[int, bool]]]:
     """The steps of which copies were begun in a run on one rank, and what was saved: its step, and whether the clock
     asked."""
     prepared, standing = prepare(config, 1)
     begun: list[int] = []
+    steps = itertools.count(1)
     draft = storage.draft
 
     def drafted(name: str, serial: int) -> peers.PeerDraft:
@@ -369,6 +380,8 @@ def copied(config: FinetuneConfig, storage: PeerStorage) -> tuple[list[int], lis
         for thread in threading.enumerate():
             if thread.name.startswith("save-"):
                 thread.join()
+        if next(steps) == crash_at:
+            raise RuntimeError("a bug")
 
     storage.draft = drafted  # type: ignore[method-assign]
     hold(storage)
@@ -390,28 +403,56 @@ def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     """At step 12 both are due; and where keepers are gone, training goes on."""
     train: dict[str, Any] = {"train": {"global_batch": 4, "max_steps": 14}, "parallel": {"precision": "fp32"}}
     config = make_config(tmp_path, **train, checkpoint={**EVERY, "asynchronous": asynchronous})
-    cluster = Cluster(["a", "b"])
+    cluster = Nodes(["a", "b"])
     assert copied(config, cluster.ranks[0]) == ([3, 6, 9], [(4, False), (8, False), (12, False), (14, False)])
     assert cluster.ranks[0].names() == [name_of(9)] and not caplog.records
     place = RunDir.of(config)
     assert [each.step for each in committed(place.checkpoints)] == [12, 14]
     gone = make_config(tmp_path, run={"name": "gone"}, **train, checkpoint={**EVERY, "asynchronous": asynchronous})
-    cluster = Cluster(["a", "b"])
+    cluster = Nodes(["a", "b"])
     cluster.lose("b")
     assert copied(gone, cluster.ranks[0]) == ([3, 6, 9], [(4, False), (8, False), (12, False), (14, False)])
     assert "there is no peer copy of step 3: rank 0: OSError: the keeper of b is gone" in caplog.text
     assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(gone).metrics)
 
 
+@pytest.mark.thorough
+def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
+    """Trackers get no line that may still be cut, the clock counts from the checkpoint, and the run's end is saved."""
+    config = make_config(
+        tmp_path, train={"global_batch": 4, "max_steps": 14}, parallel={"precision": "fp32"}, checkpoint=EVERY
+    )
+    storage, place = Nodes(["a", "b"]).ranks[0], RunDir.of(config)
+    with pytest.raises(RuntimeError, match="a bug"):
+        copied(config, storage, crash_at=12)
+    prepared, before = prepare(config, 1)
+    standing = with_peers(config, prepared, before, storage)
+    assert (before.state.step, standing.state.step, standing.from_peers) == (8, 9, True)
+    assert standing.commit == before.checkpoint and not standing.complete and standing.damaged == before.damaged
+    started = run_start(config, prepared, standing, 2)
+    assert (started.resumed_from, started.committed) == (9, 8)
+    assert run_start(config, prepared, before, 2).committed is None
+    lost = lost_seconds(place, 9)
+    assert uncommitted_seconds(place, standing, lost) == pytest.approx(lost_seconds(place, 8)) and lost > 0
+    line = f'"attempt": {storage.names()[0][15]}'
+    record = place.metrics.read_text()
+    place.metrics.write_text(record.replace(line, '"attempt": 7'))
+    assert with_peers(config, prepared, before, storage) is before, "another attempt has trained that step"
+    place.metrics.write_text(record)
+    assert copied(config, storage)[1] == [(4, False), (8, False), (12, False), (14, False)]
+    (again,) = [each["fields"] for each in read_events(place.events) if each["fields"].get(names.FROM_PEERS)]
+    assert again["resumed_from"] == 9
+
+
 def test_a_state_that_is_not_finite_is_not_kept_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster()
+    cluster = Nodes()
     copies = PeerCopies(storage=cluster.ranks[0], every=3, clock=None)
     copies.ended(Outcome(step=6, ending="not_finite", problem="rank 0: model.w is not finite"))
     assert "there is no peer copy of step 6: rank 0: model.w is not finite" in caplog.text
 
 
 def test_a_copy_waits_for_what_is_being_written() -> None:
-    copies = PeerCopies(storage=Cluster().ranks[0], every=3, clock=None)
+    copies = PeerCopies(storage=Nodes().ranks[0], every=3, clock=None)
 
     def due(step: int, *, saving: bool = False, free: bool = True, asked: bool = False) -> bool:
         return copies.due(step, asked=asked, saving=saving, free=free)
@@ -421,3 +462,26 @@ def test_a_copy_waits_for_what_is_being_written() -> None:
         False, False, True, False, False,
     ]  # fmt: skip
     assert [due(11, asked=True), due(12, free=False), due(13, saving=True), due(14)] == [True, False, False, False]
+
+
+@pytest.mark.thorough
+def test_the_planner_says_what_copies_take(tmp_path: Path) -> None:
+    """Two at a time, on each of two machines: of its own two ranks, and of the other's."""
+    train = {"global_batch": 16, "micro_batch": 2}
+    config = make_config(tmp_path, train=train, parallel={"precision": "fp32"}, checkpoint={"peer_copies": 3})
+    for world, others in ((2, 0), (4, 1), (8, 3)):
+        found = predict(ModelSpec.of(config), config, world, Cluster(device=find_device("A100-80GB"), per_node=2))
+        needs = host_needs(config, found)
+        own = found.checkpoint * 2 // world
+        assert needs.peers == PeerNeeds(others=others, memory=2 * (1 + others) * own, sent=others * own)
+        page = as_page(
+            Planned(
+                prediction=found, host_needs=needs, advice=(), largest_micro_batch=None, allowed_micro_batch=1,
+                paying_micro_batch=None, step_down=None, alternatives=(), shared=None, price=None, free=None,
+                stopping=None, basis="its config",
+            )
+        )  # fmt: skip
+        assert page.count("peer copies") == 1
+        assert ("no other machine" in page) == (others == 0)
+    without = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"peer_copies": 0})})
+    assert host_needs(without, found).peers.memory == host_needs(without, found).peers.sent == 0

@@ -108,6 +108,14 @@ def test_under_torchrun_no_rank_refuses_its_storage_before_all_have_joined(
         check_without_ray(wanted)
 
 
+def test_copies_on_other_nodes_need_ray(tmp_path: Path) -> None:
+    wanted = config(run={"name": "a", "storage": str(tmp_path)}, checkpoint={"peer_copies": 2})
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.peer_copies=2: Ray keeps them .* set it to 0, or cluster.launch"
+    ):
+        check_without_ray(wanted)
+
+
 def test_steps_count_themselves() -> None:
     plan = resolve(config(), 2)
     assert (plan.steps, plan.division.total_samples, plan.samples_per_epoch) == (100, None, None)

@@ -52,8 +52,8 @@ class CheckpointConfig(Section):
     def _check_peers(self) -> CheckpointConfig:
         if self.peer_every is not None and not self.peer_copies:
             raise ValueError(
-                f"checkpoint.peer_every={self.peer_every} says how often copies are made that "
-                "checkpoint.peer_copies=0 does not ask for: set checkpoint.peer_copies=1, or leave out peer_every"
+                f"checkpoint.peer_every={self.peer_every} with checkpoint.peer_copies=0: there are no copies; set "
+                "checkpoint.peer_copies=1, or leave peer_every out"
             )
         return self
 
