@@ -181,7 +181,9 @@ class Nodes:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
                 env={
                     **os.environ, **own_code(tree), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": self._temporary,
-                    "FAULTS": str(directory / "faults"), "OMP_NUM_THREADS": "1", **environment,
+                    "FAULTS": str(directory / "faults"), "OMP_NUM_THREADS": "1",
+                    ENDPOINT: "none",  # as on the nodes that are added: else no fork would be what they ask for
+                    **environment,
                 },
             )  # fmt: skip
         self.address = self._read()
