@@ -29,5 +29,6 @@ On the ranks and elsewhere in the cluster:
 
 On all sides:
 
+    forked/              workers that are forked from a process that has done their imports
     private.py           what we use of Ray that has no public name; private_train.py: of Ray Train
 """

@@ -1,6 +1,10 @@
-"""Processes of Ray that are forked from one that has done the imports, instead of being started anew.
+"""Workers of Ray that are forked from a process that has done their imports, instead of being started anew.
 
-A *template* process lives on each node of a run (template.py). Ray starts a small program where it would start Python
-(ask.py, through `py_executable` of a runtime environment); this asks the template for a fork, which then is the worker.
-In any doubt Python is started as usual. The driver decides where there is a template, and until when (templates.py).
+    templates.py  where a run has such a process, the template, and until when: as its driver knows it
+    template.py   the template: what it imports, whom it refuses, how it forks
+    ask.py        what Ray starts instead of Python: it asks the template of its node
+    process.py    what a process inherits, and how a fork becomes what was asked for
+    messages.py   what these processes send each other
+
+In any doubt Python is started as usual.
 """

@@ -15,7 +15,6 @@ driver says so, or once nobody has wanted it for a minute.
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
 import os
 import selectors
@@ -35,6 +34,7 @@ from typing import Any
 
 import psutil
 
+from raytune_fsdp.launch.importing import importing
 from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import receive, send, user_of
 from raytune_fsdp.launch.ray.forked.process import (
@@ -321,10 +321,9 @@ def _close(source: Any) -> None:
 
 
 def _import(names: tuple[str, ...]) -> None:
-    for name in names:
-        import_module(name)
-    gc.collect()
-    gc.freeze()  # so that a collection in a fork does not write to all the memory that the forks share
+    with importing(alone=True):  # so that no collection in a fork writes to all the memory that forks share
+        for name in names:
+            import_module(name)
 
 
 def _new(before: Mapping[str, str]) -> dict[str, str]:
