@@ -16,8 +16,6 @@ SOCKET, LAUNCHER, LOG = "socket", "python", "log"
 """Files in the directory of a template."""
 OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 """Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
-OF_WORKERS = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "RAY_LD_PRELOAD_ON_WORKERS"}
-"""Variables that differ between the workers of a job, and that Ray reads when it uses them."""
 OMP = "OMP_NUM_THREADS"
 """torch and OpenBLAS read this when they are imported; Ray sets it afterwards, in the worker, unless a user has."""
 
@@ -48,16 +46,9 @@ def worker_of_ray() -> Path:
     return Path(found.origin).parent / "_private" / "workers" / "default_worker.py"
 
 
-def of_job(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that Ray's C++ may have read when it was imported."""
-    own = ("RAY_TRAIN_",)  # read when Ray Train begins a run
-    names = {name for name in env if name.startswith("RAY_") and not name.startswith(own)} - OF_WORKERS
-    return {name: env[name] for name in sorted(names)}
-
-
 def of_process(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that any other module may have read when it was imported."""
-    late = ("RAY_", "NCCL_")  # NCCL reads its own when ranks join
+    """Return the variables that a module may have read when it was imported."""
+    late = ("RAY_", "NCCL_")  # Ray is imported in the fork; NCCL reads its own when ranks join
     return {name: value for name, value in env.items() if not name.startswith(late) and name not in OF_SHELLS}
 
 

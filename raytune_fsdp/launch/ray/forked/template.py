@@ -2,11 +2,12 @@
 
     python -m raytune_fsdp.launch.ray.forked.template DIRECTORY PACKAGE THREADS
 
-It imports what a rank needs but Ray, whose C++ reads the environment when it is imported, and serves a socket in its
-directory. For each job on a node (for their variables RAY_...) it forks a second template, which imports Ray and forks
-the workers. Neither of them connects to Ray, draws a random number or touches a GPU, so that a fork is what a new
-process would be after the same imports. In any doubt a request is refused: another environment, code that was written
-after it was imported, another Ray, other control groups. The process that has asked then starts Python.
+It imports what a worker needs but Ray, and serves a socket in its directory. Ray itself is imported by each fork: its
+C++ reads the environment when it is loaded, and draws random ids from a state that forks would share (two workers gave
+their tasks the same ids, and Ray ended the one that ran both). The template draws no random number, runs no work and
+touches no GPU, so a fork is what a new process would be after the same imports. In any doubt a request is refused:
+another environment, code that was written after it was imported, another Ray, other control groups. The process that
+has asked then starts Python.
 
 It outlives a driver that is killed, and serves the next command of the run, which asks within seconds. It ends when a
 driver says so, or once nobody has wanted it for a minute.
@@ -29,21 +30,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from raytune_fsdp.launch.importing import importing
 from raytune_fsdp.launch.ray.forked import ask
-from raytune_fsdp.launch.ray.forked.messages import receive, send, user_of
+from raytune_fsdp.launch.ray.forked.messages import receive, user_of
 from raytune_fsdp.launch.ray.forked.process import (
     LAUNCHER,
     OMP,
     SOCKET,
     Wanted,
     difference,
-    of_job,
     of_process,
     run,
     worker_of_ray,
@@ -54,16 +53,12 @@ LINGER_SECONDS = 60.0
 """How long it stays without a driver and without a worker."""
 _TICK_SECONDS = 2.0
 _READ_SECONDS = 5.0
-WITHOUT_RAY = (
+IMPORTS = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "raytune_fsdp.launch.worker",
+    # What Ray imports of others, where it is installed.
+    "pandas", "pyarrow", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "pydantic", "requests", "jsonschema",
+    "google.protobuf.message", "msgpack", "click", "attr", "fsspec",
 )  # fmt: skip
-WITH_RAY = (
-    "ray.train.torch", "ray.data", "ray.train.v2._internal.execution.controller.controller",
-    "ray.train.v2._internal.execution.worker_group.worker_group", "raytune_fsdp.launch.ray.failures",
-    "raytune_fsdp.launch.ray.rank", "raytune_fsdp.launch.ray.tasks.batches", "raytune_fsdp.launch.ray.tasks.stream",
-    "raytune_fsdp.launch.ray.nodes.node_watch", "raytune_fsdp.launch.ray.board",
-)  # fmt: skip
-"""What Ray Train's controller, ranks, and the actors beside them import."""
 
 
 @dataclass(slots=True)
@@ -78,180 +73,74 @@ class Begun:
     """Readable once the process has ended."""
 
 
-class Forking:
-    """What both templates do: wait for what happens, and fork."""
-
-    def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
-        self.lock: int | None = None
-
-    def watch(self, source: socket.socket | int, what: object = None) -> None:
-        self.selector.register(source, selectors.EVENT_READ, what)
-
-    def drop(self, source: socket.socket | int) -> None:
-        self.selector.unregister(source)
-        _close(source)
-
-    def fork(self) -> int:
-        """Fork. In the new process, close all that this one waits for."""
-        with warnings.catch_warnings():
-            # From Python 3.12 on, for threads: they are OpenBLAS's and jemalloc's, which both prepare for forks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if not pid:
-            for key in list(self.selector.get_map().values()):
-                _close(key.fileobj)
-            self.selector.close()
-            if self.lock is not None:
-                os.close(self.lock)  # else it would be locked for as long as any fork lives
-        return pid
-
-
-class ForJob(Forking):
-    """The second template."""
-
-    def __init__(self, first: socket.socket, env: Mapping[str, str], added: Mapping[str, str]) -> None:
-        super().__init__()
-        self._first = first
-        os.environ.clear()
-        os.environ.update({**env, **added})
-        before = dict(os.environ)
-        _import(WITH_RAY)
-        self._added = {**added, **_new(before)}
-        self.watch(first)
-
-    def serve(self) -> tuple[Wanted, list[int]] | None:
-        """Return, in each fork, what it is to be; None once the first template has ended."""
-        while True:
-            for key, _ in self.selector.select():
-                if key.fileobj is not self._first:
-                    self._heard(key.data, ended=key.fileobj == key.data.end)
-                    break  # what else was ready may have been closed with it
-                message = receive(self._first)
-                if message is None:
-                    return None
-                if (found := self._begin(*message)) is not None:
-                    return found
-
-    def _begin(self, message: dict[str, Any], files: list[int]) -> tuple[Wanted, list[int]] | None:
-        connection = socket.socket(fileno=files.pop(0))
-        gate, waits = socket.socketpair()
-        pid = self.fork()
-        if not pid:
-            connection.close()
-            gate.close()
-            if not waits.recv(1):
-                os._exit(0)
-            waits.close()
-            return Wanted(**message, added=self._added), files
-        waits.close()
-        for each in files:
-            os.close(each)
-        begun = Begun(pid, connection, gate, os.pidfd_open(pid))
-        self.watch(connection, begun)
-        self.watch(begun.end, begun)
-        _answer(connection, pid=pid)
-        return None
-
-    def _heard(self, begun: Begun, *, ended: bool) -> None:
-        """The worker has `ended`. Or the process that Ray takes for it says that the worker may begin, or has ended."""
-        if not ended:
-            with suppress(OSError):
-                if begun.connection.recv(16):
-                    begun.gate.sendall(b"g")
-                    return
-            with suppress(ProcessLookupError):
-                os.kill(begun.pid, signal.SIGKILL)
-        os.waitpid(begun.pid, 0)
-        self.drop(begun.connection)
-        self.drop(begun.end)
-        begun.gate.close()
-
-
-@dataclass(slots=True)
-class SecondTemplate:
-    """A second template, as the first one knows it."""
-
-    pid: int
-    pair: socket.socket
-    env: Mapping[str, str]
-
-
-class ForNode(Forking):
-    """The first template."""
+class Template:
+    """Forks. `serve` returns, in each fork, what it is to be."""
 
     def __init__(self, lock: int, listener: socket.socket, env: Mapping[str, str]) -> None:
         """`env`: what the environment was when the imports began."""
-        super().__init__()
-        self.lock = lock
         self._env = of_process(env)
-        self._added = _new(env)
-        self._listener = listener
+        self._added = {name: value for name, value in os.environ.items() if name not in env}
+        self._lock, self._listener = lock, listener
         self._groups = ask.content("/proc/self/cgroup")
         self._worker = worker_of_ray()
         self._stamps = _stamps()
-        self._jobs: list[SecondTemplate] = []
+        self._selector = selectors.DefaultSelector()
+        self._forks = 0
         self._owners = 0
         self._wanted = time.monotonic()
-        self.watch(listener)
+        self._watch(listener)
 
-    def serve(self) -> ForJob | None:
-        """Return in a second template that one; None once nobody wants this process any more."""
+    def _watch(self, source: socket.socket | int, what: object = None) -> None:
+        self._selector.register(source, selectors.EVENT_READ, what)
+
+    def _drop(self, source: socket.socket | int) -> None:
+        self._selector.unregister(source)
+        _close(source)
+
+    def serve(self) -> tuple[Wanted, list[int]] | None:
+        """Return in a fork what it is to be; None once nobody wants this process any more."""
         while True:
-            for key, _ in self.selector.select(_TICK_SECONDS):
+            for key, _ in self._selector.select(_TICK_SECONDS):
                 if key.fileobj is self._listener:
-                    made = self._hear(self._listener.accept()[0])
-                    if made is not None:
-                        return made
-                elif isinstance(key.data, SecondTemplate):
-                    self._lost(key.data)
-                elif not key.fileobj.recv(64):  # type: ignore[union-attr]
+                    if (found := self._hear(self._listener.accept()[0])) is not None:
+                        return found
+                elif isinstance(key.data, Begun):
+                    self._heard(key.data, ended=key.fileobj == key.data.end)
+                    break  # what else was ready may have been closed with it
+                elif key.fileobj.recv(64):  # type: ignore[union-attr]
+                    return None  # its driver has done; workers are Ray's
+                else:
                     self._owners -= 1
-                    self.drop(key.fileobj)  # type: ignore[arg-type]
-                else:  # its driver has done. The second templates see that their pair ends; workers are Ray's.
-                    return None
-            if self._is_idle():
+                    self._drop(key.fileobj)  # type: ignore[arg-type]
+            if self._owners or self._forks:
+                self._wanted = time.monotonic()
+            elif time.monotonic() - self._wanted > LINGER_SECONDS:
                 return None
 
-    def _hear(self, connection: socket.socket) -> ForJob | None:
+    def _hear(self, connection: socket.socket) -> tuple[Wanted, list[int]] | None:
+        """Hear from a process that has connected: a driver's, which keeps the connection, or one that wants a fork."""
         connection.settimeout(_READ_SECONDS)
         files: list[int] = []
         try:
             message = receive(connection) if user_of(connection) == os.getuid() else None
+            connection.settimeout(None)
             if message is None:
                 connection.close()
                 return None
             asked, files = message
-            if "argv" in asked:
-                return self._asked(asked, connection, files)
-            self._owners += 1
-            connection.settimeout(None)
-            self.watch(connection)
-            if self._why_not_ours() is None and asked.get("env"):
-                return self._for_job(asked["env"])[1]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _say(f"a message was not understood: {error}")
-            connection.close()
-        finally:
-            for each in files:
-                os.close(each)
-        return None
-
-    def _asked(self, asked: dict[str, Any], connection: socket.socket, files: list[int]) -> ForJob | None:
-        self._wanted = time.monotonic()
-        why = self._why_not(Wanted(**asked))
-        if why is None:
-            known, made = self._for_job(asked["env"])
-            if made is not None:
-                connection.close()
-                return made
-            try:
-                send(known.pair, asked, [connection.fileno(), *files])
-            except OSError as error:
-                why = f"the second template does not answer: {error}"
-        if why is not None:
+            if not asked:
+                self._owners += 1
+                self._watch(connection)
+                return None
+            wanted = Wanted(**asked, added=self._added)
+            if (why := self._why_not(wanted)) is None:
+                return self._begin(wanted, connection, files)
             _say(f"refused: {why}")
             _answer(connection, pid=None)
+        except (OSError, ValueError, TypeError) as error:
+            _say(f"a message was not understood: {error}")
+        for each in files:
+            os.close(each)
         connection.close()
         return None
 
@@ -265,47 +154,49 @@ class ForNode(Forking):
             return f"{wanted.argv[0]} is not {self._worker}"
         if wanted.groups != self._groups:
             return "its control groups differ"
-        return self._why_not_ours()
-
-    def _why_not_ours(self) -> str | None:
         changed = next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
         return None if changed is None else f"{changed} has changed since it was imported"
 
-    def _for_job(self, env: Mapping[str, str]) -> tuple[SecondTemplate, ForJob | None]:
-        """Return the second template of this environment's job. It is forked if there is none yet."""
-        for known in self._jobs:
-            if known.env == of_job(env):
-                return known, None
-        ours, theirs = socket.socketpair()
-        known = SecondTemplate(0, ours, of_job(env))
-        _say(f"a job on a node: {known.env.get('RAY_JOB_ID')}, {known.env.get('RAY_RAYLET_PID')}")
-        known.pid = self.fork()
-        if not known.pid:
-            ours.close()
-            return known, ForJob(theirs, env, self._added)
-        theirs.close()
-        self._jobs.append(known)
-        self.watch(ours, known)
-        return known, None
+    def _begin(self, wanted: Wanted, connection: socket.socket, files: list[int]) -> tuple[Wanted, list[int]] | None:
+        """Fork. The fork waits until whoever asked for it knows of it: else there might be two workers in its place."""
+        gate, waits = socket.socketpair()
+        with warnings.catch_warnings():
+            # From Python 3.12 on, for threads: they are OpenBLAS's and jemalloc's, which both prepare for forks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if not pid:
+            for each in (gate, connection, *(key.fileobj for key in list(self._selector.get_map().values()))):
+                _close(each)
+            self._selector.close()
+            os.close(self._lock)  # else it would be locked for as long as any fork lives
+            if not waits.recv(1):
+                os._exit(0)
+            waits.close()
+            return wanted, files
+        waits.close()
+        for each in files:
+            os.close(each)
+        self._forks += 1
+        begun = Begun(pid, connection, gate, os.pidfd_open(pid))
+        self._watch(connection, begun)
+        self._watch(begun.end, begun)
+        _answer(connection, pid=pid)
+        return None
 
-    def _lost(self, known: SecondTemplate) -> None:
-        self._jobs.remove(known)
-        self.drop(known.pair)
-        os.waitpid(known.pid, 0)
-
-    def _is_idle(self) -> bool:
-        for known in [each for each in self._jobs if not _forks(each.pid)]:
-            if not psutil.pid_exists(int(known.env.get("RAY_RAYLET_PID") or 0)):
-                known.pair.shutdown(socket.SHUT_RDWR)  # its node is gone; the second template ends, and is `_lost`
-        if self._owners or any(_forks(known.pid) for known in self._jobs):
-            self._wanted = time.monotonic()
-        return time.monotonic() - self._wanted > LINGER_SECONDS
-
-
-def _forks(pid: int) -> int:
-    with suppress(psutil.Error):
-        return len(psutil.Process(pid).children())
-    return 0
+    def _heard(self, begun: Begun, *, ended: bool) -> None:
+        """The worker has `ended`. Or the process that Ray takes for it says that the worker may begin, or has ended."""
+        if not ended:
+            with suppress(OSError):
+                if begun.connection.recv(16):
+                    begun.gate.sendall(b"g")
+                    return
+            with suppress(ProcessLookupError):
+                os.kill(begun.pid, signal.SIGKILL)
+        os.waitpid(begun.pid, 0)
+        self._forks -= 1
+        self._drop(begun.connection)
+        self._drop(begun.end)
+        begun.gate.close()
 
 
 def _answer(connection: socket.socket, *, pid: int | None) -> None:
@@ -318,17 +209,6 @@ def _close(source: Any) -> None:
         os.close(source)
     else:
         source.close()
-
-
-def _import(names: tuple[str, ...]) -> None:
-    with importing(alone=True):  # so that no collection in a fork writes to all the memory that forks share
-        for name in names:
-            import_module(name)
-
-
-def _new(before: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set, and were not."""
-    return {name: value for name, value in os.environ.items() if name not in before}
 
 
 def _stamps() -> dict[str, tuple[int, int] | None]:
@@ -348,7 +228,7 @@ def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def _begin(directory: Path, package: Path) -> ForNode | None:
+def _begin(directory: Path, package: Path) -> Template | None:
     """Do the imports; None if another template serves here, or this one would not import the caller's code."""
     import raytune_fsdp
     from raytune_fsdp.launch.quiet import quiet
@@ -368,10 +248,13 @@ def _begin(directory: Path, package: Path) -> ForNode | None:
     env = dict(os.environ)
     quiet()  # as ranks do before they import transformers
     began = time.monotonic()
-    _import(WITHOUT_RAY)
-    assert "ray" not in sys.modules, "Ray's C++ would have read this environment, which is no worker's"
+    with importing(alone=True):  # so that no collection in a fork writes to all the memory that forks share
+        for name in IMPORTS:
+            if find_spec(name.partition(".")[0]) is not None:
+                import_module(name)
+    assert "ray" not in sys.modules
     _say(f"ready after {time.monotonic() - began:.1f} s")
-    return ForNode(lock, listener, env)
+    return Template(lock, listener, env)
 
 
 def _write_launcher(directory: Path) -> None:
@@ -387,16 +270,14 @@ def main(directory: Path, package: Path, threads: str) -> None:
         os._exit(0)  # Ray ends the children of its processes with them: this one is to be nobody's
     os.environ.setdefault(OMP, threads)
     sys.path[0] = str(worker_of_ray().parent)  # where Python puts the directory of a program that it runs
-    node = _begin(directory, package)
-    if node is None:
+    template = _begin(directory, package)
+    if template is None:
         return
-    job = node.serve()
-    if job is None:
-        shutil.rmtree(directory, ignore_errors=True)
-        return
-    asked = job.serve()
+    asked = template.serve()
     if asked is not None:
         run(*asked)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

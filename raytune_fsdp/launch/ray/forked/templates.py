@@ -149,8 +149,7 @@ def _connected(directory: Path, until: float) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(str(directory / SOCKET))
-            # A worker of Ray says for which job it wants one.
-            send(connection, {"env": dict(os.environ) if "RAY_JOB_ID" in os.environ else None})
+            send(connection, {})
             return connection
         except OSError:
             connection.close()
