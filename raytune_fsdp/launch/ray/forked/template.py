@@ -49,12 +49,15 @@ from raytune_fsdp.launch.ray.forked.process import (
 )
 
 _LOCK = "lock"
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it torch.cuda.is_available(), which libraries call while they are imported, does not touch CUDA."""
 LINGER_SECONDS = 60.0
 """How long it stays without a driver and without a worker."""
 _TICK_SECONDS = 2.0
 _READ_SECONDS = 5.0
 IMPORTS = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "raytune_fsdp.launch.worker",
+    "raytune_fsdp.launch.shared_storage", "raytune_fsdp.predict.preflight",
     # What Ray imports of others, where it is installed.
     "pandas", "pyarrow", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "pydantic", "requests", "jsonschema",
     "google.protobuf.message", "msgpack", "click", "attr", "fsspec",
@@ -247,12 +250,15 @@ def _begin(directory: Path, package: Path) -> Template | None:
     _write_launcher(directory)
     env = dict(os.environ)
     quiet()  # as ranks do before they import transformers
+    os.environ[_BY_NVML] = env.get(_BY_NVML, "1")
     began = time.monotonic()
     with importing(alone=True):  # so that no collection in a fork writes to all the memory that forks share
         for name in IMPORTS:
             if find_spec(name.partition(".")[0]) is not None:
                 import_module(name)
     assert "ray" not in sys.modules
+    if _BY_NVML not in env:
+        del os.environ[_BY_NVML]
     _say(f"ready after {time.monotonic() - began:.1f} s")
     return Template(lock, listener, env)
 
