@@ -34,7 +34,7 @@ from raytune_fsdp.predict.planned import Planned
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.record import names
-from raytune_fsdp.record.jsonl import read_events, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_trajectory, steps_after
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.open_record import run_start
 from raytune_fsdp.run.peers.copies import PeerCopies
@@ -432,8 +432,9 @@ def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
     started = run_start(config, prepared, standing, 2)
     assert (started.resumed_from, started.committed) == (9, 8)
     assert run_start(config, prepared, before, 2).committed is None
-    lost = lost_seconds(place, 9)
-    assert uncommitted_seconds(place, standing, lost) == pytest.approx(lost_seconds(place, 8)) and lost > 0
+    cut, both = steps_after(place.metrics, 9), steps_after(place.metrics, 8)
+    lost = lost_seconds(place, 9, cut)
+    assert uncommitted_seconds(place, standing, lost, cut) == pytest.approx(lost_seconds(place, 8, both)) and lost > 0
     line = f'"attempt": {storage.names()[0][15]}'
     record = place.metrics.read_text()
     place.metrics.write_text(record.replace(line, '"attempt": 7'))
