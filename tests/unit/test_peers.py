@@ -362,6 +362,20 @@ def test_what_is_not_the_doing_of_a_copy_does_not_count(time: clocks.Clock) -> N
     assert due.index(True) == 59
 
 
+def test_the_first_copy_that_training_waits_for_counts(time: clocks.Clock) -> None:
+    """Without asynchronous saves a copy has ended before training goes on."""
+    copies, begun = clock.CopyClock(), []
+    for step in range(400):
+        time.now += 1.0
+        if copies.due(busy=False):
+            begun.append(step)
+            copies.begins()
+            time.now += 3.0
+            copies.ended(3.0)
+            copies.held()
+    assert begun == [2, 149, 296], "3 s of every 150"
+
+
 def copied(
     config: FinetuneConfig, storage: PeerStorage, crash_at: int | None = None
 ) -> tuple[list[int], list[tuple[int, bool]]]:
