@@ -263,6 +263,28 @@ def test_a_manifest_that_reached_one_node_only_is_enough() -> None:
         assert check_files(storage, newest, hashes=True) is None
 
 
+def test_a_node_that_is_lost_as_the_manifest_comes_does_not_take_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes that have it have forgotten the copy before. Where none has, that one stays."""
+    for lost, left in (("a", 5), ("b", 6), ("c", 6)):
+        cluster = Nodes()
+        cluster.save(5)
+        sums, draft = cluster.write(6), cluster.ranks[0].draft(name_of(6), 1)
+        sizes = {file: each.bytes for file, each in sums.items()}
+
+        def seal(*args: Any, keepers: KeepersHere = cluster.here, node: str = lost) -> None:
+            keepers.keepers.pop(node, None)  # it has taken what is in it
+            KeepersHere.seal(keepers, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.here, "seal", seal)
+            try:
+                draft.publish(sizes, make_manifest(sums))
+            except OSError:
+                draft.discard()
+        assert max(committed_in(cluster.ranks[0])) == name_of(left), lost
+        assert check_files(cluster.ranks[0], name_of(left), hashes=True) is None
+
+
 def committed_in(storage: PeerStorage) -> list[str]:
     return sorted(storage.names())
 
