@@ -134,7 +134,7 @@ class Saver:
         self._serial += 1
         # Whatever has made the values infinite may be in the weights of this checkpoint, and of the ones before. The
         # run may have to be begun again from one before that, so none is removed until an update is done again.
-        self._all_kept = bool(state.skipped_in_row) or to is not None
+        self._all_kept = bool(state.skipped_in_row)
         self.copying, storage = to is not None, to or self.storage
         name = directory_name(state.step, self.attempt, lasting)
         job = SaveJob(
@@ -155,7 +155,7 @@ class Saver:
             messages=self.messages,
             leftovers=tuple(self._failed),
             before=before,
-            after=at_once if self._all_kept else self._pruning(),
+            after=at_once if self._all_kept or self.copying else self._pruning(),
         )
         self._failed.clear()
         self._save = SaveInFlight(job)

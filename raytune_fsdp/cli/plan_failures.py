@@ -39,11 +39,13 @@ def add_flags(parser: ConfigParser) -> None:
 
 
 def check(parser: ConfigParser, found: Namespace) -> None:
-    if not 0 < found.gpu_hours_per_failure < math.inf:
-        parser.error(f"--gpu-hours-per-failure {found.gpu_hours_per_failure:g} must be more than 0")
-    for flag in ("recovery_seconds", "stall_seconds", "save_seconds"):
+    if not 1e-6 <= (hours := found.gpu_hours_per_failure) <= 1e12:
+        parser.error(f"--gpu-hours-per-failure {hours:g} must be between 0.000001 and 1e12")
+    for flag in ("recovery_seconds", "stall_seconds"):
         if not 0 <= (value := getattr(found, flag)) < math.inf:
             parser.error(f"--{flag.replace('_', '-')} {value:g} must be 0 or more")
+    if not 1e-6 <= (seconds := found.save_seconds) < math.inf:
+        parser.error(f"--save-seconds {seconds:g} must be 0.000001 or more")
 
 
 def failures_of(found: Namespace, gpus: int) -> Failures:

@@ -58,8 +58,10 @@ class Failures:
         mean, cycle = self.apart, interval + self.stall
         if cycle + self.write > 700 * mean:  # nothing is ever saved, and the exponential would overflow
             return 0.0
-        saves = math.exp(-self.write / mean) / math.expm1(cycle / mean)  # that are committed before the failure
-        return interval * saves / (mean + self.recovery)
+        cycles = cycle / mean
+        saved = mean * cycles / math.expm1(cycles) if cycles else mean  # seconds until a failure that a save has kept
+        trained = interval / cycle if cycle else 1.0  # of these
+        return math.exp(-self.write / mean) * saved * trained / (mean + self.recovery)
 
     def best_interval(self) -> float:
         """Return the interval whose share is largest: about the root of 2 * stall * apart, but no shorter than a save

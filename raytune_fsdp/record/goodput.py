@@ -247,12 +247,12 @@ class _Seen:
 
     def add(self, step: StepTime) -> None:
         """Add a step that stayed."""
-        seconds = step.seconds
+        seconds, waited = _seconds(step.seconds), _seconds(step.waited)
         if not self.time.steps:
-            seconds -= min(seconds, step.waited)  # until the first batch was there: that is a part of its start
+            seconds -= min(seconds, waited)  # until the first batch was there: that is a part of its start
             self.trained = step.ended - seconds
         else:
-            self.time.waited += min(seconds, step.waited)
+            self.time.waited += min(seconds, waited)
         self.time.steps += 1
         self.time.seconds["productive"] += seconds
         self.last = max(step.ended, self.last) if math.isfinite(self.last) else step.ended

@@ -12,7 +12,7 @@ import pytest
 
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
-from raytune_fsdp.record.goodput import PHASES, Goodput, goodput, read_goodput, step_times
+from raytune_fsdp.record.goodput import PHASES, Goodput, StepTime, goodput, read_goodput, step_times
 from raytune_fsdp.record.jsonl import JsonlTracker, read_events, steps_after
 from raytune_fsdp.record.lines import to_bytes
 from raytune_fsdp.record.tracker import RunStart
@@ -247,6 +247,14 @@ def test_a_record_that_is_torn_or_a_strangers(tmp_path: Path, broken: str) -> No
     assert all(math.isfinite(each) and each >= 0 for each in found.metrics().values())
     if broken == "torn":
         assert found.seconds == 75 and found.failures == 1
+
+
+@pytest.mark.parametrize("strange", [1e308, math.inf, math.nan, -1.0])
+def test_seconds_that_no_step_takes_are_none(strange: float) -> None:
+    """The report reads its columns by itself, which may have any number."""
+    lines = [StepTime(number, 1, BEGAN.timestamp() + 20 + number, strange, strange) for number in (1, 2)]
+    found = goodput(ONCE[:3], lines)
+    assert found is not None and found.of("productive") == 0 and found.share == 0 and math.isfinite(found.seconds)
 
 
 def test_what_is_cut_is_counted_before_it_is_gone(tmp_path: Path) -> None:

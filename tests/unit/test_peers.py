@@ -34,7 +34,7 @@ from raytune_fsdp.predict.planned import Planned
 from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.record import names
-from raytune_fsdp.record.jsonl import read_events, read_trajectory
+from raytune_fsdp.record.jsonl import read_events, read_trajectory, steps_after
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.open_record import run_start
 from raytune_fsdp.run.peers.copies import PeerCopies
@@ -263,6 +263,28 @@ def test_a_manifest_that_reached_one_node_only_is_enough() -> None:
         assert check_files(storage, newest, hashes=True) is None
 
 
+def test_a_node_that_is_lost_as_the_manifest_comes_does_not_take_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes that have it have forgotten the copy before. Where none has, that one stays."""
+    for lost, left in (("a", 5), ("b", 6), ("c", 6)):
+        cluster = Nodes()
+        cluster.save(5)
+        sums, draft = cluster.write(6), cluster.ranks[0].draft(name_of(6), 1)
+        sizes = {file: each.bytes for file, each in sums.items()}
+
+        def seal(*args: Any, keepers: KeepersHere = cluster.here, node: str = lost) -> None:
+            keepers.keepers.pop(node, None)  # it has taken what is in it
+            KeepersHere.seal(keepers, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.here, "seal", seal)
+            try:
+                draft.publish(sizes, make_manifest(sums))
+            except OSError:
+                draft.discard()
+        assert max(committed_in(cluster.ranks[0])) == name_of(left), lost
+        assert check_files(cluster.ranks[0], name_of(left), hashes=True) is None
+
+
 def committed_in(storage: PeerStorage) -> list[str]:
     return sorted(storage.names())
 
@@ -362,6 +384,20 @@ def test_what_is_not_the_doing_of_a_copy_does_not_count(time: clocks.Clock) -> N
     assert due.index(True) == 59
 
 
+def test_the_first_copy_that_training_waits_for_counts(time: clocks.Clock) -> None:
+    """Without asynchronous saves a copy has ended before training goes on."""
+    copies, begun = clock.CopyClock(), []
+    for step in range(400):
+        time.now += 1.0
+        if copies.due(busy=False):
+            begun.append(step)
+            copies.begins()
+            time.now += 3.0
+            copies.ended(3.0)
+            copies.held()
+    assert begun == [2, 149, 296], "3 s of every 150"
+
+
 def copied(
     config: FinetuneConfig, storage: PeerStorage, crash_at: int | None = None
 ) -> tuple[list[int], list[tuple[int, bool]]]:
@@ -432,8 +468,9 @@ def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
     started = run_start(config, prepared, standing, 2)
     assert (started.resumed_from, started.committed) == (9, 8)
     assert run_start(config, prepared, before, 2).committed is None
-    lost = lost_seconds(place, 9)
-    assert uncommitted_seconds(place, standing, lost) == pytest.approx(lost_seconds(place, 8)) and lost > 0
+    cut, both = steps_after(place.metrics, 9), steps_after(place.metrics, 8)
+    lost = lost_seconds(place, 9, cut)
+    assert uncommitted_seconds(place, standing, lost, cut) == pytest.approx(lost_seconds(place, 8, both)) and lost > 0
     line = f'"attempt": {storage.names()[0][15]}'
     record = place.metrics.read_text()
     place.metrics.write_text(record.replace(line, '"attempt": 7'))

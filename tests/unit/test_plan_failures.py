@@ -48,6 +48,8 @@ def test_what_a_failure_costs_and_what_is_left_is_all_of_the_time() -> None:
 
 def test_at_its_bounds() -> None:
     assert Failures(gpus=8, stall=0.0).best_interval() == WRITE_SECONDS, "saves that cost nothing: as often as can be"
+    free = Failures(gpus=8, stall=0.0, write=0.0)
+    assert free.share(0.0) == free.share(1e-300) == free.apart / (free.apart + free.recovery)
     lost = Failures(gpus=10**6, gpu_hours=1.0)
     assert lost.share(60.0) == 0.0 and lost.best_interval() == WRITE_SECONDS
     once = Failures(gpus=1, gpu_hours=1e12)
@@ -83,3 +85,13 @@ def test_the_plan_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     found = json.loads(capsys.readouterr().out)["failures"]
     assert found["seconds_between_failures"] == 45_000 and 180 <= found["best_save_every_seconds"] <= 240
     assert found["productive_share"] > found["productive_share_as_configured"] > 0.9
+    assert main([*words, "--stall-seconds", "0", "--save-seconds", "1e-6", "--recovery-seconds", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["failures"]["productive_share"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--save-seconds=0", "--stall-seconds=-1", "--recovery-seconds=nan", "--gpu-hours-per-failure=1e308"]
+)
+def test_what_no_run_has_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "demo", "--world-size", "8", wrong]) == 2
+    assert wrong.replace("=", " ").replace("1e308", "1e+308") in capsys.readouterr().err

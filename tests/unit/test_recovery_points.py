@@ -18,6 +18,9 @@ from raytune_fsdp.base.errors import Interrupted, ResumeError, TransientError
 from raytune_fsdp.checkpoint import by_clock, room
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, in_the_way, to_remove
+from raytune_fsdp.checkpoint.location import new_location
+from raytune_fsdp.checkpoint.peers.keeper import Keeper
+from raytune_fsdp.checkpoint.peers.storage import KeepersHere, PeerStorage
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.storage import PosixDraft
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
@@ -25,6 +28,7 @@ from raytune_fsdp.launch.worker import alone, work
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory, steps_after
+from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import checkpoints_to_average
 from raytune_fsdp.run.resume_point import agree
@@ -169,9 +173,10 @@ def attempt(
     of: Container[int] = range(100),
     crash_at: int | None = None,
     stop_at: int | None = None,
+    peers: PeerStorage | None = None,
 ) -> RunDir:
     """An attempt in which these steps take so many seconds of the clock; it crashes after a step, as by a bug, or is
-    stopped."""
+    stopped. `peers`: where peer copies go."""
     prepared, standing = prepare(config, 1)
     begun = standing.state.step
 
@@ -188,7 +193,7 @@ def attempt(
         return StopReason.SIGNAL if begun == stop_at else None
 
     with alone(CPU):
-        work(config, prepared, agree(config, prepared, lambda: standing), CPU, stop)
+        work(config, prepared, agree(config, prepared, lambda: standing), CPU, stop, LauncherHooks(peers=peers))
     return prepared.place
 
 
@@ -310,11 +315,11 @@ def said(place: RunDir, *kinds: str) -> list[tuple[str, Any]]:
     return [(each["event"], each["fields"].get("step", each["fields"].get("removed"))) for each in events]
 
 
-def _short(home: Path, **sections: Any) -> FinetuneConfig:
-    """Of 12 steps, with nothing planned."""
+def _short(home: Path, copies: int = 0, **sections: Any) -> FinetuneConfig:
+    """Of 12 steps, with nothing planned. `copies`: a peer copy after every step, on so many other nodes."""
     return make_config(
         home, train={"global_batch": 4, "max_steps": 12}, parallel={"precision": "fp32"},
-        checkpoint={"asynchronous": False}, **sections,
+        checkpoint={"asynchronous": False, **({"peer_copies": copies, "peer_every": 1} if copies else {})}, **sections,
     )  # fmt: skip
 
 
@@ -369,11 +374,15 @@ def test_the_older_recovery_point_gives_way_to_saves_that_follow(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("copies", [0, 1])
 def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
-    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
-    """Something else fills the disk while there are two: the clock's next save finds room, and one stays from then."""
-    config = _short(tmp_path)
+    """Something else fills the disk while there are two: the clock's next save finds room, and one stays from then.
+    Peer copies between them change nothing."""
+    config = _short(tmp_path, copies)
+    here = PeerStorage(new_location(), KeepersHere({"a": Keeper()}), ["a"], own="a", count=1)
+    peers = here if copies else None
     place, size, filled = RunDir.of(config), 200_000, 0
 
     def disk(path: Path) -> Any:
@@ -382,11 +391,11 @@ def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
     monkeypatch.setattr(room.shutil, "disk_usage", disk)
     monkeypatch.setattr("raytune_fsdp.checkpoint.saver.Saver.nbytes", size)
     with pytest.raises(RuntimeError, match="a bug"):
-        attempt(config, time, step=1801.0, of=(2, 4), crash_at=5)
+        attempt(config, time, step=1801.0, of=(2, 4), crash_at=5, peers=peers)
     assert there(place) == [(2, False), (4, False)]
     filled = 2
     with pytest.raises(RuntimeError, match="a bug"):
-        attempt(config, time, step=1801.0, of=(6, 8), crash_at=9)
+        attempt(config, time, step=1801.0, of=(6, 8), crash_at=9, peers=peers)
     assert there(place) == [(8, False)]
     assert said(place, names.NO_ROOM_TO_SAVE, names.ROOM_MADE) == [(names.ROOM_MADE, "step-00000002.a1.r")]
 

@@ -30,8 +30,8 @@ class CopyClock:
         self._copying = False
         self._took: deque[float] = deque(maxlen=3)
         """What the last copies have taken of training's time."""
-        self._held = 0.0
-        """How long training has waited for the beginning of the last one."""
+        self._held: float | None = None
+        """How long training has waited for the beginning of the last one; None: it still waits."""
         self._next = -math.inf
 
     def due(self, *, busy: bool) -> bool:
@@ -47,7 +47,7 @@ class CopyClock:
 
     def begins(self) -> None:
         """Note that a copy begins."""
-        self._began, self._copying, self._during = time.monotonic(), True, []
+        self._began, self._copying, self._during, self._held = time.monotonic(), True, [], None
 
     def held(self) -> None:
         """Note that training goes on: the copy that has begun no longer holds it up."""
@@ -56,9 +56,11 @@ class CopyClock:
     def ended(self, seconds: float | None) -> None:
         """Note that the copy has ended, so many seconds after training went on; None: it has failed."""
         self._copying = False
+        # Where it waits for the whole copy (`checkpoint.asynchronous=false`), that ends before training goes on.
+        held = time.monotonic() - self._began if self._held is None else self._held
         longer = sum(self._during) - len(self._during) * median(self._usual or [0.0])
         # An evaluation between two steps is not the copy's doing: that can take no longer than it was there.
-        most = math.inf if seconds is None else self._held + seconds
-        self._took.append(min(max(longer, self._held), most))
+        most = math.inf if seconds is None else held + seconds
+        self._took.append(min(max(longer, held), most))
         pause = max(_LEAST_SECONDS, fmean(self._took) / _SHARE)
         self._next = self._began + max(pause, _AFTER_FAILURE_SECONDS if seconds is None else 0.0)

@@ -208,8 +208,14 @@ class PeerDraft:
         if present != sizes:
             raise OSError(f"{self.location}/{self.name} holds {present}, but what was sent there is {dict(sizes)}")
         before()
-        with self.create(MANIFEST_FILE) as sink:
-            sink.write(memoryview(manifest.encode()))
+        try:
+            with self.create(MANIFEST_FILE) as sink:
+                sink.write(memoryview(manifest.encode()))
+        except OSError as error:
+            # A node that has it has forgotten the copy before, so this one must not be discarded: it is whole.
+            if not any(MANIFEST_FILE in held.get(self.name, {}) for held in self.keepers.held().values()):
+                raise
+            logger.info("not all nodes have the manifest of %s: %s", self.name, in_one_line(error))
 
     def discard(self) -> None:
         try:
