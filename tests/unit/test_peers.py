@@ -501,6 +501,12 @@ def test_a_copy_waits_for_what_is_being_written() -> None:
     assert [due(11, asked=True), due(12, free=False), due(13, saving=True), due(14)] == [True, False, False, False]
 
 
+def test_a_copy_that_failed_is_not_tried_again_at_once() -> None:
+    copies = PeerCopies(storage=Nodes().ranks[0], every=1, clock=None)
+    copies.ended(Outcome(step=1, ending="failed", problem="a keeper of peer copies does not answer"))
+    assert [copies.due(step, asked=False, saving=False, free=True) for step in range(2, 13)] == [False] * 9 + [True] * 2
+
+
 @pytest.mark.thorough
 def test_the_planner_says_what_copies_take(tmp_path: Path) -> None:
     """Two at a time, on each of two machines: of its own two ranks, and of the other's."""

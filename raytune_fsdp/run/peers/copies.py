@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 120.0
 """A copy that takes longer is given up: a stop, or a planned save, would wait for it."""
+_LEFT_OUT = 9
+"""How many of the copies that come by steps are left out after one that has failed: a keeper that hangs costs each of
+them 40 s, which a planned save would wait for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class PeerCopies:
     """Rank 0's clock, if the clock says when."""
     _owed: bool = False
     """Whether a copy was due while something else was being written."""
+    _left_out: int = 0
+    """How many copies are still to be left out."""
 
     def nbytes(self, saver: Saver) -> int:
         """Return the memory of nodes that the copies of this rank's part take: the newest whole one, and the next."""
@@ -54,7 +59,10 @@ class PeerCopies:
     def due(self, step: int, *, asked: bool, saving: bool, free: bool) -> bool:
         """Return whether to copy after this step. `asked`: the clock does. `saving`: a checkpoint is begun there, which
         is worth more. `free`: nothing is being written; a copy that is due otherwise begins after that."""
-        wanted = not saving and (asked or self._owed or (self.every is not None and step % self.every == 0))
+        by_step = self.every is not None and step % self.every == 0
+        if by_step and self._left_out:
+            by_step, self._left_out = False, self._left_out - 1
+        wanted = not saving and (asked or self._owed or by_step)
         self._owed = wanted and not free
         return wanted and free
 
@@ -74,6 +82,7 @@ class PeerCopies:
         checkpoint is, whose step no clock has chosen."""
         if self.clock is not None:
             self.clock.ended(None if outcome.saved is None else outcome.saved.seconds)
+        self._left_out = _LEFT_OUT if outcome.saved is None else 0
         if outcome.saved is None and outcome.problem:
             logger.warning("there is no peer copy of step %d: %s", outcome.step, outcome.problem)
 
