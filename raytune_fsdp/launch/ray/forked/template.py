@@ -177,10 +177,15 @@ class Template:
             waits.close()
             return wanted, files
         waits.close()
+        try:
+            begun = Begun(pid, connection, gate, os.pidfd_open(pid))
+        except OSError:  # no file is left, or a sandbox without it
+            gate.close()  # so it ends
+            os.waitpid(pid, 0)
+            raise
         for each in files:
             os.close(each)
         self._forks += 1
-        begun = Begun(pid, connection, gate, os.pidfd_open(pid))
         self._watch(connection, begun)
         self._watch(begun.end, begun)
         _answer(connection, pid=pid)
@@ -193,11 +198,13 @@ class Template:
                 if begun.connection.recv(16):
                     begun.gate.sendall(b"g")
                     return
-            with suppress(ProcessLookupError):
-                os.kill(begun.pid, signal.SIGKILL)
+            os.kill(begun.pid, signal.SIGKILL)
+            self._drop(begun.connection)
+            return  # nobody waits for it here: the kernel may take long to end it
         os.waitpid(begun.pid, 0)
         self._forks -= 1
-        self._drop(begun.connection)
+        if begun.connection.fileno() >= 0:
+            self._drop(begun.connection)
         self._drop(begun.end)
         begun.gate.close()
 
