@@ -313,10 +313,14 @@ def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:
     assert "-O " in program
 
 
-def test_another_number_of_threads_has_other_templates(tmp_path: Path) -> None:
+def test_another_number_of_threads_and_another_tree_have_other_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the last command may live on, and torch counts its threads when it is imported."""
     one, two = (templates.Templates(ClusterConfig(cpus_per_worker=cpus), tmp_path).runtime_env() for cpus in (1, 2))
-    assert one != two
+    monkeypatch.setattr(raytune_fsdp, "__path__", [str(tmp_path)])
+    three = templates.Templates(ClusterConfig(), tmp_path).runtime_env()
+    assert len({each["py_executable"] for each in (one, two, three)}) == 3
 
 
 @pytest.mark.parametrize("lib", ["lib", "lib64"])

@@ -111,10 +111,11 @@ class _Owner:
 def directory_of(run_dir: Path, threads: str) -> Path:
     """Return the directory of a run's templates, on every node the same.
 
-    Another version has another one, and so has a command that gives its ranks another number of threads: templates of
-    the last one may live on for a minute.
+    Another version or tree of the code has another one, and so has a command that gives its ranks another number of
+    threads: templates of the last one may live on for a minute.
     """
-    of = [str(os.getuid()), str(run_dir), sys.prefix, raytune_fsdp.__version__, ray.__version__, threads]
+    tree = [sys.prefix, *raytune_fsdp.__path__, raytune_fsdp.__version__, ray.__version__]
+    of = [str(os.getuid()), str(run_dir), *tree, threads]
     return _PARENT / f"raytune-forks-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
 
 
