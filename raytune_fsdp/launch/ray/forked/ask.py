@@ -24,10 +24,10 @@ minute, and on a machine that is so busy Python needs the rest of it."""
 def main(template: str, argv: list[str]) -> None:
     pid = None
     try:
+        asked = json.dumps(wanted(argv)).encode()  # first: a template that is connected to waits for it
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             connection.connect(template)
-            asked = json.dumps(wanted(argv)).encode()
             socket.send_fds(connection, [len(asked).to_bytes(4, "big")], [0, 1, 2])
             connection.sendall(asked)
             pid = json.loads(connection.makefile("rb").readline() or b"{}").get("pid")
