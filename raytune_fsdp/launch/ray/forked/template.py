@@ -77,7 +77,7 @@ class Begun:
     """Readable once the process has ended."""
 
 
-class Template:
+class NodeTemplate:
     """Forks. `serve` returns, in each fork, what it is to be."""
 
     def __init__(self, lock: int, listener: socket.socket, env: Mapping[str, str]) -> None:
@@ -239,7 +239,7 @@ def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def _begin(directory: Path, package: Path) -> Template | None:
+def _begin(directory: Path, package: Path) -> NodeTemplate | None:
     """Do the imports; None if another template serves here, or this one would not import the caller's code."""
     import raytune_fsdp
     from raytune_fsdp.launch.quiet import quiet
@@ -268,7 +268,7 @@ def _begin(directory: Path, package: Path) -> Template | None:
     if _BY_NVML not in env:
         del os.environ[_BY_NVML]
     _say(f"ready after {time.monotonic() - began:.1f} s")
-    return Template(lock, listener, env)
+    return NodeTemplate(lock, listener, env)
 
 
 def _write_launcher(directory: Path) -> None:
