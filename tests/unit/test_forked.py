@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -145,18 +146,24 @@ def test_a_fork_is_what_a_new_process_would_be(node: Node, tmp_path: Path) -> No
         os.nice(3)
         os.sched_setaffinity(0, {0})
         resource.setrlimit(resource.RLIMIT_NOFILE, (777, 4096))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray does
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         Path("/proc/self/oom_score_adj").write_text("500")
 
     how: dict[str, Any] = {"cwd": tmp_path, "preexec_fn": lower}
     env = {**node.env, "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5", "NCCL_DEBUG": "WARN"}
     assert node.facts("spoil", **how)["forked"]
+    other = node.start("wait")
+    assert other.stdout is not None and other.stdout.readline()  # whose files are not inherited
     forked = node.facts("a", "b c", env=env, **how)
+    other.kill()
     new = node.facts("a", "b c", env=env, program=[sys.executable], **how)
     assert (forked.pop("forked"), new.pop("forked")) == (True, False)
     assert forked["random"] != new["random"] and len({*forked.pop("random"), *new.pop("random")}) == 6
     forked.pop("env"), new.pop("env")  # see below: imports set some
     assert forked == new
     assert (forked["threads"], forked["torch_threads"], forked["files"]) == (1, 1, [0, 1, 2])
+    assert signal.SIGINT in forked["blocked"] and forked["signals"][str(int(signal.SIGHUP))] == str(signal.SIG_IGN)
     assert forked["umask"] == 0o027 and forked["cpus"] == [0] and forked["oom"].strip() == "500"
 
 
@@ -195,6 +202,28 @@ def test_another_program_is_refused(node: Node, tmp_path: Path) -> None:
     assert not json.loads(done.stdout)["forked"] and f"{other} is not {node.script}" in node.log()
 
 
+def test_another_namespace_is_refused(node: Node) -> None:
+    """Containers of one machine may share /tmp."""
+    elsewhere = ["unshare", "--user", "--map-current-user"]
+    if subprocess.run([*elsewhere, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespace can be made here")
+    assert not node.facts(program=[*elsewhere, str(node.directory / LAUNCHER)])["forked"]
+    assert "its control groups or namespaces differ" in node.log()
+
+
+def test_where_an_import_has_used_a_gpu_python_starts_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a_user_of_gpus.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    node = Node(tmp_path / "t", names="torch numpy a_user_of_gpus")
+    kept = node.connected()
+    (tmp_path / "elsewhere").mkdir()
+    how: dict[str, Any] = {"cwd": tmp_path / "elsewhere", "preexec_fn": lambda: os.nice(3)}
+    found = node.facts(**how)
+    new = node.facts(program=[sys.executable], **how)
+    assert not found["forked"] and {**found, "env": 0, "random": 0} == {**new, "env": 0, "random": 0}
+    assert (found["cwd"], found["gpu"]) == (str(tmp_path / "elsewhere"), [False, False])
+    templates.release(kept)
+
+
 def test_the_end_of_either_process_is_the_end_of_both(node: Node) -> None:
     for by_ray in (True, False):
         asked = node.start("wait")
@@ -226,6 +255,7 @@ def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp
     (template,) = {each.pid for each in node.processes()} - {worker.pid, asked.pid}
     os.kill(template, signal.SIGKILL)
     assert not node.facts()["forked"]
+    assert str(PACKAGE) not in (node.directory / LAUNCHER).read_text(), "a job's copy of it may be gone before this"
     assert worker.is_running() and asked.poll() is None
     worker.kill()
     asked.wait(timeout=30)
@@ -281,6 +311,28 @@ def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:
     assert templates.own(tmp_path / "link", "1", os.environ) is None
     program = templates.Templates(ClusterConfig(), tmp_path).runtime_env()["py_executable"]
     assert "-O " in program
+
+
+def test_another_number_of_threads_and_another_tree_have_other_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the last command may live on, and torch counts its threads when it is imported."""
+    one, two = (templates.Templates(ClusterConfig(cpus_per_worker=cpus), tmp_path).runtime_env() for cpus in (1, 2))
+    monkeypatch.setattr(raytune_fsdp, "__path__", [str(tmp_path)])
+    three = templates.Templates(ClusterConfig(), tmp_path).runtime_env()
+    assert len({each["py_executable"] for each in (one, two, three)}) == 3
+
+
+@pytest.mark.parametrize("lib", ["lib", "lib64"])
+def test_without_a_template_a_worker_has_the_python_of_its_ray(tmp_path: Path, lib: str) -> None:
+    worker = tmp_path / "a b" / lib / "python3.11" / "site-packages" / "ray" / "default_worker.py"
+    python = tmp_path / "a b" / "bin" / "python3"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho here "$@"\n')
+    python.chmod(0o700)
+    program = templates.Templates(ClusterConfig(), tmp_path).runtime_env()["py_executable"]
+    command = ["bash", "-c", f"exec {program} {shlex.quote(str(worker))} 'c d'"]  # as Ray starts it
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"here {worker} c d\n"
 
 
 def test_variables_that_count() -> None:

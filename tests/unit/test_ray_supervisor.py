@@ -86,7 +86,9 @@ def begin(
         monkeypatch.setitem(lease._held, place.lock, lease.Lease(place.lock, "ours"))
     board, said = Silent(), list[str]()
     attempts = Attempts(place, limit=5, step=0, say=said.append)
-    session = SimpleNamespace(lost=options.pop("lost", lambda: None), answers=options.pop("answers", lambda: True))
+    session = SimpleNamespace(
+        lost=options.pop("lost", lambda: None), answers=options.pop("answers", lambda: True), templates=None
+    )
     known = AttemptSupervisor(
         config, place, attempts, Sizes(ASKED, [1]), [], demand=Demand(ASKED, []),
         board=board, session=session,  # type: ignore[arg-type]

@@ -410,6 +410,28 @@ def test_the_end_of_a_process_ends_the_attempt_at_once(
         assert ranks.killed_at == ranks.controller_ended_at and 30.0 <= (ranks.killed_at or 0.0) < 32.0
 
 
+@pytest.mark.parametrize("answers", [True, False], ids=["", "head away"])
+def test_the_record_has_the_seconds_from_a_death_to_the_end(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """While the head is away nobody may ask to end the controller: the call would not come back."""
+    known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)
+    monkeypatch.setattr(attempt, "death_of", lambda joined, seconds: DIED)
+    monkeypatch.setattr(known._session, "answers", lambda: answers)
+    ranks.ends_at = 60.0
+
+    def told(rank: int, now: float) -> Beat | None:
+        if now == 30.0 and rank == 0:
+            ranks.joined += [Failed(5, 40, "of the attempt before"), Ended(1, 101, None)]
+        return trains(rank, now)
+
+    ranks.beat = told
+    known.until(ranks.fit, TWO)
+    assert (ranks.controller_ended_at is not None) == answers and 5 not in attempts.current.reports
+    assert attempts.current.ending_since is not None and 30.0 <= attempts.current.ending_since < 32.0
+    assert attempts.current.seconds["stop_seconds"] is not None
+
+
 def test_ranks_that_lose_one_say_in_which_step(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By which the same failure is known again; the driver does not end them before that."""
     known, attempts, _ = controlled(ranks, tmp_path, monkeypatch)

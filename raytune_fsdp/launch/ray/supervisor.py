@@ -301,12 +301,15 @@ class AttemptSupervisor:
 
     def _hear_end(self, notice: Ended | Ending | Failed) -> None:
         attempt = self._attempt
+        since = self._clock.now if attempt.ending_since is None else attempt.ending_since
         if isinstance(notice, Failed):
-            attempt.reports[notice.rank] = notice
-            if attempt.ending_since is None and notice.rank in attempt.ranks:  # else it is a late word
-                attempt.ending_since = self._clock.now
+            if notice.rank in attempt.ranks:  # else it is a late word
+                attempt.reports[notice.rank], attempt.ending_since = notice, since
         elif (error := attempt.error_by(notice)) is not None:
+            attempt.ending_since = since
             self._check_ray()  # all ranks end without it
+            if not self._session.answers():
+                return  # to end the controller, this would wait for the head; Ray Train ends the ranks, too
             attempt.error = attempt.error or error
             if isinstance(notice, Ended):
                 self._hear_peers()

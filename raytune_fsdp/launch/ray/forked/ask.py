@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 
@@ -23,10 +24,10 @@ minute, and on a machine that is so busy Python needs the rest of it."""
 def main(template: str, argv: list[str]) -> None:
     pid = None
     try:
+        asked = json.dumps(wanted(argv)).encode()  # first: a template that is connected to waits for it
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             connection.connect(template)
-            asked = json.dumps(wanted(argv)).encode()
             socket.send_fds(connection, [len(asked).to_bytes(4, "big")], [0, 1, 2])
             connection.sendall(asked)
             pid = json.loads(connection.makefile("rb").readline() or b"{}").get("pid")
@@ -55,12 +56,20 @@ def wanted(argv: list[str]) -> dict[str, object]:
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "cpus": sorted(os.sched_getaffinity(0)),
         "limits": {name: list(resource.getrlimit(getattr(resource, name))) for name in LIMITS},
-        "groups": content("/proc/self/cgroup"),
+        "groups": groups(),
         "oom": content("/proc/self/oom_score_adj"),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "ignored": sorted(each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN),
     }
 
 
 LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+def groups() -> str:
+    """Return the control groups and namespaces of this process: a container may share the directory of a template."""
+    names = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+    return content("/proc/self/cgroup") + " ".join(os.readlink(f"/proc/self/ns/{name}") for name in names)
 
 
 def content(path: str) -> str:

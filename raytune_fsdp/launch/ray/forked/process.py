@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import runpy
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-SOCKET, LAUNCHER, LOG = "socket", "python", "log"
+SOCKET, LAUNCHER, ASK, LOG = "socket", "python", "ask.py", "log"
 """Files in the directory of a template."""
 OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 """Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
@@ -32,9 +33,12 @@ class Wanted:
     cpus: list[int]
     limits: dict[str, tuple[int, int]]
     groups: str
-    """Its control groups, as in /proc/self/cgroup."""
+    """Its control groups, as in /proc/self/cgroup, and its namespaces."""
     oom: str
     """How readily the kernel ends it when memory runs out."""
+    blocked: list[int]
+    ignored: list[int]
+    """Signals. Ray blocks SIGINT for all that it starts."""
     added: Mapping[str, str] = field(default_factory=dict)
     """Variables that imports have set."""
 
@@ -76,11 +80,9 @@ def run(wanted: Wanted, files: Sequence[int]) -> None:
 def _take_on(wanted: Wanted) -> None:
     import torch
 
-    if torch.cuda._is_in_bad_fork():
-        raise OSError("something that was imported has used a GPU, which a fork then cannot")
     os.setpgid(0, 0)  # Ray ends the process group of a worker that has ended: the templates must not be in it
     os.environ.clear()
-    os.environ.update({**wanted.env, **wanted.added})
+    os.environ.update({**wanted.added, **wanted.env})
     os.chdir(wanted.cwd)
     os.umask(wanted.umask)
     os.setpriority(os.PRIO_PROCESS, 0, wanted.nice)
@@ -90,6 +92,13 @@ def _take_on(wanted: Wanted) -> None:
             resource.setrlimit(getattr(resource, name), (soft, hard))
     with suppress(OSError):  # lowering it takes a right that not everybody has
         Path("/proc/self/oom_score_adj").write_text(wanted.oom)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if (signal.getsignal(number) == signal.SIG_IGN) != (number in wanted.ignored):
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in wanted.ignored else usual)
+    signal.pthread_sigmask(signal.SIG_SETMASK, wanted.blocked)
+    if torch.cuda._is_in_bad_fork():  # last: what Python then is started with is as it was asked for, too
+        raise OSError("something that was imported has used a GPU, which a fork then cannot")
     torch.default_generator.seed()  # as for every process; Python itself does that in a fork
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -38,6 +38,7 @@ from raytune_fsdp.launch.importing import importing
 from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import receive, user_of
 from raytune_fsdp.launch.ray.forked.process import (
+    ASK,
     LAUNCHER,
     OMP,
     SOCKET,
@@ -76,7 +77,7 @@ class Begun:
     """Readable once the process has ended."""
 
 
-class Template:
+class NodeTemplate:
     """Forks. `serve` returns, in each fork, what it is to be."""
 
     def __init__(self, lock: int, listener: socket.socket, env: Mapping[str, str]) -> None:
@@ -84,7 +85,7 @@ class Template:
         self._env = of_process(env)
         self._added = {name: value for name, value in os.environ.items() if name not in env}
         self._lock, self._listener = lock, listener
-        self._groups = ask.content("/proc/self/cgroup")
+        self._groups = ask.groups()
         self._worker = worker_of_ray()
         self._stamps = _stamps()
         self._selector = selectors.DefaultSelector()
@@ -156,7 +157,7 @@ class Template:
         if Path(wanted.argv[0]) != self._worker:
             return f"{wanted.argv[0]} is not {self._worker}"
         if wanted.groups != self._groups:
-            return "its control groups differ"
+            return "its control groups or namespaces differ"
         changed = next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
         return None if changed is None else f"{changed} has changed since it was imported"
 
@@ -177,10 +178,15 @@ class Template:
             waits.close()
             return wanted, files
         waits.close()
+        try:
+            begun = Begun(pid, connection, gate, os.pidfd_open(pid))
+        except OSError:  # no file is left, or a sandbox without it
+            gate.close()  # so it ends
+            os.waitpid(pid, 0)
+            raise
         for each in files:
             os.close(each)
         self._forks += 1
-        begun = Begun(pid, connection, gate, os.pidfd_open(pid))
         self._watch(connection, begun)
         self._watch(begun.end, begun)
         _answer(connection, pid=pid)
@@ -193,11 +199,13 @@ class Template:
                 if begun.connection.recv(16):
                     begun.gate.sendall(b"g")
                     return
-            with suppress(ProcessLookupError):
-                os.kill(begun.pid, signal.SIGKILL)
+            os.kill(begun.pid, signal.SIGKILL)
+            self._drop(begun.connection)
+            return  # nobody waits for it here: the kernel may take long to end it
         os.waitpid(begun.pid, 0)
         self._forks -= 1
-        self._drop(begun.connection)
+        if begun.connection.fileno() >= 0:
+            self._drop(begun.connection)
         self._drop(begun.end)
         begun.gate.close()
 
@@ -231,7 +239,7 @@ def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def _begin(directory: Path, package: Path) -> Template | None:
+def _begin(directory: Path, package: Path) -> NodeTemplate | None:
     """Do the imports; None if another template serves here, or this one would not import the caller's code."""
     import raytune_fsdp
     from raytune_fsdp.launch.quiet import quiet
@@ -260,11 +268,13 @@ def _begin(directory: Path, package: Path) -> Template | None:
     if _BY_NVML not in env:
         del os.environ[_BY_NVML]
     _say(f"ready after {time.monotonic() - began:.1f} s")
-    return Template(lock, listener, env)
+    return NodeTemplate(lock, listener, env)
 
 
 def _write_launcher(directory: Path) -> None:
-    program = [sys.executable, "-IS", ask.__file__, str(directory / SOCKET)]
+    # A copy: this directory may outlive a template that is killed, and the code that a job has brought with it.
+    shutil.copyfile(ask.__file__, directory / ASK)
+    program = [sys.executable, "-IS", str(directory / ASK), str(directory / SOCKET)]
     new = directory / f"{LAUNCHER}.new"
     new.write_text(f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n')
     new.chmod(0o700)
@@ -275,7 +285,8 @@ def main(directory: Path, package: Path, threads: str) -> None:
     if os.fork():
         os._exit(0)  # Ray ends the children of its processes with them: this one is to be nobody's
     os.environ.setdefault(OMP, threads)
-    sys.path[0] = str(worker_of_ray().parent)  # where Python puts the directory of a program that it runs
+    if not sys.flags.safe_path:
+        sys.path[0] = str(worker_of_ray().parent)  # where Python puts the directory of a program that it runs
     template = _begin(directory, package)
     if template is None:
         return

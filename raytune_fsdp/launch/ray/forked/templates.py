@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,9 @@ _ENDS_SECONDS = 2.0
 _OWN_PYTHON = {"pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight", "rocprof_sys", "java_jars"}
 """Fields of a job's runtime environment that decide which Python its workers are, or how that is started."""
 _PROGRAM = """
-[ -O {directory} ] && [ -x {directory}/{launcher} ] && exec {directory}/{launcher} "$@"
+[ -O {directory} ] && [ ! -L {directory} ] && [ -x {directory}/{launcher} ] && exec {directory}/{launcher} "$@"
 [ "$1" = {worker} ] && [ -x {python} ] && exec {python} "$@"
-p="${{1%/lib/python3*}}/bin/python3"; [ -x "$p" ] && exec "$p" "$@"
+p="${{1%/lib*/python3*}}/bin/python3"; [ -x "$p" ] && exec "$p" "$@"
 exec python3 "$@"
 """
 """What Ray starts for each worker, in bash: the template's launcher, else this process's Python where the node has the
@@ -52,7 +51,7 @@ class Templates:
     def __init__(self, config: ClusterConfig, run_dir: Path) -> None:
         self._threads = str(config.cpus_per_worker)  # as Ray sets OMP_NUM_THREADS for a rank
         self._env = config.env
-        self._directory = directory_of(run_dir)
+        self._directory = directory_of(run_dir, self._threads)
         self._here: Future[socket.socket | None] | None = None
         self._actors: dict[str, Any] = {}
         self.used = config.fork_workers and possible()
@@ -109,9 +108,14 @@ class _Owner:
             release(self._connection)
 
 
-def directory_of(run_dir: Path) -> Path:
-    """Return the directory of a run's templates, on every node the same. Another version has another one."""
-    of = [str(os.getuid()), str(run_dir), sys.prefix, version("raytune-fsdp"), version("ray")]
+def directory_of(run_dir: Path, threads: str) -> Path:
+    """Return the directory of a run's templates, on every node the same.
+
+    Another version or tree of the code has another one, and so has a command that gives its ranks another number of
+    threads: templates of the last one may live on for a minute.
+    """
+    tree = [sys.prefix, *raytune_fsdp.__path__, raytune_fsdp.__version__, ray.__version__]
+    of = [str(os.getuid()), str(run_dir), *tree, threads]
     return _PARENT / f"raytune-forks-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
 
 
@@ -119,8 +123,12 @@ def possible() -> bool:
     """Return whether workers of this process's job can be forked: nothing else decides how they are started."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
     own = (job.get("runtime_env") or {}).keys() & _OWN_PYTHON
-    hooked = "RAY_RUNTIME_ENV_HOOK" in os.environ or any(each.name() == "uv" for each in psutil.Process().parents())
-    return hasattr(os, "pidfd_open") and not own and not hooked and not is_verbose()
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        hooked = "RAY_RUNTIME_ENV_HOOK" in os.environ or any(each.name() == "uv" for each in psutil.Process().parents())
+    except (OSError, AttributeError, psutil.Error):  # an old kernel, a sandbox, no Linux; a parent that has just ended
+        return False
+    return not own and not hooked and not is_verbose()
 
 
 def own(directory: Path, threads: str, env: Mapping[str, str]) -> socket.socket | None:
@@ -140,7 +148,7 @@ def own(directory: Path, threads: str, env: Mapping[str, str]) -> socket.socket 
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         return _connected(directory, time.monotonic() + _BEGINS_SECONDS)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 
