@@ -23,6 +23,7 @@ from raytune_fsdp.launch.ray.nodes.spot import ENDPOINT
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.config_text import dump_config
 from tests.mlflow_server import whole
+from tests.ray.nodes import watched
 from tests.runs import GPT2, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -157,16 +158,25 @@ class Command:
         return code, self.output.read_text()
 
     def all(self) -> list[psutil.Process]:
-        """This process and all it has started, now."""
+        """This process and all it has started, now, with the workers of its Ray that were forked."""
         with contextlib.suppress(psutil.NoSuchProcess):
             own = psutil.Process(self.process.pid)
-            return [own, *own.children(recursive=True)]
+            return with_forks([own, *own.children(recursive=True)])
         return []
 
     def steps(self) -> int:
         with contextlib.suppress(OSError, IndexError, ValueError):
             return int(read_trajectory(self.run_dir / "metrics.jsonl")[-1]["step"])
         return 0
+
+
+def with_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Add the processes that were forked in the place of some of these, and are no children of theirs."""
+    found = list(processes)
+    for pid in {pid for process in processes for pid in watched(process)} - {each.pid for each in processes}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 class Nodes:

@@ -94,8 +94,8 @@ class Session:
         return self.lost() is None if self.head is None else self.head.answers()
 
     def close(self) -> None:
-        if self.templates is not None:
-            self.templates.end(ray_answers=self.answers())
+        if self.templates is not None and self.answers():
+            self.templates.end_on_nodes()
         ours = self.directory is None or not private.is_elsewhere(self.directory)
         workers = private.workers() if ours and self.directory is not None else []
         if self.head is not None:
@@ -152,9 +152,9 @@ def connecting(config: ClusterConfig, workers: int, templates: Templates | None 
         try:
             if session.exception() is None:
                 session.result().close()
-            elif templates is not None:
-                templates.end(ray_answers=False)
         finally:
+            if templates is not None:
+                templates.end_here()  # last: until then it ends the forks of what is killed
             closed.set()
             _late.remove(closed)
 

@@ -141,7 +141,7 @@ class NodeTemplate:
                 return self._begin(wanted, connection, files)
             _say(f"refused: {why}")
             _answer(connection, pid=None)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, IndexError) as error:  # from a process of ours, or not
             _say(f"a message was not understood: {error}")
         for each in files:
             os.close(each)

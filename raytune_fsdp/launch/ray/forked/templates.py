@@ -81,14 +81,15 @@ class Templates:
             owner = ray.remote(num_cpus=0, **at)(_Owner)
             self._actors[node] = owner.remote(str(self._directory), self._threads, self._env)
 
-    def end(self, *, ray_answers: bool) -> None:
-        """End them: the run is over, or will be begun again by another command at another time."""
+    def end_on_nodes(self) -> None:
+        """End those of a cluster: the run is over, or will be begun again by another command at another time."""
+        with suppress(RayError):
+            ray.get([actor.end.remote() for actor in self._actors.values()], timeout=_ENDS_SECONDS)
+
+    def end_here(self) -> None:
         here = None if self._here is None else self._here.result()
         if here is not None:
             release(here)
-        if ray_answers:
-            with suppress(RayError):
-                ray.get([actor.end.remote() for actor in self._actors.values()], timeout=_ENDS_SECONDS)
 
 
 class _Owner:
