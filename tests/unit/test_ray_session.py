@@ -84,7 +84,7 @@ def test_no_token_where_one_is_to_be_used_is_found_before_ray_ends_the_process(
 def test_a_busy_machine_gets_the_time_that_the_config_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[float] = []
 
-    def start(cpus: int, seconds: float) -> SimpleNamespace:
+    def start(cpus: int, seconds: float, templates: object) -> SimpleNamespace:
         tries.append(seconds)
         if len(tries) < 3:
             raise Exception("The current node timed out during startup. This could happen because")
@@ -102,7 +102,7 @@ def test_a_busy_machine_gets_the_time_that_the_config_gives_it(monkeypatch: pyte
 def test_another_failure_to_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    def start(cpus: int, seconds: float) -> None:
+    def start(cpus: int, seconds: float, templates: object) -> None:
         tries.append(cpus)
         raise OSError(28, "No space left on device")
 

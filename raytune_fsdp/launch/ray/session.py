@@ -239,7 +239,7 @@ def _joining(address: str) -> Iterator[None]:
         ) from error
 
 
-def _start(cpus: int, seconds: float, templates: Templates | None) -> Session:
+def _start(cpus: int, seconds: float, templates: Templates | None = None) -> Session:
     """Start a Ray, again where the machine was too busy for Ray's own limits, within these seconds."""
     began = time.monotonic()
     while True:
@@ -255,7 +255,7 @@ def _start(cpus: int, seconds: float, templates: Templates | None) -> Session:
             ) from error
 
 
-def _try_to_start(cpus: int, seconds: float, templates: Templates | None) -> Session:
+def _try_to_start(cpus: int, seconds: float, templates: Templates | None = None) -> Session:
     directory, lock = _own_directory()
     # Other users of this machine must not reach what runs here. Unless RAY_AUTH_MODE is set, Ray asks everyone for a
     # token. It would write one to the home directory; this one is for this run alone.
