@@ -25,9 +25,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
-from tests.disturbed import RECOVERY_SECONDS, Disturbed, compare, config_for, steps_of
+from tests.disturbed import RECOVERY_SECONDS, Disturbed, compare, conclude, config_for, steps_of
 from tests.mlflow_server import Server, whole
 from tests.ray.jobs import ROOT, Nodes, Pipe
 
@@ -278,13 +277,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         found = wreak(Path(name), arguments.seconds, arguments.seed, tree)
         problems = judge(found, exact=tree == ROOT)
-    if arguments.out is not None:
-        kept = {key: value for key, value in found.items() if key not in ("lines", "config")}
-        what = "chaos: faults, and what became of the run"
-        write_result(arguments.out, {"what": what, "seed": arguments.seed, **kept, "problems": problems})
-    for problem in problems:
-        print(problem)
-    return bool(problems)
+    return conclude(arguments.out, "chaos: faults, and what became of the run", arguments.seed, found, problems)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.record import write_result
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events, read_metrics
 from raytune_fsdp.record.names import SAVED
@@ -253,3 +254,13 @@ def compare(config: FinetuneConfig, lines: list[dict[str, Any]], *, exact: bool 
     if not both or any(saved[step] != others[step] for step in both):
         problems.append("a checkpoint has other weights than that of one rank")
     return len(both), problems
+
+
+def conclude(out: Path | None, what: str, seed: int, found: dict[str, Any], problems: list[str]) -> bool:
+    """Write what was found to a file, if one is named, and print the problems. Returns whether there are any."""
+    if out is not None:
+        kept = {key: value for key, value in found.items() if key not in ("lines", "config")}
+        write_result(out, {"what": what, "seed": seed, **kept, "problems": problems})
+    for problem in problems:
+        print(problem)
+    return bool(problems)

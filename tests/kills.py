@@ -30,10 +30,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.record import write_result
 from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events
-from tests.disturbed import KEEPER, RECOVERY_SECONDS, Disturbed, compare, config_for, steps_of
+from tests.disturbed import KEEPER, RECOVERY_SECONDS, Disturbed, compare, conclude, config_for, steps_of
 from tests.ray.jobs import Nodes, events
 
 RANKS, NODES = 3, 4
@@ -300,14 +299,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         found = endure(Path(name), arguments.kills, arguments.seed)
         problems = judge(found)
-    if arguments.out is not None:
-        kept = {key: value for key, value in found.items() if key not in ("lines", "config")}
-        kept["kills"] = [asdict(each) for each in kept["kills"]]
-        what = "kills: what was killed, and what became of the run"
-        write_result(arguments.out, {"what": what, "seed": arguments.seed, **kept, "problems": problems})
-    for problem in problems:
-        print(problem)
-    return bool(problems)
+    what = "kills: what was killed, and what became of the run"
+    found = {**found, "kills": [asdict(each) for each in found["kills"]]}
+    return conclude(arguments.out, what, arguments.seed, found, problems)
 
 
 if __name__ == "__main__":
