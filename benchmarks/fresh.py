@@ -162,3 +162,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+class Lines:
+    """Those of a JSON Lines file that grows: it is looked at often, so each line is read once. A file that is cut is
+    read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read, self._lines = path, 0, list[dict[str, Any]]()
+
+    def read(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read:
+                self._read, self._lines = 0, []
+            file.seek(self._read)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._read += len(line)
+                    self._lines.append(json.loads(line))
+        return self._lines

@@ -14,11 +14,13 @@ conversations, nothing of it in a cache. In turn, and each round begins with the
 - driver: on such a cluster, which stays, the command is killed and given again at once; from the kill to the end of the
   next step that is trained
 
-What is lost is lost once the run is five steps past its first checkpoint.
+What is lost is lost once the run is five steps past its first checkpoint; a node half a minute later, as most are lost
+long after a start: what our ranks are forked from is made on each node after the first step, and here all nodes share
+this machine's cores.
 
 Of both sides, the wall clock (`total`) and the processor time (`processor`) of the command and of all processes below
 it, or of the cluster: Ray's, the ranks, those that have ended. Before each of these in each round the script waits up
-to three minutes for the machine's load (of the last minute) to fall below 1, and records it. The ratio that counts is
+to five minutes for the machine's load (of the last minute) to fall below 1, and records it. The ratio that counts is
 that of the wall clock if every round began below 1, else that of processor time, since other work then decides what the
 clock says. A ratio is the median over the rounds of ours by bare in the same round; with it come the lowest and the
 highest.
@@ -52,7 +54,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from benchmarks.fresh import REPOSITORY, Command, ProcessorTime, environment, read_lines, warm_up
+from benchmarks.fresh import REPOSITORY, Command, Lines, ProcessorTime, environment, read_lines, warm_up
 from benchmarks.record import write_result
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
@@ -60,7 +62,9 @@ from raytune_fsdp.launch.ray.resources import local_cpus
 from tests.ray.jobs import Nodes
 
 SAVE_EVERY, KILL_AT, STEPS = 20, 25, 50
-CALM, SETTLE_SECONDS = 1.0, 180
+LATER_SECONDS, MORE_STEPS = 30, 5000
+"""How much later a node is lost, and the length of that run, which is not waited for."""
+CALM, SETTLE_SECONDS = 1.0, 300
 """The load above which the clock does not count, and how long a round waits for it to fall."""
 FAULTS = {"rank": ("start", "recovery"), "node": ("node",), "driver": ("driver",)}
 """What is lost, and what is measured of that."""
@@ -70,9 +74,10 @@ COLUMNS = (*PHASES, *MEASURED)
 Seconds = dict[str, float]
 
 
-def config(directory: Path, workers: int, *, on_nodes: bool) -> dict[str, Any]:
-    """`on_nodes`: each rank on a node of its own, of those that have room for one (`cluster`)."""
-    place = {"resources_per_worker": {"rank": 1}} if on_nodes else {}
+def config(directory: Path, workers: int, fault: str) -> dict[str, Any]:
+    # Each rank on a node of its own, of those that have room for one (`cluster`).
+    place = {} if fault == "rank" else {"resources_per_worker": {"rank": 1}}
+    steps = MORE_STEPS if fault == "node" else STEPS
     return {
         "run": {"name": "run", "storage": str(directory), "seed": 7},
         "model": {
@@ -87,7 +92,7 @@ def config(directory: Path, workers: int, *, on_nodes: bool) -> dict[str, Any]:
         "data": {"train": [{"path": str(CONVERSATIONS)}], "seq_len": 256, "window": 64},
         "parallel": {"precision": "fp32"},
         "optim": {"lr": 1e-3},
-        "train": {"global_batch": 4, "micro_batch": 2, "max_steps": STEPS},
+        "train": {"global_batch": 4, "micro_batch": 2, "max_steps": steps},
         "checkpoint": {"every": SAVE_EVERY},
         "tracking": {"mlflow": {"enabled": False}},
         "cluster": {"workers": workers, "device": "cpu", **place},
@@ -111,12 +116,13 @@ class Side(Protocol):
 class Ours:
     def __init__(self, directory: Path) -> None:
         self.directory, self.run = directory, directory / "run"
+        self._metrics = Lines(self.run / "metrics.jsonl")
 
     def command(self) -> list[str]:
         return [str(REPOSITORY / "jobs" / "finetune.py"), "--config", str(self.directory / "config.yaml")]
 
     def steps(self) -> list[tuple[int, int]]:
-        lines = read_lines(self.run / "metrics.jsonl")
+        lines = self._metrics.read()
         return [(line["attempt"], line["trajectory"]["step"]) for line in lines if line["kind"] == "step"]
 
     def process_of(self, rank: int) -> int:
@@ -142,7 +148,9 @@ class Ours:
 
 class Bare:
     def __init__(self, directory: Path, *, dashboard: bool = False) -> None:
-        self.directory, self.marks, self.dashboard = directory, directory / "marks.jsonl", dashboard
+        self.directory, self.dashboard = directory, dashboard
+        self.marks = directory / "marks.jsonl"
+        self._lines = Lines(self.marks)
 
     def command(self) -> list[str]:
         # Not as a file: ranks would import what lies beside it in the place of packages of that name.
@@ -150,7 +158,7 @@ class Bare:
         return [*script, str(self.directory / "config.yaml"), str(self.marks), *["--dashboard"] * self.dashboard]
 
     def steps(self) -> list[tuple[int, int]]:
-        return [(line["pid"], line["step"]) for line in read_lines(self.marks) if line["what"] == "step"]
+        return [(line["pid"], line["step"]) for line in self._lines.read() if line["what"] == "step"]
 
     def process_of(self, rank: int) -> int:
         return int(self._joined(rank)["pid"])
@@ -184,7 +192,11 @@ def cluster(directory: Path, workers: int, cpus: int) -> Iterator[tuple[Nodes, d
 
 def until_past_a_checkpoint(side: Side, command: Command) -> int:
     """Returns the attempt."""
-    command.wait_for(lambda: (steps := side.steps()) and steps[-1][1] >= KILL_AT or None, f"step {KILL_AT}")
+    past = KILL_AT % SAVE_EVERY
+    command.wait_for(
+        lambda: (steps := side.steps()) and steps[-1][1] >= KILL_AT and steps[-1][1] % SAVE_EVERY >= past or None,
+        f"step {KILL_AT}",
+    )
     return side.steps()[-1][0]
 
 
@@ -229,13 +241,14 @@ def measure_node(side: Side, name: str, directory: Path, workers: int, cpus: int
         counted(nodes) as processor,
         Command(side.command(), directory / f"{name}.log", joining(nodes, directory), processor) as command,
     ):
+        until_past_a_checkpoint(side, command)
+        time.sleep(LATER_SECONDS)
         attempt = until_past_a_checkpoint(side, command)
         lost, until_kill = names[side.node_of(workers - 1)], processor.seconds()
         killed = time.time()
         nodes.kill(lost)
         recovered = until_it_trains(side, command, attempt)
         since_kill = processor.seconds() - until_kill
-        command.finish()
     return {"node": {**side.phases(killed, again=True), "total": recovered - killed, "processor": since_kill}}
 
 
@@ -279,11 +292,11 @@ def run_once(fault: str, kind: str, number: int, options: argparse.Namespace) ->
     workers = options.workers
     cpus = local_cpus(ClusterConfig(workers=workers, device="cpu"), workers)
     try:
-        values = config(directory, workers, on_nodes=fault != "rank")
+        values = config(directory, workers, fault)
         (directory / "config.yaml").write_text(yaml.safe_dump(values))
         side: Side = Ours(directory) if kind == "ours" else Bare(directory, dashboard=options.dashboard)
         measured = MEASURE[fault](side, f"{kind}-{fault}-{number}", directory, workers, cpus)
-        assert side.steps()[-1][1] == STEPS, f"{kind}, {fault}: last step {side.steps()[-1][1]}"
+        assert fault == "node" or side.steps()[-1][1] == STEPS, f"{kind}, {fault}: last step {side.steps()[-1][1]}"
         return measured
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -329,7 +342,7 @@ def settle(seconds: float) -> float:
     until = time.monotonic() + seconds
     while (load := os.getloadavg()[0]) >= CALM and time.monotonic() < until:
         time.sleep(1)
-    return round(load, 2)
+    return int(load * 100) / 100  # rounded up it might not be below 1 any more
 
 
 def arguments() -> argparse.Namespace:

@@ -23,7 +23,7 @@ from raytune_fsdp.launch.ray.nodes.spot import ENDPOINT
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.config_text import dump_config
 from tests.mlflow_server import whole
-from tests.ray.nodes import watched
+from tests.ray.nodes import with_forks
 from tests.runs import GPT2, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -168,15 +168,6 @@ class Command:
         with contextlib.suppress(OSError, IndexError, ValueError):
             return int(read_trajectory(self.run_dir / "metrics.jsonl")[-1]["step"])
         return 0
-
-
-def with_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Add the processes that were forked in the place of some of these, and are no children of theirs."""
-    found = list(processes)
-    for pid in {pid for process in processes for pid in watched(process)} - {each.pid for each in processes}:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
 
 
 class Nodes:

@@ -87,13 +87,20 @@ def processes_of(node: Any) -> list[psutil.Process]:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(each.process.pid)
                 found += [process, *process.children(recursive=True)]
-    pids = {pid for process in found for pid in watched(process)} - {each.pid for each in found}
-    for forked in psutil.Process().children(recursive=True):
-        if forked.pid in pids:
-            with suppress(psutil.NoSuchProcess):
-                template = forked.parent()  # which forks for this node only
-                found += [template, *template.children(recursive=True)] if template else [forked]
-    return list(dict.fromkeys(found))
+    return with_forks(found)
+
+
+def with_forks(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Add the processes that were forked in the place of some of these, which are no children of theirs.
+
+    Not the template that they are forked from: that of this machine serves all nodes that tests have on it.
+    """
+    found = dict.fromkeys(processes)
+    for pid in {pid for process in processes for pid in watched(process)}:
+        with suppress(psutil.NoSuchProcess):
+            forked = psutil.Process(pid)
+            found |= dict.fromkeys([forked, *forked.children(recursive=True)])
+    return list(found)
 
 
 def watched(process: psutil.Process) -> list[int]:
