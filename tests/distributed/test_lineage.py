@@ -229,7 +229,7 @@ def test_a_chain_of_three_forks_is_audited_to_its_root(tmp_path: Path, called: C
         ("betas", "rate", 8, "--optim.beta2=0.9"),
         ("longer", "betas", 12, "--train.max_steps=20"),
     ):
-        extra = ["--optim.schedule_steps=20"] if name == "longer" else []
+        extra = ["--tracking.console=true", *(["--optim.schedule_steps=20"] if name == "longer" else [])]
         code, said = called("fork", str(_run(tmp_path, parent)), "--at", str(at), "--name", name, change, *extra)
         assert code == 0 and f"a fork of {parent} after step {at}, with" in said, said
     found = read_lineage(_run(tmp_path, "longer"))
@@ -250,11 +250,9 @@ def test_a_chain_of_three_forks_is_audited_to_its_root(tmp_path: Path, called: C
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     lines[2]["trajectory"]["loss"] += 1e-3
     record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    code, said = called("audit", str(_run(tmp_path, "longer")), "--chain")
-    assert code == 4 and said.count("**Passed**") == 3 and "First difference: step 7: loss is" in said, said
+    code, said = called("audit", str(_run(tmp_path, "rate")), "--chain", "--to", "8")
+    assert code == 4 and said.count("**Passed**") == 1 and "First difference: step 7: loss is" in said, said
     shutil.rmtree(base)
-    code, said = called("audit", str(_run(tmp_path, "rate")))
-    assert code == 0 or "rate" in said
     code, said = called("audit", str(_run(tmp_path, "rate")), "--from", "4", "--to", "8")
     assert code == 2 and "is not a directory" in said and "--from" in said, said
 
@@ -277,6 +275,7 @@ def test_every_state_is_taken_over(tmp_path: Path, sections: dict[str, Any]) -> 
     check_same_end(tmp_path, "base", "fork")
 
 
+@SLOW
 def test_its_checkpoints_and_its_parents_may_be_elsewhere(tmp_path: Path) -> None:
     """And a fork of a fork at the last step of its parent, made longer."""
     elsewhere = {"checkpoint": {"storage": str(tmp_path / "elsewhere")}}
