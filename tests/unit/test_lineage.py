@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -133,6 +136,39 @@ def test_a_pin_that_comes_too_late_is_taken_back_and_its_fork_refused(
     with pytest.raises(ResumeError, match=r"step-00000002.a1 was pruned while .*base has those of steps 4 \(older"):
         pin(_child(tmp_path), _parent(place, 2))
     assert list(pins_of(place.path)) == []
+
+
+@pytest.mark.thorough
+def test_of_a_pin_and_a_removal_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either the fork has its checkpoint for good, or it is refused and leaves no pin."""
+    monkeypatch.setattr("raytune_fsdp.run.forks.pins._LOOK_SECONDS", 0.002)
+    place, chance, kept = _committed(tmp_path), random.Random(5), 0
+    for number in range(1, 151):
+        _committed(tmp_path, number)
+        parent, child, together = _parent(place, number), RunDir(tmp_path / f"c{number}", ""), threading.Barrier(2)
+        late = chance.uniform(-1e-3, 1e-3)
+
+        def remove(
+            name: str = parent.checkpoint.name, together: threading.Barrier = together, late: float = late
+        ) -> None:
+            together.wait()
+            time.sleep(max(0.0, late))
+            remove_unpinned(PosixStorage(place.checkpoints), name, lambda name: is_pinned(place, name))
+
+        remover = threading.Thread(target=remove)
+        remover.start()
+        together.wait()
+        time.sleep(max(0.0, -late))
+        try:
+            pin(child, parent)
+            pinned = True
+        except ResumeError:
+            pinned = False
+        remover.join()
+        assert (parent.checkpoint in committed(place.checkpoints)) == pinned
+        assert (unpin(place.path, pin_name(child.path)) is not None) == pinned
+        kept += pinned
+    assert 0 < kept < 150, "both may win"
 
 
 def test_a_pin_is_taken_from_a_fork_by_its_path(tmp_path: Path) -> None:
