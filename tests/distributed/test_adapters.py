@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
@@ -73,6 +74,18 @@ def config_of(
 
 def run_dir(config: FinetuneConfig) -> Path:
     return Path(config.run.storage) / config.run.name
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("whole", marks=SLOW)])
+def test_a_fork_has_its_parents_adapters_and_base(tmp_path: Path, kind: str) -> None:
+    """And goes on when the parent is gone."""
+    whole = trajectory(config_of(tmp_path, "llama", METHODS[kind]), 2)
+    fork = {"name": "fork", "fork": {"run": "run", "step": 4}}
+    config = config_of(tmp_path, "llama", METHODS[kind])
+    config = config.model_copy(update={"run": type(config.run).model_validate({**config.run.model_dump(), **fork})})
+    trajectory(config, 2, stop_after=6)
+    shutil.rmtree(tmp_path / "runs" / "run")
+    assert trajectory(config, 2) == whole[4:]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,24 @@ def test_save_kill_resume_and_prune(busy: Throttling, tmp_path: Path) -> None:
         assert step == 1 and all((weights[name] == tensor.numpy()).all() for name, tensor in wanted.items())
 
 
+def test_a_fork_of_a_run_in_a_store(busy: Throttling, tmp_path: Path) -> None:
+    """Its parent goes on meanwhile, and prunes what is not pinned."""
+    storage = {"storage": "s3://bucket/forks", "every": 2, "keep_last": 2, "asynchronous": False}
+    whole = trajectory(make_config(tmp_path, GPT2, train=TRAIN), 1)
+    base = make_config(tmp_path, GPT2, run={"name": "base"}, train=TRAIN, checkpoint=storage)
+    trajectory(base, 1, stop_after=4)
+    fork = {"name": "fork", "fork": {"run": "base", "step": 2}}
+    config = make_config(tmp_path, GPT2, run=fork, train=TRAIN, checkpoint=storage)
+    trajectory(config, 1, stop_after=4)
+    trajectory(base, 1)
+    assert [found.step for found in committed("s3://bucket/forks/base/checkpoints")] == [2, 10, 12]
+    assert trajectory(config, 1) == whole[2:]
+    root = "s3://bucket/forks/fork/checkpoints"
+    first, last = committed(root)
+    assert not storage_at(root).remove(first.name, lambda: True) and committed(root) == [first, last]
+    assert storage_at(root).remove(first.name) and committed(root) == [last]
+
+
 def train_and_die_while_saving(values: dict[str, Any]) -> None:
     """Rank 1 is killed when its file is with the store."""
     import signal
