@@ -145,6 +145,11 @@ class FinetuneConfig(Section):
                 "method.train_added_tokens=true: model.add_tokens names no token, so there are no rows to train: name "
                 "the tokens there, or leave train_added_tokens out"
             )
+        if self.run.stop_after is not None and self.eval.where == "task":
+            raise ValueError(
+                f"run.stop_after={self.run.stop_after} with eval.where=task: a run that stops does not wait for its "
+                "tasks: set eval.where=ranks, or leave stop_after out"
+            )
         if self.tracking.mlflow.register is not None and not self.export.at_end:
             raise ValueError(
                 f"tracking.mlflow.register={self.tracking.mlflow.register} registers the export at the end: set "

@@ -61,7 +61,7 @@ from raytune_fsdp.run.resume import (
     identity_of,
     own_code,
 )
-from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, resume_point_of
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, end_if_there, resume_point_of
 from raytune_fsdp.run.starting_weights import (
     StartingWeights,
     find_adapter,
@@ -149,7 +149,9 @@ def prepare(
     prepared = learned_from(config, compared(config, prepared, directory))
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     _check_with_length(config, standing, metrics_of_run(config, evals, tasks), dry=dry)
-    return prepared, confirm_complete(config, prepared, standing)
+    standing = confirm_complete(config, prepared, standing)
+    end_if_there(config, prepared, standing)
+    return prepared, standing
 
 
 def _check_with_length(config: FinetuneConfig, standing: ResumePoint, metrics: Sequence[str], *, dry: bool) -> None:

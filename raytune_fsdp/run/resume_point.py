@@ -14,8 +14,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.collectives import on_rank0
-from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.base.errors import Interrupted, RaytuneError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
@@ -32,7 +33,7 @@ from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
-from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
+from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing, owes
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, TeacherModel
@@ -107,6 +108,8 @@ class ResumePoint:
     """Whether all steps are trained, and a crash has kept the last evaluation, or some answers, from being made."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
+    stop_after: int | None = None
+    """The step after which the run is to stop (`run.stop_after`)."""
     behind: CommittedCheckpoint | None = None
     """The newest committed checkpoint, if the run continues from a peer copy."""
 
@@ -121,15 +124,26 @@ class ResumePoint:
         return self.behind if self.from_peers else self.checkpoint
 
     @property
+    def over(self) -> bool:
+        """Whether all steps of the run are trained."""
+        return self.ended_early or self.state.step >= self.plan.steps
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the next attempt ends, if nothing ends it before."""
+        last = self.state.step if self.over else self.plan.steps
+        return last if self.stop_after is None else max(self.state.step, min(self.stop_after, last))
+
+    @property
     def steps_left(self) -> range:
-        """The steps from here to the end of the run; steps count from 1."""
-        return range(self.state.step + 1, (self.state.step if self.ended_early else self.plan.steps) + 1)
+        """The steps that the next attempt trains, unless something ends it before; steps count from 1."""
+        return range(self.state.step + 1, self.last_step + 1)
 
     @property
     def complete(self) -> bool:
         # A run that has come to its end leaves more than a recovery point.
         lasting = self.checkpoint is None or self.checkpoint.lasting
-        return not self.steps_left and not self.owes_evaluation and lasting
+        return self.over and not self.owes_evaluation and lasting
 
 
 def resume_point_of(
@@ -146,8 +160,9 @@ def resume_point_of(
         plan=plan,
         ended_early=_ended_early(config, prepared, found.state.step),
         windows_built=windows_built,
+        stop_after=config.run.stop_after,
     )
-    if standing.steps_left:
+    if not standing.over:
         return standing
     exam = evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)
     return replace(standing, owes_evaluation=owes(prepared.place, found.state.step, exam))
@@ -193,6 +208,28 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
             break
         standing = _look_without(config, prepared, standing, problem)
     return standing
+
+
+def end_if_there(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> None:
+    """Raise Interrupted if the run has come to `run.stop_after`, and an attempt would find nothing to do there."""
+    step, found = standing.state.step, standing.checkpoint
+    if standing.stop_after is None or standing.over or standing.steps_left or not (found and found.lasting):
+        return
+    exam = evaluation_of_run(config, prepared.evals, prepared.tasks)
+    try:
+        missing = standing.plan.due(step, standing.plan.eval_every) and is_missing(prepared.place, step, exam)
+    except RaytuneError:  # a broken record: the attempt mends it
+        return
+    if not missing:
+        raise stopped_there(step)
+
+
+def stopped_there(step: int) -> Interrupted:
+    """Return the error that ends a command at `run.stop_after`."""
+    return Interrupted(
+        f"stopped {StopReason.ASKED.words} after step {step}, which is saved; with a later run.stop_after, or without "
+        "it, the same command continues from there"
+    )
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:

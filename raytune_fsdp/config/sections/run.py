@@ -44,6 +44,11 @@ class RunConfig(Section):
     """`auto` continues from the newest complete checkpoint, or starts from scratch if there is none; `never` refuses a
     directory that has a checkpoint; `always` refuses one that has none."""
 
+    stop_after: int | None = Field(default=None, ge=1)
+    """End after this step as if the run had been asked to stop there: with a checkpoint, and the evaluation if one is due.
+    Without it, or with a later one, the same command goes on. It changes neither the run's length nor its learning
+    rates."""
+
     @property
     def repeats_bits(self) -> bool:
         """Whether only kernels are used that give the same bits every time."""

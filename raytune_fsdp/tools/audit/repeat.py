@@ -30,7 +30,7 @@ def repeat_of(
         )
     schedule = lengths[0] if lengths else config.optim.schedule_steps
     sections: dict[str, Any] = {
-        "run": {"storage": str(directory), "resume": "auto"},
+        "run": {"storage": str(directory), "resume": "auto", "stop_after": None},
         "data": {
             # The run's own cache has what the run was trained on, whatever the rows of its data are now.
             "cache": config.data.cache.model_copy(

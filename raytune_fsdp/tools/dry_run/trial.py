@@ -19,7 +19,7 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
     asked = config.optim.schedule_steps or config.train.max_steps or STEPS
     schedule = max(asked, config.optim.warmup_steps or 0, STEPS)
     sections: dict[str, Any] = {
-        "run": {"storage": str(directory), "resume": "auto"},
+        "run": {"storage": str(directory), "resume": "auto", "stop_after": None},
         "data": {
             "cache": config.data.cache.model_copy(update={"path": str(directory / "cache")}),
             **({} if config.data.eval_decides_training else {"eval": []}),
