@@ -1,0 +1,13 @@
+"""Sweeps: many runs that are compared, and what decides which of them go on.
+
+spec.py        what a user may write in sweep.yaml, read and checked
+space.py       the trials of a sweep, their names and their configs
+search.py      which values trials get: grid, random, Optuna
+log.py         the sweep's log, the truth about a sweep: its entries, and the file
+schedulers/    which trials train on, and up to which step
+turn.py        one turn: from the log and what trials have measured to what is decided, and what may run now
+table.py       the leaderboard, and trials compared over seeds
+
+All of this is pure: no processes, no clock, no torch or Ray. What a sweep decides follows from its log alone, so
+whatever is killed costs nothing but time, and two sweeps can be compared by `cmp` of their logs.
+"""
