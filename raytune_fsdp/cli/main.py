@@ -18,6 +18,7 @@ PROGRAM = "raytune-fsdp"
 
 COMMANDS = {
     "train": "fine-tune a model",
+    "sweep": "train many runs that differ in some values, and find the best",
     "data": "look at the data, count it, remove old prepared data",
     "plan": "show what a config amounts to, without starting anything",
     "doctor": "check machine, cluster, storage and services before a run",

@@ -73,7 +73,9 @@ class Child:
         return self.code() is not None
 
     def kill(self) -> None:
-        self._process.kill()
+        """End it at once, with the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def error(self) -> str:
