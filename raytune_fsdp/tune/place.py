@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.log import LOG_FILE, TIMES_FILE
-from raytune_fsdp.tune.spec import SweepSpec
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig  # loads pydantic
+    from raytune_fsdp.tune.spec import SweepSpec
 
 SWEEP_FILE, BEST_FILE, MLFLOW_ID_FILE = "sweep.yaml", "best.yaml", "mlflow_run_id"
 
@@ -45,9 +48,13 @@ class SweepDir:
     def mlflow_id(self) -> Path:
         return self.path / MLFLOW_ID_FILE
 
+    @property
+    def outputs(self) -> Path:
+        """What the commands of trials have printed, a file for each run."""
+        return self.path / "logs"
+
     def output(self, run: str) -> Path:
-        """What the commands of a trial's run have printed."""
-        return self.path / "logs" / f"{run}.log"
+        return self.outputs / f"{run}.log"
 
 
 def as_run(spec: SweepSpec, config: FinetuneConfig) -> FinetuneConfig:
@@ -56,8 +63,3 @@ def as_run(spec: SweepSpec, config: FinetuneConfig) -> FinetuneConfig:
     run = config.run.model_copy(update={"name": spec.name, "storage": spec.storage})
     checkpoint = config.checkpoint.model_copy(update={"storage": None})
     return config.model_copy(update={"run": run, "checkpoint": checkpoint})
-
-
-def lock_of(spec: SweepSpec, config: FinetuneConfig) -> Path:
-    """Return the path of the sweep's lock."""
-    return RunDir.of(as_run(spec, config)).lock

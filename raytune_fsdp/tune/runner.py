@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from raytune_fsdp.base.errors import ConfigError, Interrupted
+from raytune_fsdp.base.errors import ConfigError, Interrupted, TrainingError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import RunDir
@@ -19,7 +19,7 @@ from raytune_fsdp.record.report.overview import last_step
 from raytune_fsdp.tune.board import Board
 from raytune_fsdp.tune.children import Child
 from raytune_fsdp.tune.cluster import Cluster
-from raytune_fsdp.tune.log import Entry, SweepLog, Trial, TrialEnded, Value, generation, trials_in
+from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import config_of, run_name_of
@@ -67,6 +67,7 @@ class Runner:
         self,
         spec: SweepSpec,
         scheduler: Scheduler,
+        log: SweepLog,
         *,
         stops: Callable[[], int],
         board: Board,
@@ -82,16 +83,18 @@ class Runner:
         self._cluster = cluster
         self._parent = parent
         self._place = SweepDir.of(spec)
-        self.log = SweepLog(self._place.log)
+        self.log = log
         self._runs: dict[int, TrialRun] = {}
         self._found: list[Found] = []
         """What the records of the newest runs hold, in the order in which it was found."""
+        self._news = 0
+        """How much was ever found."""
         self._hours = hours_used(self._place.times)
         self._until = None if spec.budget.until is None else datetime.fromisoformat(spec.budget.until).astimezone()
         self._read_at = 0.0
 
-    def run(self) -> Sequence[Entry]:
-        """Train until the sweep is over; return its log. Raises Interrupted if it is to stop before."""
+    def run(self) -> None:
+        """Train until the sweep is over. Raises Interrupted if it is to stop before."""
         try:
             while True:
                 now = turn(self._spec, self._scheduler, self.log.entries, self._found)
@@ -99,30 +102,29 @@ class Runner:
                     self.log.append(now.entries)
                     self._board.decided(self.log.entries, now.entries)
                 if now.over:
-                    return self.log.entries
+                    return
                 if self._begin(now.stretches):
                     continue  # a record says more than the log
+                if not any(run.child is not None or run.waits for run in self._runs.values()):
+                    done = ", ".join(f"{self._runs[each.trial].name} to {each.until}" for each in now.stretches)
+                    raise TrainingError(f"the sweep stands still: nothing follows from what is trained ({done})")
                 self._board.show(self._runs.values())
                 self._wait()
         finally:
             self._end_all()
 
-    def measured(self) -> dict[int, Measured]:
-        """Return what the runs of trials have measured, by the trials' numbers."""
-        return {trial: run.measured for trial, run in self._runs.items()}
-
     # --- What may run ------------------------------------------------------------------------------------------------
 
     def _begin(self, stretches: Sequence[Stretch]) -> bool:
         """Start what may run and does not. Return whether anything was found instead, in the record of a run."""
-        trials = {trial.number: trial for trial in trials_in(self.log.entries)}
+        before, trials = self._news, {trial.number: trial for trial in trials_in(self.log.entries)}
         runs = {stretch.trial: self._run_of(stretch, trials[stretch.trial]) for stretch in stretches}
         # Until a fork has begun, its source stays where it is: it could remove the checkpoint.
         sources = {each.fork[0] for each in stretches if each.fork and not runs[each.trial].measured.began}
         for number, run in self._runs.items():
             if run.child is not None and number not in runs and not run.child.asked:
                 run.child.stop()
-        before, spent = len(self._found), self._spent()
+        spent = self._spent()
         for stretch in stretches:
             run, busy = runs[stretch.trial], [each for each in self._runs.values() if each.child is not None]
             if run.child is not None or run.ended is not None or run.measured.has(stretch.until):
@@ -135,9 +137,9 @@ class Runner:
                 continue
             if self._is_free(run):
                 self._start(run, stretch)
-        if spent and not any(run.child is not None for run in self._runs.values()) and len(self._found) == before:
+        if spent and not any(run.child is not None for run in self._runs.values()) and self._news == before:
             raise Interrupted(f"{spent}; the same command with more goes on")
-        return len(self._found) > before
+        return self._news > before
 
     def _run_of(self, stretch: Stretch, trial: Trial) -> TrialRun:
         """Return the run of a trial in which this stretch is trained."""
@@ -185,7 +187,7 @@ class Runner:
 
     def _wait(self) -> None:
         """Wait until a process has ended, or a record has more in it."""
-        before, began = len(self._found), time.monotonic()
+        before, began = self._news, time.monotonic()
         while True:
             if self._stops():
                 raise Interrupted("the sweep was stopped; the same command goes on")
@@ -205,7 +207,7 @@ class Runner:
                         ended |= run.measured.began and not began_before
                 self._board.show(self._runs.values())
             waiting = any(run.waits for run in self._runs.values()) or not any(run.child for run in self._runs.values())
-            if ended or len(self._found) > before or (waiting and time.monotonic() - began > _READ_SECONDS):
+            if ended or self._news > before or (waiting and time.monotonic() - began > _READ_SECONDS):
                 return
             time.sleep(_LOOK_SECONDS)
 
@@ -219,9 +221,9 @@ class Runner:
                 f"metric={metric}: the evaluations of {run.name} have no such value; they have "
                 f"{', '.join(sorted(measured))}"
             )
-        self._found += [
-            Value(number, step, value) for step, value in run.measured.values.items() if step not in known
-        ]
+        new = [Value(number, step, value) for step, value in run.measured.values.items() if step not in known]
+        self._found += new
+        self._news += len(new)
         if run.measured.over and run.child is None:
             self._over(number, run)
 
@@ -230,6 +232,7 @@ class Runner:
             step = run.measured.committed if error else max(run.measured.values, default=run.measured.committed)
             run.ended = TrialEnded(number, step, error)
             self._found.append(run.ended)
+            self._news += 1
 
     def _ended(self, number: int, run: TrialRun, code: int) -> None:
         """Look at what a process has left that has ended with this code."""

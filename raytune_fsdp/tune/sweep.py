@@ -20,15 +20,16 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import Board
 from raytune_fsdp.tune.cluster import ray_for
-from raytune_fsdp.tune.log import Entry, Trial, changes_now, generation, trials_in
+from raytune_fsdp.tune.log import Entry, SweepLog, Trial, changes_now, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir, as_run
 from raytune_fsdp.tune.runner import Runner
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
-from raytune_fsdp.tune.space import check_trials, config_of, trials_of
+from raytune_fsdp.tune.space import check_trials, config_of, run_name_of, trials_of
 from raytune_fsdp.tune.spec import SweepSpec
 from raytune_fsdp.tune.table import leaderboard
 from raytune_fsdp.tune.tracked import Tracked
+from raytune_fsdp.tune.turn import turn
 from raytune_fsdp.tune.values import measured_in
 
 
@@ -37,8 +38,7 @@ class SweepResult:
     """What a sweep has come to."""
 
     log: Sequence[Entry]
-    best: Trial | None
-    """None: no trial has been measured."""
+    best: Trial
     place: SweepDir
 
 
@@ -70,6 +70,8 @@ def sweep(
     with locked(run), Signals() as signals:
         signals.hold()  # from here on they are looked at between two looks at the trials
         make_private(place.path)
+        log = SweepLog(place.log)
+        turn(spec, scheduler, log.entries, ())  # refused, if it is the log of another sweep
         replace_durably(place.spec, dump(_recorded(spec)), private=True)
         before(configs, scheduler)
         tracked, token = Tracked(spec, first), token_of(lease_of(RunDir.of(run).lock))
@@ -78,24 +80,21 @@ def sweep(
         def stops() -> int:
             return signals.count + is_asked_to_stop(place.path, token)
 
-        log: Sequence[Entry] = ()
         over = False
         try:
             with ray_for(first, spec.concurrent) as cluster:
                 if cluster.about is not None:
                     board.say(f"Ray for all trials: {cluster.about}")
-                runner = Runner(spec, scheduler, stops=stops, board=board, cluster=cluster, parent=tracked.id)
-                log = runner.log.entries
-                log = runner.run()
+                Runner(spec, scheduler, log, stops=stops, board=board, cluster=cluster, parent=tracked.id).run()
                 over = True
         finally:
-            best = put_best(spec, log)
-            row = next((row for row in leaderboard(log) if best is not None and row.trial == best), None)
-            name = None if best is None else config_of(spec, best).run.name
-            tracked.end(log, name, None if row is None else row.value, over=over)
+            best = put_best(spec, log.entries)
+            row = next((row for row in leaderboard(log.entries) if best is not None and row.trial == best), None)
+            name = None if best is None else run_name_of(spec, best, generation(best.number, log.entries))
+            tracked.end(log.entries, name, None if row is None else row.value, over=over)
     if best is None:
-        raise TrainingError(f"no trial of {spec.name} was measured: {place.output('').parent} has what they have said")
-    return SweepResult(log=log, best=best, place=place)
+        raise TrainingError(f"no trial of {spec.name} was measured: {place.outputs} has what they have said")
+    return SweepResult(log=log.entries, best=best, place=place)
 
 
 def last_measured(spec: SweepSpec, log: Sequence[Entry]) -> Mapping[int, Mapping[str, float]]:
