@@ -45,6 +45,8 @@ class TrialRun:
     config: FinetuneConfig
     place: RunDir
     generation: int
+    begins: int
+    """The step of the fork that it is; 0 if it is none."""
     signs: Signs
     measured: Measured = field(default_factory=Measured)
     ended: TrialEnded | None = None
@@ -150,8 +152,9 @@ class Runner:
         config = config_of(self._spec, trial, stretch.changes, stretch.generation)
         place = RunDir.of(config)
         run = TrialRun(
-            name=config.run.name, config=config, place=place, generation=stretch.generation, signs=Signs(place)
-        )
+            name=config.run.name, config=config, place=place, generation=stretch.generation,
+            begins=stretch.fork[1] if stretch.fork else 0, signs=Signs(place),
+        )  # fmt: skip
         self._runs[trial.number] = run
         self._read(trial.number, run)
         return run
@@ -229,8 +232,8 @@ class Runner:
 
     def _over(self, number: int, run: TrialRun, error: str | None = None) -> None:
         if run.ended is None:
-            step = run.measured.committed if error else max(run.measured.values, default=run.measured.committed)
-            run.ended = TrialEnded(number, step, error)
+            last = max(run.measured.committed, run.begins)
+            run.ended = TrialEnded(number, last if error else max(run.measured.values, default=last), error)
             self._found.append(run.ended)
             self._news += 1
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raytune_fsdp.base.durable import make_private, replace_durably
 from raytune_fsdp.base.errors import ConfigError, TrainingError
 from raytune_fsdp.base.lease import lease_of, token_of
-from raytune_fsdp.base.redaction import redact_shapes
 from raytune_fsdp.checkpoint.on_demand import is_asked_to_stop
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.recorded import recorded
-from raytune_fsdp.config.text import dump
 from raytune_fsdp.launch.run_lock import locked
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
@@ -26,7 +22,7 @@ from raytune_fsdp.tune.runner import Runner
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.space import check_trials, config_of, run_name_of, trials_of
-from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.spec import SweepSpec, sweep_text
 from raytune_fsdp.tune.table import leaderboard
 from raytune_fsdp.tune.tracked import Tracked
 from raytune_fsdp.tune.turn import turn
@@ -72,7 +68,7 @@ def sweep(
         make_private(place.path)
         log = SweepLog(place.log)
         turn(spec, scheduler, log.entries, ())  # refused, if it is the log of another sweep
-        replace_durably(place.spec, dump(_recorded(spec)), private=True)
+        replace_durably(place.spec, sweep_text(spec), private=True)
         before(configs, scheduler)
         tracked, token = Tracked(spec, first), token_of(lease_of(RunDir.of(run).lock))
         tracked.begin()
@@ -108,9 +104,3 @@ def last_measured(spec: SweepSpec, log: Sequence[Entry]) -> Mapping[int, Mapping
     rows = [row for row in leaderboard(log) if row.trial.number in found]
     last = found[rows[0].trial.number][0] if rows else 0
     return {trial: values for trial, (step, values) in found.items() if step == last}
-
-
-def _recorded(spec: SweepSpec) -> dict[str, Any]:
-    """Return what was written, without secrets."""
-    tree: dict[str, Any] = redact_shapes(spec.model_dump())
-    return {**tree, "base": recorded(spec.base)} if isinstance(spec.base, dict) else tree
