@@ -98,7 +98,7 @@ class Interrupted(RaytuneError):
 
 _EXTRAS = {
     "lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate", "fp8": "torchao",
-    "lm-eval": "lm_eval accelerate",
+    "lm-eval": "lm_eval accelerate", "optuna": "optuna",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,8 +24,11 @@ from raytune_fsdp.base.redaction import redact_text
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.problems import below, explain
 from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.schema import ANYTHING, TAG, Option, Place, find_place, tags
 from raytune_fsdp.config.text import MAX_BYTES, Loc, Plain, dump, listed, parse, problem_line, scalar, spelled
+
+S = TypeVar("S", bound=Section)
 
 ROOT = Place((Option(FinetuneConfig),))
 _PACKAGE = Path(__file__).parents[1]
@@ -37,21 +40,35 @@ def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides:
     `config`: a YAML file, a recipe's name, or the sections themselves, where paths may be `Path`s. `overrides`: flags as
     on the command line, such as "--optim.lr=1e-4".
     """
+    return validated(FinetuneConfig, *merged(config, overrides, ROOT))
+
+
+def merged(
+    config: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], root: Place
+) -> tuple[dict[str, Any], dict[Loc, str], list[str]]:
+    """Return the tree of a file or of a program's sections with the overrides in it, where each of its values is from,
+    and what is wrong with the overrides."""
     sources: dict[Loc, str] = {}
     if isinstance(config, Mapping):
         tree = _tree(config)
     else:
-        tree, sources = ({}, {}) if config is None else read_file(config)
-    tree, sources = _in_our_words(tree, ROOT), {_in_our_case(path, ROOT): each for path, each in sources.items()}
-    found, problems = read_overrides(overrides, ROOT)
-    problems += apply_overrides(tree, found, ROOT, sources)
-    settled = settle(tree, ROOT)
+        tree, sources = ({}, {}) if config is None else read_file(config, root)
+    tree, sources = _in_our_words(tree, root), {_in_our_case(path, root): each for path, each in sources.items()}
+    found, problems = read_overrides(overrides, root)
+    problems += apply_overrides(tree, found, root, sources)
+    return tree, sources, problems
+
+
+def validated(kind: type[S], tree: dict[str, Any], sources: Mapping[Loc, str], problems: Sequence[str]) -> S:
+    """Return the section that a tree says. Raises ConfigError with all that is wrong with it, after `problems`."""
+    root = Place((Option(kind),))
+    found, settled = list(problems), settle(tree, root)
     try:
-        made = FinetuneConfig.model_validate(settled)
+        made = kind.model_validate(settled)
     except ValidationError as error:
-        problems += explain(error, settled, ROOT, sources)
-    if problems:
-        raise ConfigError(*problems)
+        found += explain(error, settled, root, sources)
+    if found:
+        raise ConfigError(*found)
     return made
 
 
@@ -87,7 +104,7 @@ def recipe_text(name: str) -> str:
     return own.sub(lambda found: json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False), text)
 
 
-def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
+def read_file(path: str | Path, root: Place = ROOT) -> tuple[dict[str, Any], dict[Loc, str]]:
     """Return the tree of a YAML file, or of the recipe of that name, and where each of its values is."""
     try:
         # It may also be a pipe of the user's.
@@ -110,7 +127,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[Loc, str]]:
         raise ConfigError(f"config file {path}: {problem_line(error)}") from None
     if not isinstance(tree, dict):
         kind = "empty" if tree is None else f"a {'list' if isinstance(tree, list) else 'single value'}"
-        names = ", ".join(ROOT.fields())
+        names = ", ".join(root.fields())
         raise ConfigError(f"config file {path}: is {kind}, must be a map of sections ({names})")
     return tree, {loc: f"{path} line {line}" for loc, line in lines.items() if loc}
 

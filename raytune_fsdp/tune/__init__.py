@@ -4,6 +4,7 @@ spec.py        what a user may write in sweep.yaml, read and checked
 space.py       the trials of a sweep, their names and their configs
 search.py      which values trials get: grid, random, Optuna
 log.py         the sweep's log, the truth about a sweep: its entries, and the file
+history.py     what the log says of each trial
 schedulers/    which trials train on, and up to which step
 turn.py        one turn: from the log and what trials have measured to what is decided, and what may run now
 table.py       the leaderboard, and trials compared over seeds

@@ -6,13 +6,30 @@ crash may leave half a line, which is cut. Times are in `times.jsonl` beside it,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from raytune_fsdp.base.durable import open_private, sync_directory
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.untrusted import (
+    MIB,
+    UnsoundError,
+    check_format,
+    is_count,
+    open_regular,
+    read_file,
+    reason,
+    shown,
+)
+from raytune_fsdp.record.lines import from_bytes, is_number, to_bytes
+
 FORMAT = 1
 LOG_FILE, TIMES_FILE = "log.jsonl", "times.jsonl"
+_MOST_BYTES = 256 * MIB
+"""The largest log that is read: 10,000 trials of 100 evaluations have 60 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,23 @@ class TrialEnded:
 Entry = SweepBegun | Trial | Value | Decision | Draw | TrialEnded
 
 
+_KINDS: dict[str, type[Entry]] = {
+    "sweep": SweepBegun,
+    "trial": Trial,
+    "value": Value,
+    "decision": Decision,
+    "draw": Draw,
+    "ended": TrialEnded,
+}
+_NAMES = {entry: kind for kind, entry in _KINDS.items()}
+
+
+def line_of(entry: Entry) -> bytes:
+    """Return the line of an entry."""
+    line = {"kind": _NAMES[type(entry)], **({"format": FORMAT} if isinstance(entry, SweepBegun) else {})}
+    return to_bytes({**line, **{each.name: getattr(entry, each.name) for each in fields(entry)}})
+
+
 class SweepLog:
     """The file of a sweep's log."""
 
@@ -92,20 +126,132 @@ class SweepLog:
 
         Raises ResumeError if it is not a log of this version.
         """
-        raise NotImplementedError
+        self.path = path
+        self._entries, self._size, torn = _read(path)
+        if torn:
+            self._cut()
 
     @property
     def entries(self) -> Sequence[Entry]:
-        raise NotImplementedError
+        return self._entries
 
     def append(self, entries: Iterable[Entry]) -> None:
-        """Add entries, and wait until storage has them. Entries of one call are there all or in part, from the first."""
-        raise NotImplementedError
+        """Add entries, and wait until storage has them. After a crash the last of them may be missing."""
+        added = list(entries)
+        if not added:
+            return
+        content = b"".join(map(line_of, added))
+        begins = not self.path.exists()
+        try:
+            with open(self.path, "ab", opener=_opener) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            if self.path.exists():
+                self._cut()  # what comes next must not follow half a line
+            raise
+        if begins:
+            sync_directory(self.path.parent)
+        self._entries += added
+        self._size += len(content)
+
+    def _cut(self) -> None:
+        handle = open_regular(self.path, write=True)
+        try:
+            os.ftruncate(handle, self._size)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _opener(name: str, flags: int) -> int:
+    return open_private(name, flags | os.O_NOFOLLOW)
 
 
 def read_log(path: Path) -> list[Entry]:
     """Return the entries of a log, without changing it: for whoever looks on. Raises ResumeError as `SweepLog` does."""
-    raise NotImplementedError
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Entry], int, bool]:
+    """Return the entries of a log, the bytes of their lines, and whether an unfinished line follows."""
+    try:
+        content = read_file(path, limit=_MOST_BYTES)
+    except FileNotFoundError:
+        return [], 0, False
+    except (OSError, UnsoundError) as error:
+        raise ResumeError(f"{path}: {reason(error)}: {_WAY_OUT}") from error
+    # A crash of the machine may leave zero bytes where the last lines belong.
+    end = content.rfind(b"\n", 0, found if (found := content.find(0)) >= 0 else len(content)) + 1
+    entries: list[Entry] = []
+    trials = 0
+    for number, raw in enumerate(content[:end].split(b"\n")[:-1], 1):
+        try:
+            entry = _entry(raw, first=not entries, trials=trials)
+        except ValueError as error:
+            raise ResumeError(f"{path}: line {number} {reason(error).removeprefix('it ')}: {_WAY_OUT}") from error
+        entries.append(entry)
+        trials += isinstance(entry, Trial)
+    return entries, end, end < len(content)
+
+
+_WAY_OUT = "put back the log as the sweep wrote it, or give the sweep another name"
+
+
+def _entry(raw: bytes, *, first: bool, trials: int) -> Entry:
+    """Return the entry of a line: with the fields of its kind, in its place, and about one of the trials before it."""
+    line = from_bytes(raw)
+    kind = line.pop("kind", None) if isinstance(line, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise UnsoundError("is not an entry of a sweep's log")
+    if (kind == "sweep") != first:
+        raise UnsoundError(f"has the kind {kind}, but the entry of the sweep itself comes first, and once")
+    if kind == "sweep":
+        check_format(line.pop("format", None), FORMAT)
+    known = {each.name for each in fields(_KINDS[kind])}
+    if set(line) != known:
+        raise UnsoundError(f"has the fields {shown(sorted(map(str, line)))}; {kind} has {', '.join(sorted(known))}")
+    for name, value in line.items():
+        if not _CHECKS[name](value):
+            raise UnsoundError(f"has {name}={shown(value)}, which no {kind} has")
+    about = [line[name] for name in ("trial", "source") if name in line]
+    about += [*line.get("on", ()), *line.get("stop", ())]
+    if kind == "trial" and line["number"] != trials:
+        raise UnsoundError(f"is trial {line['number']}, but the next one is {trials}")
+    if strange := [trial for trial in about if trial >= trials]:
+        raise UnsoundError(f"is about trial {strange[0]}, which is on no line before it")
+    if kind == "decision":
+        line |= {"on": tuple(line["on"]), "stop": tuple(line["stop"])}
+    if kind == "value":
+        line["value"] = float(line["value"])
+    return _KINDS[kind](**line)
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_trials(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    "decides": _is_map,
+    "highest": lambda value: isinstance(value, bool),
+    "number": is_count,
+    "changes": _is_map,
+    "variant": is_count,
+    "seed": lambda value: value is None or is_count(value),
+    "trial": is_count,
+    "step": is_count,
+    "value": is_number,
+    "on": _are_trials,
+    "stop": _are_trials,
+    "source": is_count,
+    "error": lambda value: value is None or isinstance(value, str),
+}
+"""What a field of an entry may be."""
 
 
 def trials_in(log: Iterable[Entry]) -> list[Trial]:
@@ -113,11 +259,19 @@ def trials_in(log: Iterable[Entry]) -> list[Trial]:
     return [entry for entry in log if isinstance(entry, Trial)]
 
 
+def draws_of(trial: int, log: Iterable[Entry], step: int | None = None) -> list[Draw]:
+    """Return the forks that a trial has become, up to its newest run, or to that which has trained `step`."""
+    # A fork after step N trains step N + 1 first; step N was its trial's older run's.
+    draws = [entry for entry in log if isinstance(entry, Draw) and entry.trial == trial]
+    return draws if step is None else [draw for draw in draws if draw.step < step]
+
+
 def changes_now(trial: Trial, log: Iterable[Entry], step: int | None = None) -> Mapping[str, Any]:
-    """Return what a trial changes of the base, in its newest run, or in that which had trained `step`."""
-    raise NotImplementedError
+    """Return what a trial changes of the base, in its newest run, or in that which has trained `step`."""
+    draws = draws_of(trial.number, log, step)
+    return draws[-1].changes if draws else trial.changes
 
 
 def generation(trial: int, log: Iterable[Entry], step: int | None = None) -> int:
     """Return which of its runs is the newest of a trial, or that which has trained `step`: 0 before any fork."""
-    raise NotImplementedError
+    return len(draws_of(trial, log, step))

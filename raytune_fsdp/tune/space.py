@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.tune.log import Entry, Trial
-from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.problems import shown
+from raytune_fsdp.tune.log import Entry, Trial, trials_in
+from raytune_fsdp.tune.search import begun_with_optuna, drawn, grid, proposed
+from raytune_fsdp.tune.spec import RECIPE, GridSearch, OptunaSearch, SweepSpec
 
 
 def trials_of(spec: SweepSpec, log: Sequence[Entry] = ()) -> list[Trial]:
     """Return the trials that are known at this point of the log, in order: at first all of them, unless later ones
     follow from the values of earlier ones (Optuna)."""
-    raise NotImplementedError
+    search = spec.search
+    if isinstance(search, OptunaSearch):
+        known = trials_in(log)
+        for number in range(len(known), begun_with_optuna(log, search.trials, spec.concurrent)):
+            known.append(Trial(number, proposed(spec, search, log, number), number))
+        return known
+    if isinstance(search, GridSearch):
+        variants = grid(spec.values)
+    else:
+        variants = [drawn(spec.values, search.seed, number) for number in range(search.trials)]
+    seeds = range(spec.seeds) if spec.seeds > 1 else [None]
+    each = [(changes, variant, seed) for variant, changes in enumerate(variants) for seed in seeds]
+    return [Trial(number, changes, variant, seed) for number, (changes, variant, seed) in enumerate(each)]
 
 
 def run_name_of(spec: SweepSpec, trial: Trial, generation: int = 0) -> str:
-    """Return the name of a trial's run: `<sweep>-007`, of a seed `<sweep>-007-s1`, of its second fork `<sweep>-007-g2`."""
-    raise NotImplementedError
+    """Return the name of a trial's run: `<sweep>-007`, of a seed `<sweep>-007-s1`, as a fork again `<sweep>-007-g2`."""
+    seed = "" if trial.seed is None else f"-s{trial.seed}"
+    return f"{spec.name}-{trial.variant:03d}{seed}{f'-g{generation}' if generation else ''}"
 
 
 def config_of(
@@ -28,10 +46,73 @@ def config_of(
 
     Raises ConfigError, naming the trial and the sweep's fields.
     """
-    raise NotImplementedError
+    try:
+        return _config(spec, trial, trial.changes if changes is None else changes, generation)
+    except ConfigError as error:
+        about = _about([trial], trial.changes if changes is None else changes)
+        raise ConfigError(*(about + line for line in error.args)) from None
 
 
-def check_trials(spec: SweepSpec, trials: Iterable[Trial]) -> list[FinetuneConfig]:
-    """Return the configs of all these trials. Raises ConfigError with all that is wrong with any of them, or with the
-    sweep's scheduler on them."""
-    raise NotImplementedError
+def check_trials(spec: SweepSpec, trials: Sequence[Trial]) -> list[FinetuneConfig]:
+    """Return the configs of all these trials. Raises ConfigError with all that is wrong with any of them."""
+    configs: list[FinetuneConfig] = []
+    problems: dict[str, list[Trial]] = {}
+    for trial in trials:
+        try:
+            configs.append(_config(spec, trial, trial.changes, 0))
+        except ConfigError as error:
+            for line in error.args:
+                problems.setdefault(line, []).append(trial)
+    if problems:
+        lines = [
+            line if len(wrong) == len(trials) > 1 else _about(wrong, wrong[0].changes) + line
+            for line, wrong in problems.items()
+        ]
+        more = len(lines) - _MOST_PROBLEMS
+        raise ConfigError(*lines[:_MOST_PROBLEMS], *([f"and {more} more problems like these"] if more > 0 else []))
+    return configs
+
+
+def _about(trials: Sequence[Trial], changes: Mapping[str, Any]) -> str:
+    if len(trials) > 1:
+        numbers = ", ".join(str(trial.number) for trial in trials[:8])
+        return f"trials {numbers}{f' and {len(trials) - 8} more' if len(trials) > 8 else ''}: "
+    said = ", ".join(f"{field}={shown(value)}" for field, value in changes.items())
+    return f"trial {trials[0].number}{f' ({said})' if said else ''}: "
+
+
+def _config(spec: SweepSpec, trial: Trial, changes: Mapping[str, Any], generation: int) -> FinetuneConfig:
+    base, flags = spec.base, dict(changes)
+    if RECIPE in flags:
+        base, flags = str(flags.pop(RECIPE)), {**dict(_leaves(spec.base, "")), **flags}
+    flags |= {"run.name": run_name_of(spec, trial, generation), "run.storage": spec.storage}
+    try:
+        config = _loaded(base, flags)
+        return config if not trial.seed else _loaded(base, {**flags, "run.seed": config.run.seed + trial.seed})
+    except ConfigError as error:
+        raise ConfigError(*(_in_our_words(str(line), changes) for line in error.args)) from None
+
+
+def _loaded(base: str | Mapping[str, Any], flags: Mapping[str, Any]) -> FinetuneConfig:
+    """Return a base with some fields changed, by the words that its user would give on a command line."""
+    words = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in flags.items()}
+    return load_config(base, [f"--{field}={word}" for field, word in words.items()])
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a base by their dotted names: what all trials share goes over their recipes."""
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, value in tree.items():
+        yield from _leaves(value, f"{path}.{name}" if path else str(name))
+
+
+def _in_our_words(line: str, changes: Mapping[str, Any]) -> str:
+    """Return what is wrong with a config, with the sweep's fields in place of flags that nobody has written."""
+    for field in changes:
+        line = line.replace(f"flag --{field})", f"space.{field})").replace(f"flag --{field} and", f"space.{field} and")
+    return line
+
+
+_MOST_PROBLEMS = 20

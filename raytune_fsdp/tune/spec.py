@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +11,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from raytune_fsdp.config.load import ROOT, merged, settle, validated
+from raytune_fsdp.config.problems import shown
+from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.rules import Section, local_path, run_name
-from raytune_fsdp.config.schema import Option, Place
+from raytune_fsdp.config.schema import ANYTHING, Option, Place, find_place
+from raytune_fsdp.config.text import Loc, dump
+from raytune_fsdp.record.lines import is_number
 from raytune_fsdp.record.names import highest_is_best
 
 KINDS = ("grid", "choice", "uniform", "loguniform", "int")
@@ -20,13 +25,7 @@ KINDS = ("grid", "choice", "uniform", "loguniform", "int")
 RECIPE = "recipe"
 """In a space, the name of what each trial's base is: a recipe, or the path of a config."""
 MOST_TRIALS = 10_000
-_SET_BY_SWEEP = {
-    "run.name": "from the sweep's name and the trial's number",
-    "run.storage": "to the sweep's storage",
-    "run.resume": "so that the same command goes on",
-    "run.stop_after": "by its scheduler",
-    "run.fork": "by its scheduler",
-}
+_SET_BY_SWEEP = ("run.name", "run.storage", "run.resume", "run.stop_after", "run.fork")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +42,36 @@ class Values:
         return self.kind in ("grid", "choice")
 
 
+def _values(value: Any) -> Any:
+    """Check how the values of a field are given."""
+    kind, items = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else (None, None)
+    if kind not in KINDS or not isinstance(items, list | tuple):
+        kinds = ", ".join(KINDS)
+        raise ValueError(f"must be a map with a list under one of {kinds}, such as {{loguniform: [1e-5, 1e-3]}}")
+    if kind in ("grid", "choice"):
+        if not items:
+            raise ValueError("names no value: name at least one, or leave the field out")
+        return value
+    whole = kind == "int"
+    if len(items) != 2 or not all(type(each) is int if whole else is_number(each) for each in items):
+        raise ValueError(f"{kind} needs two {'integers' if whole else 'numbers'}, the lowest and the highest")
+    low, high = items
+    if not math.isfinite(low) or not math.isfinite(high) or low >= high:
+        raise ValueError(f"{kind} needs two finite numbers, the lower one first")
+    if kind == "loguniform" and low <= 0:
+        raise ValueError("loguniform needs numbers above 0: raise the lowest, or use uniform")
+    return value
+
+
 class GridSearch(Section):
     type: Literal["grid"] = "grid"
-    """Every combination of the values in `space`, in the order in which they are written: the last field changes first."""
+    """Every combination of the values in `space`, in the order in which they are written; the last field changes
+    first."""
 
 
 class RandomSearch(Section):
     type: Literal["random"]
-    """Values drawn at random. A trial's values follow from the seed, its number and the field's name, and nothing else."""
+    """Values drawn at random. They follow from the seed, the trial's number and the field's name, and nothing else."""
 
     trials: int = Field(ge=1, le=MOST_TRIALS)
     """How many trials."""
@@ -75,12 +96,13 @@ SearchChoice = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discrim
 
 class RungsScheduler(Section):
     type: Literal["rungs"] = "rungs"
-    """Successive halving by full rungs: all trials train to the first rung, the best of them to the second, and so on. No
-    trial goes on before all have arrived, so the same sweep has the same log and the same winner, whatever happens to it."""
+    """Successive halving by full rungs: all trials train to the first rung, the best of them to the second, and so on.
+    No trial goes on before all have arrived, so the same sweep has the same log and the same winner, whatever is killed
+    meanwhile."""
 
     first: int | None = Field(default=None, ge=1)
-    """Step of the first rung; the others are at this times eta, eta squared, and so on. Trials must be evaluated there. Null:
-    the first evaluation (`eval.every`)."""
+    """Step of the first rung; the others are at this times eta, eta squared, and so on. Trials must be evaluated there.
+    Null: the first evaluation (`eval.every`)."""
 
     eta: int = Field(default=2, ge=2)
     """One in this many trials goes on from each rung."""
@@ -88,8 +110,8 @@ class RungsScheduler(Section):
 
 class AshaScheduler(Section):
     type: Literal["asha"]
-    """Asynchronous successive halving: a trial goes on as soon as it is among the best of those that have arrived at its rung
-    so far. Nobody waits; which trials go on depends on who arrives first, and is on the log."""
+    """Asynchronous successive halving: a trial goes on as soon as it is among the best of those that have arrived at its
+    rung so far. Nobody waits; which trials go on depends on who arrives first, and is on the log."""
 
     first: int | None = Field(default=None, ge=1)
     """Step of the first rung, as with `rungs`."""
@@ -100,7 +122,8 @@ class AshaScheduler(Section):
 
 class MedianScheduler(Section):
     type: Literal["median"]
-    """A trial stops when its best value so far is worse than the median of what the others had on average up to that step."""
+    """A trial stops when its best value so far is worse than the median of what the others had on average up to its
+    step."""
 
     grace: int = Field(default=0, ge=0)
     """No trial stops at this step or before."""
@@ -111,8 +134,8 @@ class MedianScheduler(Section):
 
 class PbtScheduler(Section):
     type: Literal["pbt"]
-    """Population-based training, in step: every so many steps the worst members go on as forks of the best ones, with some of
-    their values changed. Draws follow from the seed and are on the log."""
+    """Population-based training, in step: every so many steps the worst members go on as forks of the best ones, with
+    some of their values changed. Draws follow from the seed and are on the log. Needs `train.max_steps`."""
 
     every: int = Field(ge=1)
     """Steps between two comparisons. Members must be evaluated there."""
@@ -163,8 +186,8 @@ class SweepSpec(Section):
     """Everything a user may say about a sweep, exactly as written."""
 
     name: Annotated[str, AfterValidator(run_name), Field(max_length=100)]
-    """Name of the sweep and of its directory below `storage`. Its trials are runs of this name with a number: `<name>-007`.
-    The same name continues the same sweep."""
+    """Name of the sweep and of its directory below `storage`. Its trials are runs of this name with a number:
+    `<name>-007`. The same name continues the same sweep."""
 
     storage: Annotated[str, AfterValidator(local_path)] = "runs"
     """Directory that every machine of the trials can write to; `run.storage` of all of them."""
@@ -172,7 +195,7 @@ class SweepSpec(Section):
     base: str | dict[str, Any] = Field(default_factory=dict)
     """The config that all trials share: a YAML file, a recipe's name, or the sections themselves."""
 
-    space: dict[str, Any] = Field(default_factory=dict)
+    space: dict[str, Annotated[Any, AfterValidator(_values)]] = Field(default_factory=dict)
     """Which values fields get, by their dotted names: `{grid: [...]}` or `{choice: [...]}`, `{uniform: [from, to]}`,
     `{loguniform: [from, to]}`, `{int: [from, to]}`. `recipe` stands for the base itself."""
 
@@ -190,8 +213,8 @@ class SweepSpec(Section):
     `accuracy`, `accuracy_normalised` or `exact_match`, the lowest of all others."""
 
     seeds: int = Field(default=1, ge=1, le=100)
-    """Train every trial with this many seeds: the base's `run.seed`, and those after it. The samples of a seed are the same in
-    all trials. Only with the schedulers `rungs`, which compares means over the seeds, and `none`."""
+    """Train every trial with this many seeds: the base's `run.seed`, and those after it. The samples of a seed are the
+    same in all trials. Only with the schedulers `rungs`, which compares means over the seeds, and `none`."""
 
     concurrent: int = Field(default=1, ge=1, le=1000)
     """How many trials run at the same time."""
@@ -207,7 +230,82 @@ class SweepSpec(Section):
     @property
     def values(self) -> dict[str, Values]:
         """The space, by the names of the fields, in the order in which it is written."""
-        return {name: Values(*next(iter((kind, tuple(items)) for kind, items in each.items()))) for name, each in self.space.items()}
+        return {
+            name: Values(kind, tuple(items)) for name, each in self.space.items() for kind, items in each.items()
+        }
+
+    @property
+    def decides(self) -> dict[str, Any]:
+        """What decides how the sweep goes, as its log says it first."""
+        return self.model_dump(mode="json", include={"space", "search", "scheduler", "metric", "seeds"})
+
+    @model_validator(mode="after")
+    def _space(self) -> Self:
+        for field in _SET_BY_SWEEP:
+            if field in self.space:
+                raise ValueError(f"space.{field}: the sweep itself sets {field} of every trial: leave it out")
+        if "run.seed" in self.space and self.seeds > 1:
+            raise ValueError(
+                f"space.run.seed with seeds={self.seeds}: the sweep then sets run.seed of every trial: leave one of them out"
+            )
+        if RECIPE in self.space and isinstance(self.base, str):
+            raise ValueError(
+                f"space.{RECIPE} with base={shown(self.base)}: each trial's base is its recipe: leave base out, or "
+                "write there, as a map, what goes over all recipes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _search(self) -> Self:
+        if isinstance(self.search, GridSearch):
+            ranges = [name for name, values in self.values.items() if not values.listed]
+            if ranges:
+                raise ValueError(
+                    f"space.{ranges[0]}={shown(self.space[ranges[0]])} with search.type=grid: a grid needs the values "
+                    "themselves: write {grid: [...]}, or set search.type=random"
+                )
+            trials = math.prod(len(values.items) for values in self.values.values())
+        else:
+            trials = self.search.trials
+            if not self.space:
+                raise ValueError(
+                    f"search.trials={trials} without space: all trials would be the same: name fields in space, or "
+                    "leave search out"
+                )
+        if trials * self.seeds > MOST_TRIALS:
+            raise ValueError(
+                f"search.type={self.search.type} makes {trials * self.seeds:,} trials of space and seeds, and a sweep may "
+                f"have {MOST_TRIALS:,}: draw some with search.type=random"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scheduler(self) -> Self:
+        kind = self.scheduler.type
+        if self.search.type == "optuna" and kind not in ("median", "none"):
+            raise ValueError(
+                f"scheduler.type={kind} with search.type=optuna: Optuna proposes a trial from those that have ended, "
+                f"and {kind} needs all of them at its beginning: set scheduler.type=median or none, or search.type=random"
+            )
+        if self.seeds > 1 and (kind not in ("rungs", "none") or self.search.type == "optuna"):
+            other = f"scheduler.type={kind}" if kind not in ("rungs", "none") else "search.type=optuna"
+            raise ValueError(
+                f"seeds={self.seeds} with {other}: it compares single runs: sweep with one seed, and then the best "
+                "values with several, or set scheduler.type=rungs with search.type=grid or random"
+            )
+        if isinstance(self.scheduler, PbtScheduler):
+            if RECIPE in self.space:
+                raise ValueError(
+                    f"space.{RECIPE} with scheduler.type=pbt: a fork goes on in its parent's recipe: set another "
+                    f"scheduler.type, or leave {RECIPE} out"
+                )
+            for field in self.scheduler.change or ():
+                if field not in self.space:
+                    raise ValueError(
+                        f"scheduler.change names {field}, which is not in space: name fields of it "
+                        f"({', '.join(self.space) or 'it has none'}), or leave change out"
+                    )
+        return self
 
 
 SWEEP = Place((Option(SweepSpec),))
@@ -219,4 +317,39 @@ def load_sweep(sweep: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     `sweep`: a YAML file, or what it would say. `overrides`: flags as on the command line, such as "--search.trials=8".
     The trials' configs are checked by `tune/space.py:check_trials`.
     """
-    raise NotImplementedError
+    tree, sources, problems = merged(sweep, overrides, SWEEP)
+    # Values mean what they mean in the fields that they end up in: `2024` in a text field is text.
+    if isinstance(base := tree.get("base"), dict):
+        tree["base"] = settle(base, ROOT)
+    if isinstance(space := tree.get("space"), dict):
+        named = dict(_fields(space, ()))
+        tree["space"] = {".".join(path): _meant(path, values) for path, values in named.items()}
+        sources |= {("space", ".".join(loc[1:])): each for loc, each in sources.items() if loc[1:] in named}
+    return validated(SweepSpec, tree, sources, problems)
+
+
+def _fields(space: Mapping[str, Any], path: Loc) -> Iterator[tuple[Loc, Any]]:
+    """Yield the fields of a space, whether they are written `optim.lr: ...` or `optim: {lr: ...}`, as flags are."""
+    for name, values in space.items():
+        here = (*path, *str(name).split("."))
+        if isinstance(values, dict) and values and not set(values) & set(KINDS):
+            yield from _fields(values, here)
+        else:
+            yield here, values
+
+
+def _meant(path: Loc, values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    place = find_place(ROOT, path) or ANYTHING
+    lists = ("grid", "choice")
+    return {
+        kind: [settle(item, place) for item in items] if kind in lists and isinstance(items, list) else items
+        for kind, items in values.items()
+    }
+
+
+def sweep_text(spec: SweepSpec) -> str:
+    """Return the sweep as YAML for its directory: defaults included, without the secrets of its base."""
+    tree = spec.model_dump(mode="json")
+    return dump({**tree, "base": recorded(spec.base) if isinstance(spec.base, dict) else spec.base})

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import takewhile
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.tune.schedulers.asha import Asha
+from raytune_fsdp.tune.schedulers.median import Median
+from raytune_fsdp.tune.schedulers.pbt import Pbt
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
-from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.schedulers.rungs import Rungs, ToTheEnd
+from raytune_fsdp.tune.spec import AshaScheduler, MedianScheduler, PbtScheduler, RungsScheduler, SweepSpec
 
 
 def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Scheduler:
@@ -14,4 +21,61 @@ def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Schedule
 
     Raises ConfigError if its steps do not suit them, such as a rung at a step without an evaluation.
     """
-    raise NotImplementedError
+    rule = spec.scheduler
+    lengths = [config.train.max_steps for config in configs]
+    known = [length for length in lengths if length is not None]
+    last = max(known) if len(known) == len(lengths) and known else None
+    if isinstance(rule, RungsScheduler | AshaScheduler):
+        steps = _rungs(rule, len(configs) // spec.seeds, _evaluated_every(configs), last)
+        kind = Rungs if isinstance(rule, RungsScheduler) else Asha
+        return kind(steps, rule.eta, spec.highest)
+    if isinstance(rule, MedianScheduler):
+        return Median(rule.grace, rule.others, spec.highest, last)
+    if isinstance(rule, PbtScheduler):
+        if last is None:
+            raise ConfigError(
+                "scheduler.type=pbt with train.epochs: members are compared below their last step, which must be known: set "
+                "train.max_steps in the base, or another scheduler.type"
+            )
+        _check_step("scheduler.every", rule.every, _evaluated_every(configs), last)
+        return Pbt(rule, spec.values, spec.highest, last)
+    return ToTheEnd()
+
+
+def _rungs(rule: RungsScheduler | AshaScheduler, variants: int, every: int | None, last: int | None) -> list[int]:
+    """Return the steps of the rungs below the end, as many as it takes until one variant is left."""
+    count, left = 0, variants
+    while left > 1:
+        count, left = count + 1, max(1, left // rule.eta) if isinstance(rule, RungsScheduler) else left // rule.eta
+    count -= left == 0  # nobody goes on from a rung that fewer than eta come to
+    if not count:
+        return []
+    first = rule.first or every or 0
+    _check_step("scheduler.first" if rule.first else "eval.every", first, every, last)
+    return list(takewhile(lambda step: last is None or step < last, (first * rule.eta**rung for rung in range(count))))
+
+
+def _evaluated_every(configs: Sequence[FinetuneConfig]) -> int | None:
+    """Return after which multiple of steps all trials are evaluated. None: there is none, or it depends on the data."""
+    every = [config.eval.every for config in configs]
+    known = [each for each in every if isinstance(each, int)]
+    return math.lcm(*known) if len(known) == len(every) and known else None
+
+
+def _check_step(field: str, step: int, every: int | None, last: int | None) -> None:
+    """Refuse comparisons at steps at which trials are not evaluated, or which are not below their ends."""
+    if every is None:
+        raise ConfigError(
+            f"{field}: trials are compared at steps, so all of them must be evaluated every so many steps: set "
+            "eval.every in the base to a number, or scheduler.type=none"
+        )
+    if step % every:
+        raise ConfigError(
+            f"{field}={step} is not a multiple of the trials' eval.every={every}, so there is nothing to compare: set it "
+            f"to {-(-step // every) * every}, or change eval.every in the base"
+        )
+    if last is not None and step >= last:
+        raise ConfigError(
+            f"{field}={step} is not below train.max_steps={last}, so trials would be compared only at their ends: set "
+            "it lower, or scheduler.type=none"
+        )

@@ -20,11 +20,12 @@ class Stretch:
     """The number of the trial."""
 
     until: int | None
-    """The step that it trains to, and stops after (`run.stop_after`). None: to its end."""
+    """The step that it trains to, and stops after (`run.stop_after`): one with an evaluation. None: to its end."""
 
     fork: tuple[int, int] | None = None
-    """None: the trial goes on with the run that it has, or begins. Otherwise it goes on as a fork of another trial's run:
-    (trial, step). A trial that has become a fork keeps this in its later stretches; `generation` counts its runs."""
+    """None: the trial goes on with the run that it has, or begins. Otherwise its run is a fork of another trial's:
+    (trial, step), of the run of that trial that has trained the step (`tune/log.py:generation`). Later stretches of the
+    same run say so, too."""
 
     generation: int = 0
     """Which of the trial's runs this is: 0 for the first; each fork is the next one."""

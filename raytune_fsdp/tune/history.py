@@ -1,0 +1,84 @@
+"""What the log says of each trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raytune_fsdp.tune.log import Decision, Draw, Entry, Trial, TrialEnded, Value
+
+State = Literal["open", "stopped", "complete", "failed"]
+
+
+@dataclass(slots=True)
+class History:
+    """What became of a trial so far."""
+
+    trial: Trial
+    values: dict[int, float] = field(default_factory=dict)
+    """By step, in the order in which they came."""
+    ended: TrialEnded | None = None
+    """How its newest run has ended."""
+    stopped: bool = False
+    draws: list[Draw] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return self.trial.number
+
+    @property
+    def state(self) -> State:
+        if self.ended is not None and self.ended.error is not None:
+            return "failed"
+        return "stopped" if self.stopped else "open" if self.ended is None else "complete"
+
+    @property
+    def step(self) -> int:
+        """The step of its last value; 0 if it has none."""
+        return max(self.values, default=0)
+
+    @property
+    def last(self) -> float:
+        """Its last value; NaN if it has none."""
+        return self.values[self.step] if self.values else math.nan
+
+    def lacks(self, found: Value | TrialEnded) -> bool:
+        """Return whether this is news: it goes on, and what was found is of its newest run and not on the log."""
+        if self.state != "open" or (self.draws and found.step < self.draws[-1].step):
+            return False
+        return isinstance(found, TrialEnded) or found.step > self.step
+
+
+def histories(trials: Iterable[Trial], log: Iterable[Entry]) -> dict[int, History]:
+    """Return what became of each trial, by its number."""
+    known = {trial.number: History(trial) for trial in trials}
+    for entry in log:
+        match entry:
+            case Value():
+                known[entry.trial].values[entry.step] = entry.value
+            case TrialEnded():
+                known[entry.trial].ended = entry
+            case Decision():
+                for number in entry.stop:
+                    known[number].stopped = True
+            case Draw():
+                drawn = known[entry.trial]
+                drawn.draws.append(entry)
+                drawn.ended, drawn.stopped = None, False
+    return known
+
+
+def rank(value: float, highest: bool) -> tuple[bool, float]:
+    """Return what values are sorted by, the best first: those that are not finite come last."""
+    finite = math.isfinite(value)
+    return not finite, (-value if highest else value) if finite else 0.0
+
+
+def news(found: Sequence[Value | TrialEnded], of: History) -> list[Value | TrialEnded]:
+    """Return what was found of a trial and is not on the log: values by their steps, then that its run has ended."""
+    own = [each for each in found if each.trial == of.number and of.lacks(each)]
+    values = {each.step: each for each in own if isinstance(each, Value)}
+    ended = [each for each in own if isinstance(each, TrialEnded)]
+    return [*(values[step] for step in sorted(values)), *ended[:1]]

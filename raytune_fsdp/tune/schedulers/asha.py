@@ -1,0 +1,87 @@
+"""Successive halving without waiting: a trial goes on once it is among the best that have come to its rung so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from raytune_fsdp.tune.history import History, histories, news, rank
+from raytune_fsdp.tune.log import Decision, Entry, Trial, TrialEnded, Value
+from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
+
+
+@dataclass(slots=True)
+class _Ladder:
+    """Where all trials are, from the log up to some entry."""
+
+    known: dict[int, History]
+    rung: dict[int, int] = field(default_factory=dict)
+    """The rung that each trial is at, or on its way to."""
+    come: list[dict[int, float]] = field(default_factory=list)
+    """Who has come to each rung, with their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asha:
+    steps: Sequence[int]
+    """The rungs below the end, upwards."""
+    eta: int
+    highest: bool
+
+    def taken(self, trials: Sequence[Trial], log: Sequence[Entry], found: Sequence[Found]) -> Sequence[Found]:
+        ladder = self._ladder(trials, log)
+        for first in found:  # in the order in which they came; of this trial, what matters at its rung
+            until, new = self._until(ladder, first.trial), news(found, ladder.known[first.trial])
+            at = [each for each in new if isinstance(each, Value) and each.step == until]
+            if ladder.known[first.trial].step == until:  # it waits there
+                continue
+            if at:
+                return at
+            if new and isinstance(new[-1], TrialEnded):
+                return new[-2:]
+        return []
+
+    def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:
+        ladder = self._ladder(trials, log)
+        for rung in reversed(range(len(self.steps))):
+            for number in self._best(ladder, rung):
+                if ladder.rung[number] == rung:
+                    return Next([Decision(self.steps[rung], (number,), ())], (), over=False)
+        known = ladder.known
+        here = [number for number in known if known[number].state == "open" and not self._waits(ladder, number)]
+        # Those that came further first: a new trial begins where nobody may go on.
+        here.sort(key=lambda number: (-ladder.rung[number], number))
+        stretches = [
+            Stretch(number, self._until(ladder, number), changes=known[number].trial.changes) for number in here
+        ]
+        return Next((), stretches, over=not here)
+
+    def _ladder(self, trials: Sequence[Trial], log: Sequence[Entry]) -> _Ladder:
+        ladder = _Ladder(histories(trials, log), {trial.number: 0 for trial in trials}, [{} for _ in self.steps])
+        for entry in log:
+            if isinstance(entry, Decision):
+                for number in entry.on:
+                    ladder.rung[number] += 1
+        for number, each in ladder.known.items():
+            top = ladder.rung[number]
+            for rung, step in enumerate(self.steps[: top + 1]):
+                if step in each.values:
+                    ladder.come[rung][number] = each.values[step]
+                elif each.ended is not None:  # it ended on its way there
+                    failed = each.state == "failed"
+                    ladder.come[rung][number] = math.nan if failed else each.last
+        return ladder
+
+    def _until(self, ladder: _Ladder, number: int) -> int | None:
+        rung = ladder.rung[number]
+        return self.steps[rung] if rung < len(self.steps) else None
+
+    def _waits(self, ladder: _Ladder, number: int) -> bool:
+        rung = ladder.rung[number]
+        return rung < len(self.steps) and number in ladder.come[rung]
+
+    def _best(self, ladder: _Ladder, rung: int) -> list[int]:
+        """Return who may go on from a rung, the best first."""
+        ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
+        return [number for (strange, _), number in ranked[: len(ranked) // self.eta] if not strange]
