@@ -106,13 +106,13 @@ def _census(configs: Sequence[FinetuneConfig]) -> Census | None:
 
 def _say_result(spec: SweepSpec, result: SweepResult) -> None:
     from raytune_fsdp.tune.best import commands_of
-    from raytune_fsdp.tune.board import Board, seeds_table
+    from raytune_fsdp.tune.board import SweepBoard, seeds_table
     from raytune_fsdp.tune.log import trials_in
     from raytune_fsdp.tune.sweep import last_measured
     from raytune_fsdp.tune.table import leaderboard, over_seeds
 
     print()
-    for line in Board(spec).table(leaderboard(result.log)):
+    for line in SweepBoard(spec).table(leaderboard(result.log)):
         say(line)
     if spec.seeds > 1:
         trials = trials_in(result.log)

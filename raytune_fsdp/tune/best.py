@@ -35,7 +35,8 @@ def put_best(spec: SweepSpec, log: Sequence[Entry]) -> Trial | None:
     go_on, anew = commands_of(spec, trial, log)
     metric = spec.metric or "the mean loss"
     lines = [
-        f"# The best trial of the sweep {spec.name}: {config.run.name}, {metric} {row.value:.6g} after step {row.step}.",
+        f"# The best trial of the sweep {spec.name}: {config.run.name}, with {metric} {row.value:.6g} after step "
+        f"{row.step}.",
         f"# To continue its run:     {go_on}",
         f"# To train it once more:   {anew}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,14 @@ from raytune_fsdp.tune.spec import SweepSpec
 from raytune_fsdp.tune.table import OverSeeds, Standing, leaderboard
 
 if TYPE_CHECKING:
-    from raytune_fsdp.tune.runner import TrialRun
+    from raytune_fsdp.tune.running.runner import TrialRun
 
 _ROWS = 8
 """The most trials in a table; others are counted below it."""
 _MOST_CHARS = 60
 
 
-class Board:
+class SweepBoard:
     def __init__(self, spec: SweepSpec) -> None:
         self._spec = spec
         self._decided = 0
@@ -71,8 +72,9 @@ class Board:
             for line in cells
         ]  # fmt: skip
         if others := rows[most:]:
-            states = {state: sum(row.state == state for row in others) for state in ("open", "complete", "stopped", "failed")}
-            lines.append(f"and {len(others)} more: {', '.join(f'{many} {state}' for state, many in states.items() if many)}")
+            states = Counter(row.state for row in others)
+            said = ", ".join(f"{many} {state}" for state, many in states.most_common())
+            lines.append(f"and {len(others)} more: {said}")
         return lines
 
     def show(self, runs: Iterable[TrialRun]) -> None:
@@ -86,7 +88,8 @@ class Board:
 
 
 def _changes(row: Standing) -> str:
-    text = ", ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.changes.items())
+    changes = row.changes.items()
+    text = ", ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changes)
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}…"
 
 

@@ -43,7 +43,8 @@ def cost_of(
     its trials is given in epochs. `gpu`: on how many of a node (`per_node`) of which the hours are predicted."""
     plans = [resolve(each, sizes_of(each)[-1], census) for each in configs]
     trained = _played(spec, scheduler, [plan.steps for plan in plans])
-    of = [(plans[min(trial, len(plans) - 1)], configs[min(trial, len(configs) - 1)], many) for trial, many in trained.items()]
+    known = list(zip(plans, configs, strict=True))
+    of = [(*known[min(trial, len(known) - 1)], many) for trial, many in trained.items()]
     tokens = sum(many * plan.division.global_batch * config.data.seq_len for plan, config, many in of)
     hours = None
     if gpu is not None:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from raytune_fsdp.base.durable import make_private, replace_durably
 from raytune_fsdp.base.errors import ConfigError, TrainingError
 from raytune_fsdp.base.lease import lease_of, token_of
-from raytune_fsdp.checkpoint.on_demand import is_asked_to_stop
+from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import locked
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
-from raytune_fsdp.tune.board import Board
-from raytune_fsdp.tune.cluster import ray_for
+from raytune_fsdp.tune.board import SweepBoard
+from raytune_fsdp.tune.running.cluster import ray_for
 from raytune_fsdp.tune.log import Entry, SweepLog, Trial, changes_now, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir, as_run
-from raytune_fsdp.tune.runner import Runner
+from raytune_fsdp.tune.running.runner import Runner
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.space import check_trials, config_of, run_name_of, trials_of
@@ -26,7 +26,7 @@ from raytune_fsdp.tune.spec import SweepSpec, sweep_text
 from raytune_fsdp.tune.table import leaderboard
 from raytune_fsdp.tune.tracked import Tracked
 from raytune_fsdp.tune.turn import turn
-from raytune_fsdp.tune.values import measured_in
+from raytune_fsdp.tune.running.values import measured_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,15 @@ class SweepResult:
 
 
 def checked(spec: SweepSpec) -> tuple[list[FinetuneConfig], Scheduler]:
-    """Return the configs of the trials that are known before the sweep begins, and its scheduler. Raises ConfigError for
-    all that can be found wrong with them."""
+    """Return the configs of the trials that are known before the sweep begins, and its scheduler.
+
+    Raises ConfigError for all that can be found wrong with them.
+    """
     configs = check_trials(spec, trials_of(spec))
     if (wrong := next((each for each in configs if each.eval.where == "task"), None)) is not None:
         raise ConfigError(
-            f"eval.where=task in the base of {wrong.run.name}: trials stop after an evaluation, and a run that stops does "
-            "not wait for its tasks: set eval.where=ranks"
+            f"eval.where=task in the base of {wrong.run.name}: trials stop after an evaluation, and a run that stops "
+            "does not wait for its tasks: set eval.where=ranks"
         )
     return configs, scheduler_of(spec, configs)
 
@@ -61,7 +63,7 @@ def sweep(
     called once nothing is wrong with the sweep, before anything is started.
     """
     configs, scheduler = checked(spec)
-    place, board, first = SweepDir.of(spec), Board(spec), configs[0]
+    place, board, first = SweepDir.of(spec), SweepBoard(spec), configs[0]
     run = as_run(spec, first)
     with locked(run), Signals() as signals:
         signals.hold()  # from here on they are looked at between two looks at the trials
@@ -70,13 +72,13 @@ def sweep(
         turn(spec, scheduler, log.entries, ())  # refused, if it is the log of another sweep
         replace_durably(place.spec, sweep_text(spec), private=True)
         before(configs, scheduler)
-        tracked, token = Tracked(spec, first), token_of(lease_of(RunDir.of(run).lock))
+        requests = Requests(place.path, token_of(lease_of(RunDir.of(run).lock)))
+        tracked, over = Tracked(spec, first), False
         tracked.begin()
 
         def stops() -> int:
-            return signals.count + is_asked_to_stop(place.path, token)
+            return signals.count + requests.stopping()
 
-        over = False
         try:
             with ray_for(first, spec.concurrent) as cluster:
                 if cluster.about is not None:

@@ -13,15 +13,15 @@ import pytest
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.tune import tied
-from raytune_fsdp.tune.board import Board
+from raytune_fsdp.tune.running import tied
+from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.space import check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
 from raytune_fsdp.tune.sweep import checked
-from raytune_fsdp.tune.times import add_time, hours_used, read_times
-from raytune_fsdp.tune.values import measured_in
+from raytune_fsdp.tune.running.times import add_time, hours_used, read_times
+from raytune_fsdp.tune.running.values import measured_in
 from tests.recorded import Recorded
 from tests.sweeps import spec_of
 
@@ -98,10 +98,10 @@ def test_a_table_folds(tmp_path: Path) -> None:
     from raytune_fsdp.tune.table import Standing
 
     rows = [
-        Standing(Trial(n, {"optim.lr": 10.0**-n}, n), {"optim.lr": 10.0**-n}, 4, 1.0 + n, "stopped" if n else "open", None)
-        for n in range(12)
+        Standing(Trial(n, rate, n), rate, 4, 1.0 + n, "stopped" if n else "open", None)
+        for n, rate in enumerate({"optim.lr": 10.0**-n} for n in range(12))
     ]
-    lines = Board(sweep_of(tmp_path)).table(rows)
+    lines = SweepBoard(sweep_of(tmp_path)).table(rows)
     assert lines[0].split() == ["trial", "value", "step", "state", "changes"]
     assert lines[1].split() == ["rates-000", "1.0000", "4", "open", "optim.lr=1"]
     assert lines[-1] == "and 4 more: 4 stopped" and len(lines) == 10

@@ -16,17 +16,17 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.report.overview import last_step
-from raytune_fsdp.tune.board import Board
-from raytune_fsdp.tune.children import Child
-from raytune_fsdp.tune.cluster import Cluster
+from raytune_fsdp.tune.board import SweepBoard
+from raytune_fsdp.tune.running.children import Child
+from raytune_fsdp.tune.running.cluster import TrialsRay
 from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import config_of, run_name_of
 from raytune_fsdp.tune.spec import SweepSpec
-from raytune_fsdp.tune.times import add_time, hours_used
+from raytune_fsdp.tune.running.times import add_time, hours_used
 from raytune_fsdp.tune.turn import turn
-from raytune_fsdp.tune.values import Measured, measured_in
+from raytune_fsdp.tune.running.values import Measured, measured_in
 
 _LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
 """How often processes are looked at, and the records of those that run."""
@@ -72,12 +72,12 @@ class Runner:
         log: SweepLog,
         *,
         stops: Callable[[], int],
-        board: Board,
-        cluster: Cluster,
+        board: SweepBoard,
+        cluster: TrialsRay,
         parent: str | None = None,
     ) -> None:
-        """`stops`: how often somebody has asked the sweep to stop. `cluster`: the Ray of its trials. `parent`: the id of
-        the sweep's MLflow run."""
+        """`stops`: how often somebody has asked the sweep to stop. `cluster`: the Ray of its trials. `parent`: the id
+        of the sweep's MLflow run."""
         self._spec = spec
         self._scheduler = scheduler
         self._stops = stops
@@ -195,7 +195,7 @@ class Runner:
             if self._stops():
                 raise Interrupted("the sweep was stopped; the same command goes on")
             if self._until is not None and datetime.now().astimezone() >= self._until:
-                raise Interrupted(f"budget.until={self._spec.budget.until} has come; with a later one the sweep goes on")
+                raise Interrupted(f"budget.until={self._spec.budget.until} has come; with a later one it goes on")
             ended = False
             for number, run in list(self._runs.items()):
                 if run.child is not None and (code := run.child.code()) is not None:

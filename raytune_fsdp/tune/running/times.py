@@ -1,4 +1,4 @@
-"""When the parts of a sweep ran, and how much they took: beside the log, and nothing is decided by it but the budget."""
+"""When the parts of a sweep ran, and how long: beside the log, and nothing is decided by it but the budget."""
 
 from __future__ import annotations
 

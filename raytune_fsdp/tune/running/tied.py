@@ -2,8 +2,8 @@
 
     python -I -S tied.py PARENT COMMAND [ARGUMENT ...]
 
-A sweep's command that was killed says nothing to its trials any more, and they must not go on beside the next one's. This
-file is run by its path and imports nothing of the package: what it runs takes its place.
+A sweep's command that was killed says nothing to its trials any more, and they must not go on beside the next one's.
+This file is run by its path and imports nothing of the package: what it runs takes its place.
 """
 
 from __future__ import annotations

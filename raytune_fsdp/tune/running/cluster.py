@@ -24,7 +24,7 @@ _BESIDE_SECONDS = 120.0
 _CLOSE_SECONDS = 30.0
 
 
-class Cluster:
+class TrialsRay:
     """What the processes of trials need to join a Ray."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None, told: Mapping[str, Any]) -> None:
@@ -43,11 +43,11 @@ class Cluster:
 
 
 @contextmanager
-def ray_for(config: FinetuneConfig, trials: int) -> Iterator[Cluster]:
+def ray_for(config: FinetuneConfig, trials: int) -> Iterator[TrialsRay]:
     """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial."""
     launch = config.cluster.launch
     if launch == "local" or (launch == "auto" and find_spec("ray") is None):
-        yield Cluster(None, {})
+        yield TrialsRay(None, {})
         return
     cluster = config.cluster
     asked = {
@@ -62,7 +62,7 @@ def ray_for(config: FinetuneConfig, trials: int) -> Iterator[Cluster]:
         start_new_session=True,  # so that Ctrl-C does not end the Ray before its trials
     )  # fmt: skip
     try:
-        yield Cluster(process, _told(process, cluster.start_seconds + _BESIDE_SECONDS))
+        yield TrialsRay(process, _told(process, cluster.start_seconds + _BESIDE_SECONDS))
     finally:
         assert process.stdin is not None
         with suppress(OSError):
