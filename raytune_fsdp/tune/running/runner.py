@@ -26,7 +26,7 @@ from raytune_fsdp.tune.space import config_of, run_name_of
 from raytune_fsdp.tune.spec import SweepSpec
 from raytune_fsdp.tune.running.times import add_time, hours_used
 from raytune_fsdp.tune.turn import turn
-from raytune_fsdp.tune.running.values import Measured, measured_in
+from raytune_fsdp.tune.running.values import TrialRecord, measured_in
 
 _LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
 """How often processes are looked at, and the records of those that run."""
@@ -48,7 +48,7 @@ class TrialRun:
     begins: int
     """The step of the fork that it is; 0 if it is none."""
     signs: Signs
-    measured: Measured = field(default_factory=Measured)
+    measured: TrialRecord = field(default_factory=TrialRecord)
     ended: TrialEnded | None = None
     child: Child | None = None
     since: float = 0.0

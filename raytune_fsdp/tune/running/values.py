@@ -17,7 +17,7 @@ _MOST_STEPS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TrialRecord:
     """Where a trial's run stands, by its record and its checkpoints."""
 
     values: Mapping[int, float] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Measured:
         return self.over or (until is not None and self.committed >= until and until in self.values)
 
 
-def measured_in(place: RunDir, metric: str | None) -> Measured:
+def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
     """Read what the record of a run says. What cannot be read is not there: the run's next attempt mends it."""
     evaluations: dict[int, dict[str, float]] = {}
     with suppress(RaytuneError, OSError):
@@ -52,7 +52,7 @@ def measured_in(place: RunDir, metric: str | None) -> Measured:
             elif event["event"] == names.ATTEMPT_ENDED and event["attempt"] == attempt:
                 over = event["fields"].get("status") == "finished"
     values = {step: names.score(found, metric) for step, found in evaluations.items()}
-    return Measured(
+    return TrialRecord(
         values={step: math.nan if value is None else value for step, value in sorted(values.items())},
         everything=evaluations,
         committed=newest,
