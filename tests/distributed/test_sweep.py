@@ -10,7 +10,7 @@ import pytest
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.record.jsonl import each_event, read_trajectory
-from tests.sweeps import SweepCommand, gone, spec_of
+from tests.running_sweeps import SweepCommand, gone, spec_of
 
 GONE_SECONDS = 20.0
 

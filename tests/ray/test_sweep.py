@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.sweeps import SweepCommand, gone, spec_of
+from tests.running_sweeps import SweepCommand, gone, spec_of
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from raytune_fsdp.tune.sweep import checked
 from raytune_fsdp.tune.running.times import add_time, hours_used, read_times
 from raytune_fsdp.tune.running.values import measured_in
 from tests.recorded import Recorded
-from tests.sweeps import spec_of
+from tests.running_sweeps import spec_of
 
 
 def test_what_is_tied_to_a_process_ends_with_it() -> None:
