@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import Parser, run_command, say
-from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -52,6 +51,7 @@ def _sweep(parser: Parser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.tune.spec import load_sweep
 
     spec = load_sweep(demo() if found.sweep == DEMO else found.sweep, overrides)
+    from raytune_fsdp.cli.progress import show_progress
     from raytune_fsdp.tune.sweep import checked, sweep
 
     if found.dry_run:

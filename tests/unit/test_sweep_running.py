@@ -13,6 +13,7 @@ import pytest
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.tune.running import tied
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
@@ -105,6 +106,11 @@ def test_a_table_folds(tmp_path: Path) -> None:
     assert lines[0].split() == ["trial", "value", "step", "state", "changes"]
     assert lines[1].split() == ["rates-000", "1.0000", "4", "open", "optim.lr=1"]
     assert lines[-1] == "and 4 more: 4 stopped" and len(lines) == 10
+
+
+def test_a_run_that_stops_does_not_wait_for_tasks() -> None:
+    with pytest.raises(ConfigError, match=r"^run.stop_after=40 with eval.where=task: .* or leave stop_after out"):
+        load_config("demo", ["--run.stop_after=40", "--eval.where=task"])
 
 
 def test_evaluations_by_tasks_are_refused(tmp_path: Path) -> None:
