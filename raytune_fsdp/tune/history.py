@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,9 +76,10 @@ def rank(value: float, highest: bool) -> tuple[bool, float]:
     return not finite, (-value if highest else value) if finite else 0.0
 
 
-def news(found: Sequence[Value | TrialEnded], of: History) -> list[Value | TrialEnded]:
-    """Return what was found of a trial and is not on the log: values by their steps, then that its run has ended."""
-    own = [each for each in found if each.trial == of.number and of.lacks(each)]
-    values = {each.step: each for each in own if isinstance(each, Value)}
-    ended = [each for each in own if isinstance(each, TrialEnded)]
-    return [*(values[step] for step in sorted(values)), *ended[:1]]
+def news(found: Iterable[Value | TrialEnded], known: Mapping[int, History]) -> dict[int, list[Value | TrialEnded]]:
+    """Return what was found of each trial and is not on the log: values by their steps, then the end of its run."""
+    own: dict[int, dict[float, Value | TrialEnded]] = {}
+    for each in found:
+        if known[each.trial].lacks(each):
+            own.setdefault(each.trial, {})[each.step if isinstance(each, Value) else math.inf] = each
+    return {number: [new[step] for step in sorted(new)] for number, new in own.items()}

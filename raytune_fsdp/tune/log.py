@@ -29,7 +29,7 @@ from raytune_fsdp.record.lines import from_bytes, is_number, to_bytes
 FORMAT = 1
 LOG_FILE, TIMES_FILE = "log.jsonl", "times.jsonl"
 _MOST_BYTES = 256 * MIB
-"""The largest log that is read: 10,000 trials of 100 evaluations have 60 MB."""
+"""The largest log that is read: 1,000 trials of 1,000 evaluations have 60 MB."""
 
 
 @dataclass(frozen=True, slots=True)

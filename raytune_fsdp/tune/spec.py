@@ -24,7 +24,8 @@ KINDS = ("grid", "choice", "uniform", "loguniform", "int")
 """How a field's values may be given: one of a list, the numbers between two, the same by their logarithms, integers."""
 RECIPE = "recipe"
 """In a space, the name of what each trial's base is: a recipe, or the path of a config."""
-MOST_TRIALS = 10_000
+MOST_TRIALS = 1000
+"""So that their numbers have three digits."""
 _SET_BY_SWEEP = ("run.name", "run.storage", "run.resume", "run.stop_after", "run.fork")
 
 

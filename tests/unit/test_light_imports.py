@@ -26,6 +26,8 @@ ENTRIES: dict[str, tuple[str, int]] = {
     "raytune_fsdp.plan.plan": (CONFIG, 50),
     "raytune_fsdp.run.checks": (CONFIG, 50),
     "raytune_fsdp.convert.file": (CONFIG, 50),
+    "raytune_fsdp.tune": (NOTHING, 20),
+    "raytune_fsdp.tune.turn": (CONFIG, 50),
     "raytune_fsdp.record.jsonl": (NOTHING, 30),
     "raytune_fsdp.checkpoint.manifest": (NOTHING, 30),
     "raytune_fsdp.checkpoint.catalogue": (NOTHING, 30),

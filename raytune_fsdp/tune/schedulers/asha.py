@@ -31,15 +31,13 @@ class Asha:
 
     def taken(self, trials: Sequence[Trial], log: Sequence[Entry], found: Sequence[Found]) -> Sequence[Found]:
         ladder = self._ladder(trials, log)
-        for first in found:  # in the order in which they came; of this trial, what matters at its rung
-            until, new = self._until(ladder, first.trial), news(found, ladder.known[first.trial])
-            at = [each for each in new if isinstance(each, Value) and each.step == until]
-            if ladder.known[first.trial].step == until:  # it waits there
-                continue
-            if at:
-                return at
-            if new and isinstance(new[-1], TrialEnded):
-                return new[-2:]
+        new = news(found, ladder.known)
+        for each in found:  # in the order in which they came
+            own, until = new.get(each.trial, []), self._until(ladder, each.trial)
+            if each.step == until and isinstance(each, Value) and each in own:
+                return [each]
+            if isinstance(each, TrialEnded) and each in own and not self._waits(ladder, each.trial):
+                return own[-2:]
         return []
 
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:

@@ -21,8 +21,7 @@ class Median:
     """The last step of the trials, if it is known: nobody stops there."""
 
     def taken(self, trials: Sequence[Trial], log: Sequence[Entry], found: Sequence[Found]) -> Sequence[Found]:
-        known = histories(trials, log)
-        return next((new[:1] for each in found if (new := news(found, known[each.trial]))), [])
+        return next((new[:1] for new in news(found, histories(trials, log)).values()), [])
 
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:
         known = histories(trials, log)

@@ -18,8 +18,10 @@ def arrivals(members: Sequence[History], found: Sequence[Found], until: int | No
     A run that has ended before has come, too, with its last value.
     """
     taken: list[Found] = []
+    there = {member.number: member for member in members}
+    news_of = news([each for each in found if each.trial in there], there)
     for member in members:
-        new = news(found, member)
+        new = news_of.get(member.number, [])
         at = [each for each in new if isinstance(each, Value) and each.step == until]
         if at or (until is not None and until in member.values) or member.state != "open":
             taken += at
@@ -80,8 +82,9 @@ class ToTheEnd:
     """All trials train to their ends. What they measure is on the log in the order of trials."""
 
     def taken(self, trials: Sequence[Trial], log: Sequence[Entry], found: Sequence[Found]) -> Sequence[Found]:
-        first = next((each for each in histories(trials, log).values() if each.state == "open"), None)
-        return [] if first is None else news(found, first)
+        known = histories(trials, log)
+        first = next((number for number in known if known[number].state == "open"), -1)
+        return news(found, known).get(first, [])
 
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:
         here = [each for each in histories(trials, log).values() if each.state == "open"]

@@ -1,0 +1,300 @@
+"""What a sweep decides follows from its log: whoever is first, whatever is killed, wherever the log is cut."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytune_fsdp.base.errors import ConfigError, ResumeError
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepBegun, Trial, TrialEnded, Value, changes_now, trials_in
+from raytune_fsdp.tune.schedulers.asha import Asha
+from raytune_fsdp.tune.schedulers.choose import scheduler_of
+from raytune_fsdp.tune.schedulers.median import Median
+from raytune_fsdp.tune.schedulers.pbt import Pbt
+from raytune_fsdp.tune.schedulers.protocol import Scheduler
+from raytune_fsdp.tune.schedulers.rungs import Rungs
+from raytune_fsdp.tune.spec import PbtScheduler, Values
+from raytune_fsdp.tune.table import best_of
+from raytune_fsdp.tune.turn import turn
+from tests.sweeps import BASE, LAST, World, make_sweep, play
+
+ALL: dict[str, dict[str, Any]] = {
+    "rungs": {"eta": 2},
+    "asha": {"eta": 2},
+    "median": {"others": 2},
+    "pbt": {"every": 20},
+    "none": {},
+}
+SAME_LOG = ("rungs", "pbt", "none")
+"""Those whose log is the same whoever is first."""
+kinds = st.sampled_from(list(ALL))
+
+
+def world_of(kind: str, trials: int, buckets: int = 1000, fails: dict[int, int] | None = None, **more: Any) -> World:
+    spec = make_sweep(trials, scheduler={"type": kind, **ALL[kind]}, **more)
+    return World(spec, buckets=buckets, fails=fails)
+
+
+worlds = {
+    "trials": st.integers(1, 9),
+    "concurrent": st.integers(1, 4),
+    "buckets": st.sampled_from([3, 40, 1000]),
+    "fails": st.dictionaries(st.integers(0, 8), st.sampled_from([10, 20, 30]), max_size=4),
+    "best_is": st.sampled_from(["lowest", "highest"]),
+}
+
+
+@given(kind=st.sampled_from(SAME_LOG), seeds=st.sampled_from([1, 3]), chance=st.integers(0, 2**32), **worlds)
+@settings(max_examples=60, deadline=None)
+def test_the_log_is_the_same_whatever_is_killed(kind: str, seeds: int, chance: int, **world: Any) -> None:
+    seeds = 1 if kind == "pbt" else seeds
+    log = play(world_of(kind, seeds=seeds, **world), chance=random.Random(chance))
+    assert log == play(world_of(kind, seeds=seeds, **{**world, "concurrent": 1}), chance=Undisturbed())
+
+
+class Undisturbed(random.Random):
+    """Nothing is killed, and the first that may run runs."""
+
+    def random(self) -> float:
+        return 1.0
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+
+@given(kind=kinds, chance=st.integers(0, 2**32), cut=st.floats(0, 1), **worlds)
+@settings(max_examples=80, deadline=None)
+def test_a_log_that_is_cut_anywhere_goes_on_to_the_same_end(kind: str, chance: int, cut: float, **world: Any) -> None:
+    there = world_of(kind, **world)
+    log = play(there, chance=NoKills(chance))
+    assert play(there, log[: int(cut * len(log))], Undisturbed()) == log
+
+
+class NoKills(random.Random):
+    def random(self) -> float:
+        return max(0.2, super().random())
+
+
+@given(kind=kinds, chance=st.integers(0, 2**32), **worlds)
+@settings(max_examples=80, deadline=None)
+def test_a_log_played_back_gives_its_own_decisions(kind: str, chance: int, **world: Any) -> None:
+    there = world_of(kind, **world)
+    log = play(there, chance=random.Random(chance))
+    scheduler = there.scheduler
+    for number, entry in enumerate(log[1:], 1):
+        before = log[:number]
+        if len(trials_in(before)) < world["trials"]:
+            continue
+        said = list(scheduler.next(trials_in(before), before).entries[:1])
+        assert said == ([entry] if isinstance(entry, Decision | Draw) else [])
+
+
+@given(kind=kinds, chance=st.integers(0, 2**32), **worlds)
+@settings(max_examples=60, deadline=None)
+def test_a_sweep_ends_with_a_trial_that_came_to_its_end(kind: str, chance: int, **world: Any) -> None:
+    there = world_of(kind, **{**world, "buckets": 1000})
+    log = play(there, chance=random.Random(chance))
+    ended = {entry.trial: entry for entry in log if isinstance(entry, TrialEnded)}
+    complete = {number for number, entry in ended.items() if entry.error is None}
+    assert all(ended[number].step == LAST for number in complete)
+    best = best_of(log)
+    if set(range(world["trials"])) - set(world["fails"]):
+        assert best is not None and best.number not in ended.keys() - complete
+        assert best.number in complete or not complete
+    if not world["fails"]:
+        assert complete
+    values = [entry for entry in log if isinstance(entry, Value)]
+    assert len({(each.trial, each.step) for each in values}) == len(values)
+
+
+# By the book.
+
+TRIALS = [Trial(number, {}, number) for number in range(6)]
+
+
+def log_of(*entries: Entry, trials: Sequence[Trial] = TRIALS) -> list[Entry]:
+    return [SweepBegun({}, False), *trials, *entries]
+
+
+def at(step: int, *values: float, first: int = 0) -> list[Value]:
+    return [Value(first + number, step, value) for number, value in enumerate(values)]
+
+
+def decided(scheduler: Scheduler, log: Sequence[Entry]) -> list[Entry]:
+    return list(scheduler.next(trials_in(log), log).entries)
+
+
+def runs(scheduler: Scheduler, log: Sequence[Entry]) -> list[tuple[int, int | None]]:
+    return [(each.trial, each.until) for each in scheduler.next(trials_in(log), log).stretches]
+
+
+def test_rungs_by_the_book() -> None:
+    rungs = Rungs([10, 20], eta=2, highest=False)
+    log = log_of()
+    assert runs(rungs, log) == [(number, 10) for number in range(6)]
+    found = at(10, 5, 3, 4, math.nan, 3, 9)
+    assert rungs.taken(TRIALS, log, found[:5]) == []
+    assert rungs.taken(TRIALS, log, found[::-1]) == found
+    log += found
+    assert decided(rungs, log) == [Decision(10, on=(1, 2, 4), stop=(0, 3, 5))]
+    log += decided(rungs, log)
+    assert runs(rungs, log) == [(1, 20), (2, 20), (4, 20)]
+    # One has ended early, with its last value; one has failed. Of equal ones the first goes on.
+    found = [Value(4, 15, 2), TrialEnded(4, 15), TrialEnded(2, 17, "broken"), Value(1, 20, 2)]
+    assert rungs.taken(TRIALS, log, found) == [found[3], found[2], *found[:2]]
+    log += rungs.taken(TRIALS, log, found)
+    assert decided(rungs, log) == [Decision(20, on=(1,), stop=(2, 4))]
+    log += decided(rungs, log)
+    assert runs(rungs, log) == [(1, None)]
+    log += [Value(1, 30, 1), TrialEnded(1, 30)]
+    assert rungs.next(TRIALS, log).over
+
+
+def test_rungs_compare_the_means_of_seeds() -> None:
+    trials = [Trial(2 * variant + seed, {}, variant, seed) for variant in range(3) for seed in range(2)]
+    log = log_of(*at(10, 1, 9, 4, 4, 6, 3), trials=trials)
+    assert decided(Rungs([10], eta=2, highest=False), log) == [Decision(10, on=(2, 3), stop=(0, 1, 4, 5))]
+    assert decided(Rungs([10], eta=2, highest=True), log) == [Decision(10, on=(0, 1), stop=(2, 3, 4, 5))]
+
+
+def test_rungs_without_anything_to_compare_end() -> None:
+    log = log_of(*[TrialEnded(number, 5, "broken") for number in range(6)])
+    rungs = Rungs([10], eta=2, highest=False)
+    assert decided(rungs, log) == [Decision(10, on=(), stop=tuple(range(6)))]
+    assert rungs.next(TRIALS, log + decided(rungs, log)).over
+    assert best_of(log + decided(rungs, log)) is None
+
+
+def test_asha_by_the_book() -> None:
+    asha = Asha([10, 20], eta=2, highest=False)
+    log = log_of(Value(0, 10, 5))
+    assert runs(asha, log) == [(number, 10) for number in range(1, 6)]  # one alone is not the better half
+    log += [Value(3, 10, 6)]
+    assert decided(asha, log) == [Decision(10, on=(0,), stop=())]
+    log += decided(asha, log)
+    assert runs(asha, log) == [(0, 20), (1, 10), (2, 10), (4, 10), (5, 10)]  # what came further is first
+    assert asha.taken(TRIALS, log, [Value(3, 10, 6), Value(2, 10, 7), Value(0, 10, 5)]) == [Value(2, 10, 7)]
+    log += [Value(2, 10, 7), Value(1, 10, 1)]
+    assert decided(asha, log) == [Decision(10, on=(1,), stop=())]
+    log += [*decided(asha, log), TrialEnded(0, 12, "broken"), Value(1, 20, 1)]
+    # Who has failed has come to its rung, as the last.
+    assert decided(asha, log) == [Decision(20, on=(1,), stop=())]
+    assert runs(asha, log + decided(asha, log)) == [(1, None), (4, 10), (5, 10)]
+
+
+def test_the_median_by_the_book() -> None:
+    rule = Median(grace=10, others=2, highest=False, last=40)
+    log = log_of(*at(10, 1, 1, 9), *at(20, 1, 2), trials=TRIALS[:3])
+    assert decided(rule, log) == []  # one other alone
+    log += [Value(2, 20, 1.2)]  # the others had 1 and 1.5 on average
+    assert decided(rule, log) == []
+    log[-1] = Value(2, 20, 1.3)
+    assert decided(rule, log) == [Decision(20, on=(), stop=(2,))]
+    log += decided(rule, log)
+    assert decided(rule, log) == [] and runs(rule, log) == [(0, None), (1, None)]
+    # Its best value counts, not its newest; nobody stops at the last step, or within the grace.
+    assert decided(rule, log_of(*at(10, 1, 1, 0.5), *at(20, 1, 2, 9), trials=TRIALS[:3])) == []
+    assert decided(rule, log_of(*at(40, 1, 1, 9), trials=TRIALS[:3])) == []
+    assert decided(rule, log_of(*at(10, 1, 1, 9), trials=TRIALS[:3])) == []
+
+
+def pbt(**more: Any) -> Pbt:
+    space = {"optim.lr": Values("loguniform", (1e-5, 1e-2)), "train.z_loss": Values("choice", (0.0, 1e-4, 1e-3))}
+    return Pbt(PbtScheduler(type="pbt", every=10, **more), space, False, 40)
+
+
+MEMBERS = [Trial(number, {"optim.lr": 1e-3, "train.z_loss": 1e-4}, number) for number in range(4)]
+
+
+def test_pbt_by_the_book() -> None:
+    log = log_of(*at(10, 4, 1, 3, 2), trials=MEMBERS)
+    log += decided(pbt(), log)
+    assert log[-1] == Decision(10, on=(1, 2, 3), stop=(0,))
+    (draw,) = decided(pbt(), log)
+    assert isinstance(draw, Draw) and (draw.trial, draw.step, draw.source) == (0, 10, 1)
+    assert draw.changes["optim.lr"] in (8e-4, 1.25e-3) and draw.changes["train.z_loss"] in (0.0, 1e-3)
+    log.append(draw)
+    first, *others = pbt().next(MEMBERS, log).stretches
+    assert (first.trial, first.until, first.fork, first.generation) == (0, 20, (1, 10), 1)
+    assert first.changes == draw.changes == changes_now(MEMBERS[0], log)
+    assert [(each.trial, each.fork, each.generation) for each in others] == [(1, None, 0), (2, None, 0), (3, None, 0)]
+    assert changes_now(MEMBERS[0], log, step=10) == MEMBERS[0].changes
+    # A fork of a fork has what that one has. A member that has failed goes on as a fork, too.
+    log += [*at(20, 1, 5, 5), TrialEnded(3, 12, "broken")]
+    log += decided(pbt(), log)
+    assert log[-1] == Decision(20, on=(0, 1, 2), stop=(3,))
+    (again,) = decided(pbt(change=["train.z_loss"]), log)
+    assert isinstance(again, Draw) and again.source == 0
+    assert again.changes["optim.lr"] == draw.changes["optim.lr"] and again.changes != draw.changes
+
+
+@given(value=st.floats(1e-5, 1e-2), key=st.integers(0, 2**64 - 1))
+def test_what_pbt_draws_is_in_the_space(value: float, key: int) -> None:
+    rule = pbt(factors=[0.5, 2.0])
+    assert 1e-5 <= rule._changed(value, Values("loguniform", (1e-5, 1e-2)), key) <= 1e-2
+    whole = rule._changed(int(value * 1000), Values("int", (0, 10)), key)
+    assert type(whole) is int and 0 <= whole <= 10
+    assert rule._changed("b", Values("grid", ("a", "b", "c")), key) in ("a", "c")
+    assert rule._changed("a", Values("grid", ("a", "b", "c")), key) in ("a", "b")
+
+
+def test_pbt_ends_where_no_member_is_left() -> None:
+    log = log_of(*[TrialEnded(number, 5, "broken") for number in range(4)], trials=MEMBERS)
+    assert pbt().next(MEMBERS, log).over
+
+
+# Which steps a sweep's schedulers compare at.
+
+
+def steps_of(kind: str, trials: int, base: dict[str, Any] | None = None, **more: Any) -> Any:
+    spec = make_sweep(trials, scheduler={"type": kind, **more})
+    config = load_config({**BASE, **(base or {})})
+    return scheduler_of(spec, [config] * trials)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trials", "rule", "steps"),
+    [
+        ("rungs", 8, {}, [10, 20, 40]),
+        ("rungs", 9, {"eta": 3}, [10, 30]),
+        ("rungs", 7, {"eta": 3}, [10, 30]),  # 7, 2, 1
+        ("asha", 7, {"eta": 3}, [10]),  # 7, 2, none
+        ("asha", 2, {"eta": 3}, []),
+        ("rungs", 64, {"first": 30}, [30, 60]),  # the others would be at the end, or beyond it
+        ("rungs", 1, {}, []),
+    ],
+)
+def test_rungs_are_where_something_is_left_to_compare(kind: str, trials: int, rule: Any, steps: list[int]) -> None:
+    assert steps_of(kind, trials, **rule).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "base", "said"),
+    [
+        ("rungs", {"first": 15}, {}, "scheduler.first=15 is not a multiple of the trials' eval.every=10.* set it to 20"),
+        ("asha", {"first": 80}, {}, "scheduler.first=80 is not below train.max_steps=80.*scheduler.type=none"),
+        ("rungs", {}, {"eval": {"every": 80}}, "eval.every=80 is not below train.max_steps=80"),
+        ("rungs", {}, {"eval": {}}, "eval.every: trials are compared at steps"),
+        ("pbt", {"every": 15}, {}, "scheduler.every=15 is not a multiple"),
+        ("pbt", {"every": 10}, {"train": {"global_batch": 8, "epochs": 1}}, "pbt with train.epochs.*set train.max_steps"),
+    ],
+)
+def test_steps_without_anything_to_compare_are_refused(kind: str, rule: Any, base: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        steps_of(kind, 8, base, **rule)
+
+
+def test_another_sweep_does_not_go_on() -> None:
+    spec = make_sweep(2)
+    log = turn(spec, World(spec).scheduler, [], []).entries
+    other = make_sweep(3)
+    with pytest.raises(ResumeError, match=r'search=.*"trials": 3.*the sweep s was begun with .*"trials": 2'):
+        turn(other, World(other).scheduler, log, [])
+

@@ -1,0 +1,104 @@
+"""Who leads a sweep, and what of a difference seeds explain."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+
+from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepBegun, Trial, TrialEnded, Value
+from raytune_fsdp.tune.table import best_of, leaderboard, over_seeds
+
+TRIALS = [Trial(number, {"optim.lr": number}, number) for number in range(5)]
+
+
+def numbers(*entries: Entry, highest: bool = False) -> list[int]:
+    return [each.trial.number for each in leaderboard([SweepBegun({}, highest), *TRIALS, *entries])]
+
+
+def best(*entries: Entry, trials: list[Trial] = TRIALS, highest: bool = False) -> int | None:
+    found = best_of([SweepBegun({}, highest), *trials, *entries])
+    return None if found is None else found.number
+
+
+def test_the_leaderboard() -> None:
+    log: list[Entry] = [Value(0, 10, 1.0), Value(1, 10, 3.0), Value(2, 10, 2.0), Value(3, 10, math.nan)]
+    assert numbers(*log) == [0, 2, 1, 3, 4]
+    assert numbers(*log, highest=True) == [1, 2, 0, 3, 4]
+    log += [Decision(10, (1, 2), (0, 3)), Value(1, 20, 5.0)]
+    assert numbers(*log) == [1, 0, 2, 3, 4]  # who came further is before who did better earlier
+    log += [TrialEnded(2, 15), TrialEnded(1, 30, "broken")]
+    assert numbers(*log) == [2, 0, 3, 4, 1]
+    states = [(each.state, each.step, each.value) for each in leaderboard([SweepBegun({}, False), *TRIALS, *log])]
+    assert states[:2] == [("complete", 10, 2.0), ("stopped", 10, 1.0)]
+    assert states[3:] == [("open", 0, None), ("failed", 20, 5.0)]
+
+
+def test_a_fork_leads_with_its_own_values() -> None:
+    log = [SweepBegun({}, False), *TRIALS, Decision(10, (1,), (0,)), Draw(0, 10, 1, {"optim.lr": 7}), Value(0, 20, 1.0)]
+    first = leaderboard(log)[0]
+    assert (first.trial.number, first.changes, first.state) == (0, {"optim.lr": 7}, "open")
+
+
+def test_the_best_has_a_value_and_has_not_failed() -> None:
+    assert best() is None
+    assert best(Value(0, 10, math.nan)) is None
+    assert best(Value(0, 10, math.nan), Value(1, 5, 2.0)) == 1
+    assert best(Value(0, 10, 1.0), TrialEnded(0, 10, "broken"), Value(1, 5, 2.0)) == 1
+    assert best(Value(0, 10, 2.0), Value(1, 10, 2.0)) == 0
+    assert best(Value(0, 10, 1.0), Value(1, 20, 2.0), TrialEnded(1, 20)) == 1
+
+
+def test_the_best_of_seeds_has_the_best_mean() -> None:
+    seeds = [Trial(2 * variant + seed, {}, variant, seed) for variant in range(3) for seed in range(2)]
+    values = [Value(number, 10, value) for number, value in enumerate([1.0, 9.0, 4.0, 4.0, 3.0])]
+    assert best(*values, trials=seeds) == 2  # the last variant lacks a seed
+    assert best(*values, Value(5, 10, 4.0), trials=seeds) == 4
+    assert best(*values, TrialEnded(3, 10, "broken"), trials=seeds) == 0
+
+
+def test_over_seeds() -> None:
+    trials = [Trial(3 * variant + seed, {}, variant, seed) for variant in range(2) for seed in range(3)]
+    losses = [2.0, 3.0, 4.0, 2.1, 3.12, 4.11]
+    measured = {number: {"eval/a/loss": loss} for number, loss in enumerate(losses)}
+    measured[0]["eval/a/accuracy"] = 0.5
+    accuracy, one, two = over_seeds(trials, measured, compared_with=0)
+    assert (accuracy.metric, accuracy.seeds, accuracy.mean, accuracy.spread) == ("eval/a/accuracy", 1, 0.5, None)
+    assert (one.variant, one.mean, one.spread, one.difference, one.exceeds) == (0, 3.0, 1.0, None, None)
+    # Far less than seeds differ by, but in the same way at each of them.
+    assert two.difference == pytest.approx(0.11) and two.spread_of_difference == pytest.approx(0.01)
+    assert two.exceeds is True and two.seeds == 3
+    assert two.spread is not None and two.spread > 0.9
+
+
+@pytest.mark.parametrize(
+    ("differences", "exceeds"),
+    [([0.1, 0.1], True), ([0.0, 0.0], False), ([0.1, 0.3], False), ([1.0, 1.1, 1.2], True), ([0.1, 1.1, 2.2], False)],
+)
+def test_a_difference_within_the_seeds_is_none(differences: list[float], exceeds: bool) -> None:
+    seeds = len(differences)
+    trials = [Trial(seeds * variant + seed, {}, variant, seed) for variant in range(2) for seed in range(seeds)]
+    measured = {seed: {"loss": 0.0} for seed in range(seeds)}
+    measured |= {seeds + seed: {"loss": each} for seed, each in enumerate(differences)}
+    assert over_seeds(trials, measured, compared_with=0)[1].exceeds is exceeds
+
+
+def test_the_test_is_students() -> None:
+    scipy = pytest.importorskip("scipy.stats")
+    from raytune_fsdp.tune.table import _T
+
+    assert [round(float(scipy.t.ppf(0.975, degrees)), 3) for degrees in range(1, 31)] == list(_T)
+    pairs = [0.3, 0.1, 0.25, 0.6]
+    trials = [Trial(4 * variant + seed, {}, variant, seed) for variant in range(2) for seed in range(4)]
+    measured = {number: {"loss": pairs[number % 4] if number > 3 else 0.0} for number in range(8)}
+    row = over_seeds(trials, measured, 0)[1]
+    assert row.exceeds == (scipy.ttest_1samp(pairs, 0).pvalue < 0.05)
+    assert (row.difference, row.spread_of_difference) == (fmean(pairs), stdev(pairs))
+
+
+def test_seeds_that_only_one_has_do_not_count() -> None:
+    trials = [Trial(0, {}, 0, 0), Trial(1, {}, 0, 1), Trial(2, {}, 1, 0)]
+    (_, row) = over_seeds(trials, {0: {"loss": 1.0}, 1: {"loss": 5.0}, 2: {"loss": 2.0}}, 0)
+    assert (row.difference, row.exceeds, row.spread_of_difference) == (1.0, None, None)
+    assert over_seeds(trials, {0: {"loss": math.nan}}, 0) == []
