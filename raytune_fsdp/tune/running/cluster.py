@@ -47,7 +47,9 @@ def ray_for(config: FinetuneConfig, trials: int) -> Iterator[TrialsRay]:
     """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial."""
     launch = config.cluster.launch
     if launch == "local" or (launch == "auto" and find_spec("ray") is None):
-        yield TrialsRay(None, {})
+        # Each would take all cores, and wait for the others at every product. Ray does the same for its workers.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trials))} if trials > 1 else {}
+        yield TrialsRay(None, {"variables": {name: os.environ.get(name, each) for name, each in threads.items()}})
         return
     cluster = config.cluster
     asked = {
