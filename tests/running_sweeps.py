@@ -39,15 +39,15 @@ class SweepCommand:
 
     def __init__(self, directory: Path, spec: Mapping[str, Any], *arguments: str) -> None:
         self.place = Path(spec["storage"]) / spec["name"]
-        self.file = directory / f"{Path(spec['storage']).name}.yaml"
-        self.file.write_text(yaml.safe_dump(dict(spec)))
-        self._arguments = arguments
+        file = directory / f"{Path(spec['storage']).name}.yaml"
+        file.write_text(yaml.safe_dump(dict(spec)))
+        self._arguments = [str(file), *arguments]
         self.said = ""
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "raytune_fsdp.cli.main", "sweep", str(self.file), *self._arguments],
+            [sys.executable, "-m", "raytune_fsdp.cli.main", "sweep", *self._arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 

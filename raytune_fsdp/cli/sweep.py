@@ -78,9 +78,7 @@ def _check(parser: Parser, found: Namespace) -> None:
         gpu_of(found.gpu)  # an unknown one is refused before anything is read
 
 
-def _say_cost(
-    found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler
-) -> None:
+def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
     """Say what the sweep takes, before anything is started."""
     from raytune_fsdp.cli.plan_on_gpus import gpu_of
     from raytune_fsdp.tune.cost import as_data, cost_of, in_words

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.log import LOG_FILE, TIMES_FILE
 
 if TYPE_CHECKING:

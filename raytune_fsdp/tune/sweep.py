@@ -15,10 +15,11 @@ from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
-from raytune_fsdp.tune.running.cluster import ray_for
 from raytune_fsdp.tune.log import Entry, SweepLog, Trial, changes_now, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir, as_run
+from raytune_fsdp.tune.running.cluster import ray_for
 from raytune_fsdp.tune.running.runner import Runner
+from raytune_fsdp.tune.running.values import measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.space import check_trials, config_of, run_name_of, trials_of
@@ -26,7 +27,6 @@ from raytune_fsdp.tune.spec import SweepSpec, sweep_text
 from raytune_fsdp.tune.table import leaderboard
 from raytune_fsdp.tune.tracked import Tracked
 from raytune_fsdp.tune.turn import turn
-from raytune_fsdp.tune.running.values import measured_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.record.jsonl import each_event, read_trajectory
+from raytune_fsdp.tune.demo import demo as demo_sweep
 from tests.running_sweeps import SweepCommand, gone, spec_of
 
 GONE_SECONDS = 20.0
@@ -20,26 +21,30 @@ def steps(sweep: SweepCommand) -> int:
 
 
 @pytest.mark.parametrize("trials", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_sweep_whose_command_is_killed_goes_on_to_the_same_log(tmp_path: Path, trials: int) -> None:
+def test_a_sweep_to_which_everything_happens_has_the_log_of_an_undisturbed_one(tmp_path: Path, trials: int) -> None:
     space = {"optim.lr": {"grid": [1e-3, 1e-2, 3e-4, 3e-3][:trials]}}
     whole = SweepCommand(tmp_path, spec_of(tmp_path, "whole", space=space))
     assert whole.end() == 0, whole.said
-    killed = SweepCommand(tmp_path, spec_of(tmp_path, "killed", space=space))
-    for moment in (lambda: steps(killed) > 4, lambda: b'"decision"' in killed.log):
-        killed.until(moment)
-        assert gone(killed.kill(), GONE_SECONDS), "trials end with the command that has started them"
-        killed.start()
-    assert killed.end() == 0, killed.said
-    assert killed.log == whole.log
-    assert killed.trajectories() == whole.trajectories()
-    assert [len(each) for each in whole.trajectories().values()].count(16) == 1, "the winner trains to its end"
-    again = SweepCommand(tmp_path, spec_of(tmp_path, "killed", space=space))
-    assert again.end() == 0 and again.log == whole.log, "nothing is left to do"
-    _the_best_one_goes_on(whole)
+    sweep = SweepCommand(tmp_path, spec_of(tmp_path, "disturbed", space=space))
+    sweep.until(lambda: steps(sweep) > 0)
+    for child in sweep.children():
+        child.kill()
+    sweep.until(lambda: b'"decision"' in sweep.log)
+    assert gone(sweep.kill(), GONE_SECONDS), "trials end with the command that has started them"
+    sweep.start()
+    sweep.until(lambda: b'"decision"' in sweep.log and len(sweep.children()) > 0)
+    sweep.process.send_signal(signal.SIGINT)
+    assert sweep.end() == 130 and "error: the sweep was stopped; the same command goes on" in sweep.said
+    sweep.start()
+    assert sweep.end() == 0, sweep.said
+    assert sweep.log == whole.log and sweep.trajectories() == whole.trajectories()
+    assert [len(each) for each in whole.trajectories().values()].count(16) == 1, "the best trains to its end"
+    built = {run: "windows_built" in events(whole, run) for run in whole.trajectories()}
+    assert built.pop("rates-000") and not any(built.values()), "windows are built once"
+    _the_best_one_is_a_run_like_any_other(whole)
 
 
-def _the_best_one_goes_on(sweep: SweepCommand) -> None:
-    """What best.yaml says can be done: and it is the run that it would have been outside of the sweep."""
+def _the_best_one_is_a_run_like_any_other(sweep: SweepCommand) -> None:
     best = load_config(sweep.place / "best.yaml")
     assert f"raytune-fsdp train --config {sweep.place / 'best.yaml'} --run.name rates-best" in sweep.said
     assert best.run.stop_after is None
@@ -48,34 +53,27 @@ def _the_best_one_goes_on(sweep: SweepCommand) -> None:
     assert alone == sweep.trajectories()[best.run.name]
 
 
-def test_a_stopped_sweep_commits_and_a_trial_that_is_killed_is_tried_again(tmp_path: Path) -> None:
-    space = {"optim.lr": {"grid": [1e-3, 1e-2]}}
-    sweep = SweepCommand(tmp_path, spec_of(tmp_path, "runs", space=space))
-    sweep.until(lambda: steps(sweep) > 0)
-    for child in sweep.children():
-        child.kill()
-    sweep.until(lambda: b'"decision"' in sweep.log)
-    sweep.process.send_signal(signal.SIGINT)
-    assert sweep.end() == 130
-    assert "error: the sweep was stopped; the same command goes on" in sweep.said
-    assert "was killed by SIGKILL" in sweep.said and "is tried again" in sweep.said
-    sweep.start()
-    assert sweep.end() == 0, sweep.said
-    whole = SweepCommand(tmp_path, spec_of(tmp_path, "whole", space=space))
-    assert whole.end() == 0 and whole.log == sweep.log and whole.trajectories() == sweep.trajectories()
-    built = {
-        run.name: [event for event in each_event(run / "events.jsonl") if event["event"] == "windows_built"]
-        for run in whole.place.parent.glob("rates-*")
-    }
-    assert built["rates-000"] and not built["rates-001"], "windows are built once"
+def events(sweep: SweepCommand, run: str) -> set[str]:
+    return {event["event"] for event in each_event(sweep.place.parent / run / "events.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_for_good_is_on_the_log_and_the_sweep_goes_on(tmp_path: Path) -> None:
     """A rate with which the loss is no number any more."""
-    space = {"optim.lr": {"grid": [1e-3, 1e30]}}
-    spec = spec_of(tmp_path, "runs", space=space)
-    spec["base"]["optim"] |= {"max_skipped": 0, "warmup_ratio": 0.0, "max_grad_norm": None}
+    spec = spec_of(tmp_path, "runs", space={"optim.lr": {"grid": [1e-3, 1e30]}})
+    spec["base"]["optim"] |= {"max_skipped": 1, "warmup_ratio": 0.0, "max_grad_norm": None}
     sweep = SweepCommand(tmp_path, spec)
     assert sweep.end() == 0, sweep.said
-    assert b'"ended"' in sweep.log and str(tmp_path).encode() not in sweep.log
-    assert "rates-001 has failed for good" in sweep.said
+    assert "rates-001 has failed and is tried again" in sweep.said and "rates-001 has failed for good" in sweep.said
+    assert b'"ended", "trial": 1' in sweep.log and str(tmp_path).encode() not in sweep.log
+    again = SweepCommand(tmp_path, spec)
+    assert again.end() == 0 and "trains to" not in again.said, "nothing is left to do"
+
+
+@pytest.mark.slow
+def test_the_demo_finds_a_rate(tmp_path: Path) -> None:
+    """In about a minute, on two cores with nothing else to do."""
+    demo = SweepCommand(tmp_path, {**demo_sweep(), "storage": str(tmp_path / "runs")})
+    assert demo.end() == 0, demo.said
+    assert "best       " in demo.said and (demo.place / "best.yaml").exists()
+    assert [len(each) for each in demo.trajectories().values()] == [20, 20, 80, 40]

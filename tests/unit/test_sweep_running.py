@@ -14,15 +14,15 @@ import pytest
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.tune.running import tied
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
+from raytune_fsdp.tune.running import tied
+from raytune_fsdp.tune.running.times import add_time, hours_used, read_times
+from raytune_fsdp.tune.running.values import measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.space import check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
 from raytune_fsdp.tune.sweep import checked
-from raytune_fsdp.tune.running.times import add_time, hours_used, read_times
-from raytune_fsdp.tune.running.values import measured_in
 from tests.recorded import Recorded
 from tests.running_sweeps import spec_of
 

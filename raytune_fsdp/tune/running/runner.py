@@ -17,21 +17,22 @@ from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.report.overview import last_step
 from raytune_fsdp.tune.board import SweepBoard
-from raytune_fsdp.tune.running.children import Child
-from raytune_fsdp.tune.running.cluster import TrialsRay
 from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir
+from raytune_fsdp.tune.running.children import Child
+from raytune_fsdp.tune.running.cluster import TrialsRay
+from raytune_fsdp.tune.running.times import add_time, hours_used
+from raytune_fsdp.tune.running.values import TrialRecord, measured_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import config_of, run_name_of
 from raytune_fsdp.tune.spec import SweepSpec
-from raytune_fsdp.tune.running.times import add_time, hours_used
 from raytune_fsdp.tune.turn import turn
-from raytune_fsdp.tune.running.values import TrialRecord, measured_in
 
 _LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
 """How often processes are looked at, and the records of those that run."""
 _TRIES = 3
-"""Failures of a trial without a checkpoint in between after which it has failed for good."""
+"""Failures of a trial without a checkpoint in between after which it has failed for good; two that are equal are
+enough."""
 _REFUSED, _REPEATED, _INTERRUPTED = 2, 3, 130
 _WORKED_ON = "another command works on"
 _STOP_SECONDS = 600.0
@@ -56,6 +57,8 @@ class TrialRun:
     """Where its process stops; None: at the run's end."""
     failures: int = 0
     failed_at: int = -1
+    error: str = ""
+    """How it has failed last."""
     waits: bool = False
     """Whether another command works on it, or may do so."""
     said: bool = False
@@ -265,8 +268,10 @@ class Runner:
         if code == _REFUSED and not begun and not any(each.measured.began for each in self._runs.values()):
             raise ConfigError(f"{run.name} is refused, and nothing has been trained yet: {error}")
         run.failures = run.failures + 1 if run.measured.committed == run.failed_at else 1
-        run.failed_at = run.measured.committed
-        again = code not in (_REFUSED, _REPEATED) and run.failures < _TRIES
+        # From within, and once more in the same words at the same place: another try would say them again.
+        same = code > 0 and run.failures > 1 and error == run.error
+        run.failed_at, run.error = run.measured.committed, error
+        again = code not in (_REFUSED, _REPEATED) and run.failures < _TRIES and not same
         self._board.failed(run.name, error, again=again)
         if not again:
             storage = str(run.place.path.parent)
