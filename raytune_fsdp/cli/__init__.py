@@ -8,6 +8,7 @@
 
     train.py       fine-tune a model
     fork.py        begin a run where another one was after a step
+    sweep.py       many runs that differ in some values, and which is the best
     data.py        look at the data, count it, remove old prepared data
     plan.py        what a config amounts to; plan_rows.py: how many rows it has; plan_on_gpus.py: memory and time;
                    plan_as_page.py: a page with sliders; plan_calibrate.py: measures a machine;

@@ -95,12 +95,13 @@ def _put_page(storage: Path, rows: Sequence[tuple[Overview, str]], place: Path |
 def runs_in(storage: Path) -> list[RunDir]:
     """Return the runs of a storage directory, also those that have only just begun."""
     from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, is_run
+    from raytune_fsdp.tune.place import SWEEP_FILE
 
     places = []
     for path in sorted(storage.absolute().iterdir()):
         place = RunDir(path, str(path / CHECKPOINTS))
         with suppress(OSError):  # another user's run, which is not shared
-            if path.is_dir() and (is_run(path) or place.lock.is_file()):
+            if path.is_dir() and (is_run(path) or (place.lock.is_file() and not (path / SWEEP_FILE).exists())):
                 places.append(place)
     return places
 

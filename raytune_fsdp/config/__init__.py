@@ -32,7 +32,7 @@ from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
-from raytune_fsdp.config.sections.eval import EvalConfig
+from raytune_fsdp.config.sections.eval import EvalConfig, check_stop
 from raytune_fsdp.config.sections.export import ExportConfig
 from raytune_fsdp.config.sections.formats import (
     BinaryFormat,
@@ -145,6 +145,7 @@ class FinetuneConfig(Section):
                 "method.train_added_tokens=true: model.add_tokens names no token, so there are no rows to train: name "
                 "the tokens there, or leave train_added_tokens out"
             )
+        check_stop(self.run, self.eval)
         if self.tracking.mlflow.register is not None and not self.export.at_end:
             raise ValueError(
                 f"tracking.mlflow.register={self.tracking.mlflow.register} registers the export at the end: set "

@@ -164,6 +164,7 @@ def assemble(
         saves=saves,
         tracker=tracker,
         state=_next_state(prepared, standing, built, base, reference or teacher),
+        last_step=standing.last_step,
         not_evaluated=_not_evaluated(config, prepared, standing, exam),
         early_stop=_early_stop(config, prepared, standing),
     )

@@ -23,6 +23,7 @@ from raytune_fsdp.record.names import score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
+from raytune_fsdp.run.length import stopped_there
 from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
@@ -67,6 +68,8 @@ class RankRun:
     tracker: Tracker
     state: RunState
     """The state of the run before its next batch."""
+    last_step: int
+    """The step after which the attempt ends, if nothing ends it before."""
     not_evaluated: bool
     """Whether the evaluation that is due at the run's current step is not on record."""
     early_stop: EarlyStop
@@ -75,7 +78,7 @@ class RankRun:
 def train(parts: RankRun, stop: Stop) -> RunState:
     """Train to the end of the plan, or until evaluations no longer improve (`eval.early_stop`).
 
-    If a rank has a reason to `stop`, commit and raise Interrupted. Collective.
+    If a rank has a reason to `stop`, or at `run.stop_after`, commit and raise Interrupted. Collective.
     """
     plan, meter, state = parts.plan, parts.meter, parts.state
     if parts.not_evaluated:
@@ -88,7 +91,7 @@ def train(parts: RankRun, stop: Stop) -> RunState:
         boundary = parts.saves.agree(stop())
         step = batches.step
         beat(step)
-        last = boundary.stop is not None or step == plan.steps
+        last = boundary.stop is not None or step == parts.last_step
         factor = lr_factor(step, parts.config.optim, plan)
         with parts.profiler.of(step):
             tensors = train_step(
@@ -115,7 +118,11 @@ def train(parts: RankRun, stop: Stop) -> RunState:
         if evaluating:
             _evaluate(parts, step)
         waiting_since = time.perf_counter()
-    return _saved(parts, state, state.step if parts.early_stop.over is None else parts.early_stop.over["step"])
+    over = parts.early_stop.over
+    state = _saved(parts, state, state.step if over is None else over["step"])
+    if over is None and state.step < plan.steps:
+        raise stopped_there(state.step)
+    return state
 
 
 def _log(parts: RankRun, step: int, *, last: bool) -> None:

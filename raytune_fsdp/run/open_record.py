@@ -271,6 +271,7 @@ def mlflow_tracker(
     return MlflowTracker(
         chosen or uri,
         experiment=config.tracking.mlflow.experiment,
+        parent=config.tracking.mlflow.parent,
         directory=place.path,
         artifact_root=None if chosen else artifacts,
         finish_seconds=seconds,

@@ -48,7 +48,7 @@ from raytune_fsdp.run.described import started_by
 from raytune_fsdp.run.evaluation.answers import check_prompts
 from raytune_fsdp.run.evaluation.evaluation import metrics_of_run
 from raytune_fsdp.run.forks.parent import entry_of_fork, fork_of
-from raytune_fsdp.run.length import warn_of_schedule
+from raytune_fsdp.run.length import end_if_there, warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.reference.find import compared
@@ -154,7 +154,9 @@ def prepare(
     prepared = learned_from(config, compared(config, prepared, directory))
     standing = resume_point_of(config, prepared, world, found, windows_built=built)
     _check_with_length(config, standing, metrics_of_run(config, evals, tasks), dry=dry)
-    return prepared, confirm_complete(config, prepared, standing)
+    standing = confirm_complete(config, prepared, standing)
+    end_if_there(config, prepared, standing)
+    return prepared, standing
 
 
 def _check_with_length(config: FinetuneConfig, standing: ResumePoint, metrics: Sequence[str], *, dry: bool) -> None:

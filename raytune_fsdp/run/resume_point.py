@@ -111,6 +111,8 @@ class ResumePoint:
     """Whether all steps are trained, and a crash has kept the last evaluation, or some answers, from being made."""
     windows_built: int = 0
     """Windows that were tokenized while the run was prepared."""
+    stop_after: int | None = None
+    """The step after which the run is to stop (`run.stop_after`)."""
     behind: CommittedCheckpoint | None = None
     """The newest committed checkpoint, if the run continues from a peer copy."""
     parent: Parent | None = None
@@ -132,15 +134,26 @@ class ResumePoint:
         return self.checkpoint is None or self.parent is not None
 
     @property
+    def over(self) -> bool:
+        """Whether all steps of the run are trained."""
+        return self.ended_early or self.state.step >= self.plan.steps
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the next attempt ends, if nothing ends it before."""
+        last = self.state.step if self.over else self.plan.steps
+        return last if self.stop_after is None else max(self.state.step, min(self.stop_after, last))
+
+    @property
     def steps_left(self) -> range:
-        """The steps from here to the end of the run; steps count from 1."""
-        return range(self.state.step + 1, (self.state.step if self.ended_early else self.plan.steps) + 1)
+        """The steps that the next attempt trains, unless something ends it before; steps count from 1."""
+        return range(self.state.step + 1, self.last_step + 1)
 
     @property
     def complete(self) -> bool:
         # A run that has come to its end leaves more than a recovery point.
         lasting = self.checkpoint is None or self.checkpoint.lasting
-        return not self.steps_left and not self.owes_evaluation and lasting
+        return self.over and not self.owes_evaluation and lasting
 
 
 def resume_point_of(
@@ -158,8 +171,9 @@ def resume_point_of(
         ended_early=_ended_early(config, prepared, found.state.step),
         windows_built=windows_built,
         parent=found.parent,
+        stop_after=config.run.stop_after,
     )
-    if standing.steps_left:
+    if not standing.over:
         return standing
     exam = evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)
     return replace(standing, owes_evaluation=owes(prepared.place, found.state.step, exam))

@@ -11,4 +11,13 @@ table.py       the leaderboard, and trials compared over seeds
 
 All of this is pure: no processes, no clock, no torch or Ray. What a sweep decides follows from its log alone, so
 whatever is killed costs nothing but time, and two sweeps can be compared by `cmp` of their logs.
+
+place.py       the sweep's directory
+cost.py        what it will take
+board.py       what people see while it runs
+tracked.py     its MLflow run
+best.py        the best trial, and how to go on with it
+running/       the processes of trials
+sweep.py       a whole sweep in one call
+demo.py        one to try out
 """

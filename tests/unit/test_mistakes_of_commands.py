@@ -58,6 +58,10 @@ COMMANDS = {
     "generate folder hi --max-new-tokens 0": "--max-new-tokens 0 must be at least 1 (raytune-fsdp generate --help)",
     "average away out --last 1": "--last 1 must be at least 2; for one checkpoint, use `raytune-fsdp export` "
     "(raytune-fsdp average --help)",
+    "sweep": "missing: SWEEP; usage: raytune-fsdp sweep [-h] sweep (raytune-fsdp sweep --help)",
+    "sweep demo --json": "--json goes with --dry-run (raytune-fsdp sweep --help)",
+    "sweep demo --price 2": "--price is for a prediction: name the device, too (--gpu A100-80GB) (raytune-fsdp sweep "
+    "--help)",
     "convert": "FILE is missing: name the YAML file of the other trainer (raytune-fsdp convert --help)",
     # Runs that are not there, and directories that are none.
     "chat runs/nope": "runs/nope: there is no such directory; name a run, a checkpoint, or a Hugging Face model "
@@ -159,6 +163,7 @@ VALUES = {
     "--optim.foo=1": "optim.foo=1: unknown field; `raytune-fsdp train --help optim` lists all (from flag --optim.foo)",
     "--run.name=a/b": "run.name=a/b: must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or "
     "digit, without '..' or '/' (from flag --run.name)",
+    "--run.stop_after=0": "run.stop_after=0: must be integer >= 1, or null (from flag --run.stop_after)",
     "--run.name=cache": "run.name=cache: 'cache' is the directory of prepared data in run.storage; choose another name "
     "(from flag --run.name)",
     "--run.storage=s3://bucket/runs": "run.storage=s3://bucket/runs: must be a directory on a mounted file system "

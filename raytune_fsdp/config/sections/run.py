@@ -57,6 +57,10 @@ class RunConfig(Section):
 
     fork: ForkConfig | None = None
     """The run is a fork of another one."""
+    stop_after: int | None = Field(default=None, ge=1)
+    """End after this step as if the run had been asked to stop there: with a checkpoint, and the evaluation if one is due.
+    Without it, or with a later one, the same command goes on. It changes neither the run's length nor its learning
+    rates."""
 
     @property
     def repeats_bits(self) -> bool:

@@ -23,6 +23,9 @@ with warnings.catch_warnings():
         experiment: str = "raytune_fsdp"
         """Experiment the run belongs to."""
 
+        parent: str | None = None
+        """Id of the MLflow run below which its pages show this one. `raytune-fsdp sweep` sets it for its trials."""
+
         register: Annotated[str, AfterValidator(safe_name)] | None = None
         """Register the export at the end as a version of this model. A server gets a copy of its files; a database has the path of `mlflow_model/`, which describes `export/`. `mlflow.transformers` loads either."""
 

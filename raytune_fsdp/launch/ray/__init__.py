@@ -13,6 +13,7 @@ On the driver:
     attempts.py          what became of each attempt, and whether another one follows
     watch/               whether the ranks of an attempt get on
     nodes/               what the cluster has, and what its nodes say
+    held.py              a Ray that several commands share, held by a process of its own
     apart.py             what Ray prints into the driver's output, kept in a file
 
 Between the driver and the ranks:

@@ -38,6 +38,7 @@ from raytune_fsdp.record.copies.mlflow_run import (
     ATTEMPT,
     MAX_POINTS,
     NOISY_LOGGERS,
+    PARENT,
     GoneError,
     MlflowRun,
     Point,
@@ -93,7 +94,7 @@ class MlflowTracker(Follower):
     """Keeps one MLflow run per run, however often the run is resumed.
 
     `directory` is the run's, with its record. `artifact_root` is used when the experiment is created; None where a
-    server decides.
+    server decides. `parent`: the id of the MLflow run below which pages show it.
     """
 
     receiver = "MLflow"
@@ -105,6 +106,7 @@ class MlflowTracker(Follower):
         *,
         experiment: str,
         directory: Path,
+        parent: str | None = None,
         artifact_root: str | None = None,
         finish_seconds: float = 30.0,
         progress: Progress | None = None,
@@ -112,6 +114,7 @@ class MlflowTracker(Follower):
         super().__init__(directory, finish_seconds=finish_seconds, progress=progress)
         self._uri = uri
         self._experiment = experiment
+        self._parent = {} if parent is None else {PARENT: parent}
         self._artifact_root = artifact_root
         # Used by the thread alone.
         self._run: MlflowRun | None = None
@@ -218,7 +221,7 @@ class MlflowTracker(Follower):
             replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
             run = create_run(
                 client, experiment=self._experiment, artifact_root=self._artifact_root, name=self._start.name,
-                token=token, again=asked_for is not None, source=SOURCE,
+                token=token, again=asked_for is not None, source={**SOURCE, **self._parent},
             )  # fmt: skip
         self._run_id, self.page = run.id, run.page
         replace_at_once(file, f"{run.id}\n".encode())
@@ -261,7 +264,7 @@ class MlflowTracker(Follower):
             events = self._tables.events
             self._others.append(("attempt", lambda run: self._attempts.begin(run, start.attempt, tags, events())))
         # The tags go last: they show that all before them has arrived.
-        said = {**tags, **({} if NOTE in run.tags else {NOTE: description(start)})}
+        said = {**tags, **self._parent, **({} if NOTE in run.tags else {NOTE: description(start)})}
         self._others.append(("tags", lambda run: run.set_tags(said)))
 
     def _queue_last_things(self, run: MlflowRun) -> None:

@@ -57,7 +57,7 @@ _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
 ATTEMPT = "raytune_fsdp.attempt"
-_PARENT = "mlflow.parentRunId"
+PARENT = "mlflow.parentRunId"
 _NAMES, _TODAYS_NAMES = "raytune_fsdp.names", "2"
 """A run with this tag has each metric under one name, and memory in GiB; older runs keep the names that they have."""
 # MLflow shows an experiment either as machine learning, with curves, or as generative AI, without. Its pages chose by
@@ -166,12 +166,12 @@ class MlflowRun:
 
     def attempts(self) -> dict[int, MlflowRun]:
         """Return the runs below this one, by the number of their attempt."""
-        found = self._client.search_runs([self._experiment], f"tags.`{_PARENT}` = '{self.id}'")
+        found = self._client.search_runs([self._experiment], f"tags.`{PARENT}` = '{self.id}'")
         runs = [MlflowRun(self._client, run) for run in found]
         return {int(run.tags[ATTEMPT]): run for run in runs if run.tags.get(ATTEMPT, "").isdecimal()}
 
     def add_attempt(self, number: int) -> MlflowRun:
-        tags = {_PARENT: self.id, ATTEMPT: str(number)}
+        tags = {PARENT: self.id, ATTEMPT: str(number)}
         made = self._client.create_run(self._experiment, tags=tags, run_name=f"attempt {number}")
         return MlflowRun(self._client, made)
 

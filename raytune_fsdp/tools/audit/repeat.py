@@ -44,7 +44,7 @@ def repeat_of(
     if fork is not None and parent is not None:
         fork = fork.model_copy(update={"run": str(parent)})
     sections: dict[str, Any] = {
-        "run": {"storage": str(directory), "resume": "auto", "fork": fork},
+        "run": {"storage": str(directory), "resume": "auto", "stop_after": None, "fork": fork},
         "data": {
             # The run's own cache has what the run was trained on, whatever the rows of its data are now.
             "cache": config.data.cache.model_copy(

@@ -20,7 +20,7 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
     schedule = max(asked, config.optim.warmup_steps or 0, STEPS)
     sections: dict[str, Any] = {
         # A fork takes as much memory and time as a run that begins with other numbers.
-        "run": {"storage": str(directory), "resume": "auto", "fork": None},
+        "run": {"storage": str(directory), "resume": "auto", "stop_after": None, "fork": None},
         "data": {
             "cache": config.data.cache.model_copy(update={"path": str(directory / "cache")}),
             **({} if config.data.eval_decides_training else {"eval": []}),

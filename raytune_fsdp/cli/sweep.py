@@ -1,0 +1,128 @@
+"""`raytune-fsdp sweep`: train the trials of a sweep, and find the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.cli.common import Parser, run_command, say
+
+if TYPE_CHECKING:
+    from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.plan.counts import Census
+    from raytune_fsdp.tune.schedulers.protocol import Scheduler
+    from raytune_fsdp.tune.spec import SweepSpec
+    from raytune_fsdp.tune.sweep import SweepResult
+
+DEMO = "demo"
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp sweep") -> int:
+    """Run a sweep; return the exit code."""
+    return run_command(parser_of(prog), argv, _sweep)
+
+
+def parser_of(prog: str) -> Parser:
+    parser = Parser(
+        prog,
+        "Train the trials of a sweep: runs of one base with other values, of which the worse ones stop early. The same "
+        "command goes on with a sweep that was stopped or killed. Every field of the sweep is a flag: --field VALUE, "
+        "--section.field VALUE.",
+    )
+    parser.add_argument("sweep", help="YAML file with the sweep; demo: a small one, of about a minute")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all trials, say what they would take, and start nothing"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="predict the hours on this device: A100-80GB, H100, ...")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of each machine (default: 8)")
+    parser.add_argument("--price", type=float, metavar="X", help="with --gpu: price of a GPU for an hour")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    return parser
+
+
+def _sweep(parser: Parser, arguments: Sequence[str]) -> int:
+    found, overrides = parser.parse_known_args(arguments)
+    _check(parser, found)
+    from raytune_fsdp.tune.demo import demo
+    from raytune_fsdp.tune.spec import load_sweep
+
+    spec = load_sweep(demo() if found.sweep == DEMO else found.sweep, overrides)
+    from raytune_fsdp.cli.progress import show_progress
+    from raytune_fsdp.tune.sweep import checked, sweep
+
+    if found.dry_run:
+        _say_cost(found, spec, *checked(spec))
+        return 0
+    with show_progress():
+        result = sweep(spec, before=lambda configs, scheduler: _say_cost(found, spec, configs, scheduler))
+    _say_result(spec, result)
+    return 0
+
+
+def _check(parser: Parser, found: Namespace) -> None:
+    if found.json and not found.dry_run:
+        parser.error("--json goes with --dry-run")
+    if found.price is not None and found.gpu is None:
+        parser.error("--price is for a prediction: name the device, too (--gpu A100-80GB)")
+    if found.price is not None and not 0 <= found.price < math.inf:
+        parser.error(f"--price {found.price} must be 0 or more")
+    if found.gpus_per_node < 1:
+        parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
+    if found.gpu is not None:
+        from raytune_fsdp.cli.plan_on_gpus import gpu_of
+
+        gpu_of(found.gpu)  # an unknown one is refused before anything is read
+
+
+def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
+    """Say what the sweep takes, before anything is started."""
+    from raytune_fsdp.cli.plan_on_gpus import gpu_of
+    from raytune_fsdp.tune.cost import as_data, cost_of, in_words
+
+    gpu = None if found.gpu is None else gpu_of(found.gpu)
+    cost = cost_of(spec, scheduler, configs, _census(configs), gpu=gpu, per_node=found.gpus_per_node)
+    if found.json:
+        print(json.dumps(as_data(cost)))
+        return
+    for line in in_words(spec, cost, found.price):
+        say(line)
+
+
+def _census(configs: Sequence[FinetuneConfig]) -> Census | None:
+    """Count the rows of the first config whose length is given in epochs, for some seconds; None: there is none."""
+    first = next((each for each in configs if each.train.epochs is not None), None)
+    if first is None:
+        return None
+    from raytune_fsdp.cli.plan_rows import count_rows
+
+    return count_rows(first, "raytune-fsdp data stats").census
+
+
+def _say_result(spec: SweepSpec, result: SweepResult) -> None:
+    from raytune_fsdp.tune.best import commands_of
+    from raytune_fsdp.tune.board import SweepBoard, seeds_table
+    from raytune_fsdp.tune.log import trials_in
+    from raytune_fsdp.tune.sweep import last_measured
+    from raytune_fsdp.tune.table import leaderboard, over_seeds
+
+    print()
+    for line in SweepBoard(spec).table(leaderboard(result.log)):
+        say(line)
+    if spec.seeds > 1:
+        trials = trials_in(result.log)
+        print()
+        for line in seeds_table(over_seeds(trials, last_measured(spec, result.log), result.best.variant)):
+            say(line)
+    go_on, anew = commands_of(spec, result.best, result.log)
+    print()
+    say(f"best       {result.place.best}")
+    say(f"continue   {go_on}")
+    say(f"anew       {anew}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

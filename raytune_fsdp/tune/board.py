@@ -1,0 +1,107 @@
+"""What people see of a sweep while it runs: a line for what happens, a table that folds, and where each trial is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.record.lines import step_of
+from raytune_fsdp.record.report.overview import last_step, steps_of
+from raytune_fsdp.record.screen_messages import tell
+from raytune_fsdp.tune.log import Decision, Draw, Entry, TrialEnded
+from raytune_fsdp.tune.space import run_name_of
+from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.table import OverSeeds, Standing, leaderboard
+
+if TYPE_CHECKING:
+    from raytune_fsdp.tune.running.runner import TrialRun
+
+_ROWS = 8
+"""The most trials in a table; others are counted below it."""
+_MOST_CHARS = 60
+
+
+class SweepBoard:
+    def __init__(self, spec: SweepSpec) -> None:
+        self._spec = spec
+        self._decided = 0
+        self._fields: list[str] = []
+
+    def say(self, text: str) -> None:
+        print(printable(text), flush=True)
+
+    def started(self, run: str, until: int | None) -> None:
+        self.say(f"{run} trains {'to its end' if until is None else f'to step {until:,}'}")
+
+    def failed(self, run: str, error: str, *, again: bool) -> None:
+        self.say(f"{run} has failed{' and is tried again' if again else ' for good'}: {error}")
+
+    def decided(self, log: Sequence[Entry], entries: Iterable[Entry]) -> None:
+        """Tell what was added to the log."""
+        table = False
+        for entry in entries:
+            if isinstance(entry, Decision):
+                on, stop = (", ".join(map(str, trials)) or "none" for trials in (entry.on, entry.stop))
+                self.say(f"after step {entry.step:,} these trials go on: {on}; these do not: {stop}")
+            elif isinstance(entry, Draw):
+                self.say(f"after step {entry.step:,} trial {entry.trial} goes on from trial {entry.source}")
+            table = table or isinstance(entry, Decision | Draw | TrialEnded)
+        rows = leaderboard(log)
+        if rows and rows[0].value is not None:
+            self._fields = [f"best {rows[0].value:.4f}: trial {rows[0].trial.number}", _changes(rows[0])]
+        if table and any(row.value is not None for row in rows):
+            for line in self.table(rows):
+                self.say(line)
+
+    def table(self, rows: Sequence[Standing], most: int = _ROWS) -> list[str]:
+        """Return the leaderboard in lines: the best trials, and how many others there are."""
+        cells = [("trial", "value", "step", "state", "changes")]
+        for row in rows[:most]:
+            value = "-" if row.value is None else f"{row.value:.4f}"
+            cells.append((
+                run_name_of(self._spec, row.trial), value, f"{row.step:,}", row.state, _changes(row)
+            ))  # fmt: skip
+        widths = [max(len(line[column]) for line in cells) for column in range(4)]
+        right = (1, 2)
+        lines = [
+            "  ".join([
+                *(line[c].rjust(widths[c]) if c in right else line[c].ljust(widths[c]) for c in range(4)), line[4]
+            ]).rstrip()
+            for line in cells
+        ]  # fmt: skip
+        if others := rows[most:]:
+            states = Counter(row.state for row in others)
+            said = ", ".join(f"{many} {state}" for state, many in states.most_common())
+            lines.append(f"and {len(others)} more: {said}")
+        return lines
+
+    def show(self, runs: Iterable[TrialRun]) -> None:
+        """Show on a terminal where the trials are that run."""
+        running = [run for run in runs if run.child is not None]
+        tell(title=f"sweep {self._spec.name}  {len(running)} running", fields=self._fields)
+        for run in running:
+            newest = last_step(run.place.metrics)
+            total = run.until or steps_of(run.place.path) or 0
+            tell(work=run.name, done=step_of(newest) if newest else 0, total=total)
+
+
+def _changes(row: Standing) -> str:
+    changes = row.changes.items()
+    text = ", ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changes)
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}…"
+
+
+def seeds_table(rows: Sequence[OverSeeds]) -> list[str]:
+    """Return in lines how trials compare over their seeds."""
+    cells = [("trial", "metric", "seeds", "mean", "spread", "difference", "more than the seeds'")]
+    for row in rows:
+        difference = "-" if row.difference is None else f"{row.difference:+.4f}"
+        if row.difference is not None and row.spread_of_difference is not None:
+            difference += f" ± {row.spread_of_difference:.4f}"
+        spread = "-" if row.spread is None else f"{row.spread:.4f}"
+        said = {None: "-", True: "yes", False: "no"}[row.exceeds]
+        cells.append((str(row.variant), row.metric, str(row.seeds), f"{row.mean:.4f}", spread, difference, said))
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -1,0 +1,92 @@
+"""The Ray of a sweep's trials: the cluster that each of them finds, or one that is started for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import raytune_fsdp
+from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.base.untrusted import MIB
+from raytune_fsdp.config import FinetuneConfig
+
+_BESIDE_SECONDS = 120.0
+"""How long the process that starts Ray may take besides, for its imports."""
+_CLOSE_SECONDS = 30.0
+
+
+class TrialsRay:
+    """What the processes of trials need to join a Ray."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None, told: Mapping[str, Any]) -> None:
+        self._process = process
+        self.variables: dict[str, str] = dict(told.get("variables", {}))
+        """Variables of their environment."""
+        self.about: str | None = told.get("about")
+        """The Ray that was started for them; None: none was."""
+
+    def used_by(self, pid: int) -> None:
+        """Tell whoever holds the Ray of a process that uses it, and may end after this one."""
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):  # it has died, and its Ray with it: the trials say so
+                self._process.stdin.write(f"{pid}\n".encode())
+                self._process.stdin.flush()
+
+
+@contextmanager
+def ray_for(config: FinetuneConfig, trials: int) -> Iterator[TrialsRay]:
+    """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial."""
+    launch = config.cluster.launch
+    if launch == "local" or (launch == "auto" and find_spec("ray") is None):
+        # Each would take all cores, and wait for the others at every product. Ray does the same for its workers.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trials))} if trials > 1 else {}
+        yield TrialsRay(None, {"variables": {name: os.environ.get(name, each) for name, each in threads.items()}})
+        return
+    cluster = config.cluster
+    asked = {
+        "workers": trials * (cluster.most or 1), "cpus_per_worker": cluster.cpus_per_worker,
+        "device": cluster.device, "start_seconds": cluster.start_seconds,
+    }  # fmt: skip
+    here = str(Path(raytune_fsdp.__file__).parents[1])
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "raytune_fsdp.launch.ray.held", json.dumps(asked)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # so that Ctrl-C does not end the Ray before its trials
+    )  # fmt: skip
+    try:
+        yield TrialsRay(process, _told(process, cluster.start_seconds + _BESIDE_SECONDS))
+    finally:
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _told(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    """Return what the process says of its Ray. Raises TrainingError if there is none."""
+    assert process.stdout is not None
+    file, said, deadline = process.stdout.fileno(), b"", time.monotonic() + seconds
+    while not said.endswith(b"\n") and len(said) < MIB and time.monotonic() < deadline:
+        if select.select([file], [], [], 1.0)[0]:
+            if not (piece := os.read(file, 1 << 16)):
+                break
+            said += piece
+    with suppress(ValueError):
+        told = json.loads(said.strip().splitlines()[-1] if said.strip() else b"")
+        if isinstance(told, dict) and "error" not in told:
+            return told
+        raise TrainingError(f"{told['error']}" if isinstance(told, dict) else "Ray could not be started")
+    raise TrainingError("the process that starts Ray for the trials has ended; cluster.launch=local does without Ray")

@@ -1,0 +1,300 @@
+"""Train the trials of a sweep: what may run now is started, what has ended is looked at, and the log says what is next.
+
+Every trial trains in a process of its own, by the command that a person would give. This one may be killed at any
+moment: what trials have measured is in their records, what was decided is on the log, and the next command reads both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from raytune_fsdp.base.errors import ConfigError, Interrupted, TrainingError
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.run_lock import Signs, holder_of
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.report.overview import last_step
+from raytune_fsdp.tune.board import SweepBoard
+from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
+from raytune_fsdp.tune.place import SweepDir
+from raytune_fsdp.tune.running.children import Child
+from raytune_fsdp.tune.running.cluster import TrialsRay
+from raytune_fsdp.tune.running.times import add_time, hours_used
+from raytune_fsdp.tune.running.values import TrialRecord, measured_in
+from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
+from raytune_fsdp.tune.space import config_of, run_name_of
+from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.turn import turn
+
+_LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
+"""How often processes are looked at, and the records of those that run."""
+_TRIES = 3
+"""Failures of a trial without a checkpoint in between after which it has failed for good; two that are equal are
+enough."""
+_REFUSED, _REPEATED, _INTERRUPTED = 2, 3, 130
+_WORKED_ON = "another command works on"
+_STOP_SECONDS = 600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialRun:
+    """The newest run of a trial, as far as this command knows it."""
+
+    name: str
+    config: FinetuneConfig
+    place: RunDir
+    generation: int
+    begins: int
+    """The step of the fork that it is; 0 if it is none."""
+    signs: Signs
+    measured: TrialRecord = field(default_factory=TrialRecord)
+    ended: TrialEnded | None = None
+    child: Child | None = None
+    since: float = 0.0
+    until: int | None = None
+    """Where its process stops; None: at the run's end."""
+    failures: int = 0
+    failed_at: int = -1
+    error: str = ""
+    """How it has failed last."""
+    waits: bool = False
+    """Whether another command works on it, or may do so."""
+    said: bool = False
+    """Whether that was said."""
+
+
+class Runner:
+    """Runs one sweep to its end."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        scheduler: Scheduler,
+        log: SweepLog,
+        *,
+        stops: Callable[[], int],
+        board: SweepBoard,
+        cluster: TrialsRay,
+        parent: str | None = None,
+    ) -> None:
+        """`stops`: how often somebody has asked the sweep to stop. `cluster`: the Ray of its trials. `parent`: the id
+        of the sweep's MLflow run."""
+        self._spec = spec
+        self._scheduler = scheduler
+        self._stops = stops
+        self._board = board
+        self._cluster = cluster
+        self._parent = parent
+        self._place = SweepDir.of(spec)
+        self.log = log
+        self._runs: dict[int, TrialRun] = {}
+        self._found: list[Found] = []
+        """What the records of the newest runs hold, in the order in which it was found."""
+        self._news = 0
+        """How much was ever found."""
+        self._hours = hours_used(self._place.times)
+        self._until = None if spec.budget.until is None else datetime.fromisoformat(spec.budget.until).astimezone()
+        self._read_at = 0.0
+
+    def run(self) -> None:
+        """Train until the sweep is over. Raises Interrupted if it is to stop before."""
+        try:
+            while True:
+                now = turn(self._spec, self._scheduler, self.log.entries, self._found)
+                if now.entries:
+                    self.log.append(now.entries)
+                    self._board.decided(self.log.entries, now.entries)
+                if now.over:
+                    return
+                if self._begin(now.stretches):
+                    continue  # a record says more than the log
+                if not any(run.child is not None or run.waits for run in self._runs.values()):
+                    done = ", ".join(f"{self._runs[each.trial].name} to {each.until}" for each in now.stretches)
+                    raise TrainingError(f"the sweep stands still: nothing follows from what is trained ({done})")
+                self._board.show(self._runs.values())
+                self._wait()
+        finally:
+            self._end_all()
+
+    # --- What may run ------------------------------------------------------------------------------------------------
+
+    def _begin(self, stretches: Sequence[Stretch]) -> bool:
+        """Start what may run and does not. Return whether anything was found instead, in the record of a run."""
+        before, trials = self._news, {trial.number: trial for trial in trials_in(self.log.entries)}
+        runs = {stretch.trial: self._run_of(stretch, trials[stretch.trial]) for stretch in stretches}
+        # Until a fork has begun, its source stays where it is: it could remove the checkpoint.
+        sources = {each.fork[0] for each in stretches if each.fork and not runs[each.trial].measured.began}
+        for number, run in self._runs.items():
+            if run.child is not None and number not in runs and not run.child.asked:
+                run.child.stop()
+        spent = self._spent()
+        for stretch in stretches:
+            run, busy = runs[stretch.trial], [each for each in self._runs.values() if each.child is not None]
+            if run.child is not None or run.ended is not None or run.measured.has(stretch.until):
+                continue
+            if stretch.trial in sources or run.generation != stretch.generation:
+                continue
+            # The first one prepares the data, which the others then find.
+            alone = busy and not any(each.measured.began for each in self._runs.values())
+            if len(busy) >= self._spec.concurrent or alone or spent:
+                continue
+            if self._is_free(run):
+                self._start(run, stretch)
+        if spent and not any(run.child is not None for run in self._runs.values()) and self._news == before:
+            raise Interrupted(f"{spent}; the same command with more goes on")
+        return self._news > before
+
+    def _run_of(self, stretch: Stretch, trial: Trial) -> TrialRun:
+        """Return the run of a trial in which this stretch is trained."""
+        known = self._runs.get(trial.number)
+        if known is not None and (known.generation == stretch.generation or known.child is not None):
+            return known  # also the run before a fork, whose process has measured all and is about to end
+        self._found = [each for each in self._found if each.trial != trial.number]
+        config = config_of(self._spec, trial, stretch.changes, stretch.generation)
+        place = RunDir.of(config)
+        run = TrialRun(
+            name=config.run.name, config=config, place=place, generation=stretch.generation,
+            begins=stretch.fork[1] if stretch.fork else 0, signs=Signs(place),
+        )  # fmt: skip
+        self._runs[trial.number] = run
+        self._read(trial.number, run)
+        return run
+
+    def _is_free(self, run: TrialRun) -> bool:
+        """Return whether no other command works on a run: that of a sweep that was killed ends within seconds."""
+        seen = run.signs.look()
+        run.waits = seen not in ("free", "silent")
+        if seen == "running" and not run.said:
+            run.said = True
+            self._board.say(f"{run.name} waits: {holder_of(run.place) or 'another command'} works on it")
+        return not run.waits
+
+    def _start(self, run: TrialRun, stretch: Stretch) -> None:
+        changed: dict[str, object] = {"stop_after": stretch.until}
+        if stretch.fork is not None:
+            source, step = stretch.fork
+            of = next(trial for trial in trials_in(self.log.entries) if trial.number == source)
+            name = run_name_of(self._spec, of, generation(source, self.log.entries, step))
+            changed["fork"] = {"run": name, "step": step}
+        tree = run.config.model_dump()
+        tree["tracking"]["mlflow"]["parent"] = self._parent
+        config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
+        output = self._place.output(run.name)
+        output.parent.mkdir(exist_ok=True)
+        run.until, run.since, run.said = stretch.until, time.monotonic(), False
+        run.child = Child(config, output, self._cluster.variables)
+        self._cluster.used_by(run.child.pid)
+        add_time(self._place.times, "started", trial=stretch.trial, run=run.name, until=stretch.until)
+        self._board.started(run.name, stretch.until)
+
+    # --- What becomes of it ------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait until a process has ended, or a record has more in it."""
+        before, began = self._news, time.monotonic()
+        while True:
+            if self._stops():
+                raise Interrupted("the sweep was stopped; the same command goes on")
+            if self._until is not None and datetime.now().astimezone() >= self._until:
+                raise Interrupted(f"budget.until={self._spec.budget.until} has come; with a later one it goes on")
+            ended = False
+            for number, run in list(self._runs.items()):
+                if run.child is not None and (code := run.child.code()) is not None:
+                    self._ended(number, run, code)
+                    ended = True
+            if time.monotonic() - self._read_at > _READ_SECONDS:
+                self._read_at = time.monotonic()
+                for number, run in self._runs.items():
+                    if run.child is not None:
+                        began_before = run.measured.began
+                        self._read(number, run)
+                        ended |= run.measured.began and not began_before
+                self._board.show(self._runs.values())
+            waiting = any(run.waits for run in self._runs.values()) or not any(run.child for run in self._runs.values())
+            if ended or self._news > before or (waiting and time.monotonic() - began > _READ_SECONDS):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _read(self, number: int, run: TrialRun) -> None:
+        """Read what the record of a run says, and note what is new."""
+        known = {each.step for each in self._found if isinstance(each, Value) and each.trial == number}
+        run.measured, metric = measured_in(run.place, self._spec.metric), self._spec.metric
+        measured = {name for values in run.measured.everything.values() for name in values}
+        if metric is not None and measured and metric not in measured:
+            raise ConfigError(
+                f"metric={metric}: the evaluations of {run.name} have no such value; they have "
+                f"{', '.join(sorted(measured))}"
+            )
+        new = [Value(number, step, value) for step, value in run.measured.values.items() if step not in known]
+        self._found += new
+        self._news += len(new)
+        if run.measured.over and run.child is None:
+            self._over(number, run)
+
+    def _over(self, number: int, run: TrialRun, error: str | None = None) -> None:
+        if run.ended is None:
+            last = max(run.measured.committed, run.begins)
+            run.ended = TrialEnded(number, last if error else max(run.measured.values, default=last), error)
+            self._found.append(run.ended)
+            self._news += 1
+
+    def _ended(self, number: int, run: TrialRun, code: int) -> None:
+        """Look at what a process has left that has ended with this code."""
+        child, run.child = run.child, None
+        assert child is not None
+        seconds, newest = time.monotonic() - run.since, last_step(run.place.metrics)
+        ranks = int(newest["world_size"]) if newest and isinstance(newest.get("world_size"), int) else 1
+        self._hours += seconds * ranks / 3600
+        add_time(
+            self._place.times, "ended", trial=number, run=run.name, code=code, seconds=round(seconds, 2), ranks=ranks
+        )
+        self._read(number, run)
+        if code == 0:
+            self._over(number, run)
+        elif run.measured.has(run.until) or child.asked:
+            pass
+        elif code == _INTERRUPTED:
+            raise Interrupted(f"{run.name} was stopped by somebody else, so the sweep stops; the same command goes on")
+        else:
+            self._failed(number, run, code, child.error())
+
+    def _failed(self, number: int, run: TrialRun, code: int, error: str) -> None:
+        """Decide whether a trial that has failed is tried again."""
+        if code == _REFUSED and _WORKED_ON in error:
+            return  # it is waited for
+        begun = any(isinstance(entry, Value) for entry in self.log.entries)
+        if code == _REFUSED and not begun and not any(each.measured.began for each in self._runs.values()):
+            raise ConfigError(f"{run.name} is refused, and nothing has been trained yet: {error}")
+        run.failures = run.failures + 1 if run.measured.committed == run.failed_at else 1
+        # From within, and once more in the same words at the same place: another try would say them again.
+        same = code > 0 and run.failures > 1 and error == run.error
+        run.failed_at, run.error = run.measured.committed, error
+        again = code not in (_REFUSED, _REPEATED) and run.failures < _TRIES and not same
+        self._board.failed(run.name, error, again=again)
+        if not again:
+            storage = str(run.place.path.parent)
+            self._over(number, run, " ".join(error.replace(f"{storage}/", "").split()))
+
+    def _spent(self) -> str:
+        """Say that the budget is used up, if it is."""
+        most = self._spec.budget.gpu_hours
+        running = sum(time.monotonic() - run.since for run in self._runs.values() if run.child is not None) / 3600
+        if most is None or self._hours + running < most:
+            return ""
+        return f"budget.gpu_hours={most:g} is used up ({self._hours:.2f})"
+
+    def _end_all(self) -> None:
+        """Let all processes commit and end, and wait for them; at another wish to stop, end them at once."""
+        running = [run.child for run in self._runs.values() if run.child is not None]
+        for child in running:
+            child.stop()
+        if running:
+            self._board.say(f"stopping: {len(running)} trial(s) commit a checkpoint (again to stop at once)")
+        asked, deadline = self._stops(), time.monotonic() + _STOP_SECONDS
+        while running := [child for child in running if child.code() is None]:
+            if self._stops() > asked or time.monotonic() > deadline:
+                for child in running:
+                    child.kill()
+            time.sleep(_LOOK_SECONDS)

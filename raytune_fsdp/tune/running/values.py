@@ -1,0 +1,61 @@
+"""What the record of a trial's run says: what its evaluations have measured, what is committed, whether it is over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import each_event, read_evaluations
+
+_MOST_STEPS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """Where a trial's run stands, by its record and its checkpoints."""
+
+    values: Mapping[int, float] = field(default_factory=dict)
+    """The sweep's metric by step; NaN where an evaluation lacks it, or has no finite number."""
+    everything: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """All that evaluations have measured, by step."""
+    committed: int = 0
+    """The step of the newest checkpoint that no clock has chosen; 0 if there is none."""
+    began: bool = False
+    """Whether an attempt has begun: then its data is prepared."""
+    over: bool = False
+    """Whether the run has come to its end, and has said so."""
+
+    def has(self, until: int | None) -> bool:
+        """Return whether the run has trained to this step, and been measured there; None: to its end."""
+        return self.over or (until is not None and self.committed >= until and until in self.values)
+
+
+def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
+    """Read what the record of a run says. What cannot be read is not there: the run's next attempt mends it."""
+    evaluations: dict[int, dict[str, float]] = {}
+    with suppress(RaytuneError, OSError):
+        evaluations = read_evaluations(place.metrics, _MOST_STEPS)
+    newest = 0
+    with suppress(RaytuneError, OSError):
+        newest = max((each.step for each in committed(place.checkpoints) if each.lasting), default=0)
+    attempt, over = 0, False
+    with suppress(RaytuneError, OSError):
+        for event in each_event(place.events):
+            if event["event"] == names.ATTEMPT_STARTED:
+                attempt, over = event["attempt"], False
+            elif event["event"] == names.ATTEMPT_ENDED and event["attempt"] == attempt:
+                over = event["fields"].get("status") == "finished"
+    values = {step: names.score(found, metric) for step, found in evaluations.items()}
+    return TrialRecord(
+        values={step: math.nan if value is None else value for step, value in sorted(values.items())},
+        everything=evaluations,
+        committed=newest,
+        began=attempt > 0,
+        over=over,
+    )
