@@ -1,4 +1,4 @@
-"""How long a run was planned to be, what a longer plan would train, and where it is to stop before (`run.stop_after`)."""
+"""How long a run was planned to be, what a longer plan would train, and where it stops before (`run.stop_after`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.run.forks.parent import Parent
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
+from raytune_fsdp.run.forks.parent import Parent
 from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
 
 if TYPE_CHECKING:

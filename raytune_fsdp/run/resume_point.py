@@ -15,7 +15,6 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.collectives import on_rank0
-from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
@@ -30,8 +29,8 @@ from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record.jsonl import read_evaluations, read_events
-from raytune_fsdp.run.evaluation.early_stop import ended_by
+from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.run.evaluation.early_stop import ended_on_record
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.forks.parent import Fork, Parent
 from raytune_fsdp.run.forks.pins import pin
@@ -168,7 +167,7 @@ def resume_point_of(
         state=found.state,
         damaged=found.damaged,
         plan=plan,
-        ended_early=_ended_early(config, prepared, found.state.step),
+        ended_early=ended_on_record(config.eval.early_stop, prepared.place, found.state.step),
         windows_built=windows_built,
         parent=found.parent,
         stop_after=config.run.stop_after,
@@ -222,9 +221,10 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
-    """Number the attempt that begins now. This is done as late as possible: another start of the run may be near.
+    """Number the attempt that begins now, as late as possible: another start of the run may be near.
 
-    What is read next is pinned if it is another run's."""
+    What is read next is pinned if it is another run's.
+    """
     if standing.parent is not None:
         pin(prepared.place, standing.parent)
     # From events and checkpoints, as either may have been removed: a number used twice could give two checkpoints the
@@ -242,17 +242,3 @@ def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumeP
     damaged = standing.damaged if standing.from_peers else {**standing.damaged, found: problem}
     again = look(config, prepared, standing.plan.layout.world, damaged)
     return replace(again, attempt=standing.attempt, windows_built=standing.windows_built)
-
-
-def _ended_early(config: FinetuneConfig, prepared: RunInputs, step: int) -> bool:
-    """Return whether the evaluations up to the checkpoint of this step end the run.
-
-    Without a checkpoint they do not: what earlier attempts have measured after it is cut from the record.
-    """
-    if config.eval.early_stop is None or step == 0:
-        return False
-    try:
-        found = read_evaluations(prepared.place.metrics, step)
-    except RaytuneError:  # a broken record: the next attempt mends it, and then looks again
-        return False
-    return ended_by(config.eval.early_stop, found) is not None

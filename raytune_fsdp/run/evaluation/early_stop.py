@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.config.sections.eval import EarlyStopConfig
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.jsonl import read_evaluations
 from raytune_fsdp.record.names import higher_is_better, score
 
 T = TypeVar("T")
@@ -49,6 +52,20 @@ def ended_by(rule: EarlyStopConfig | None, evaluations: Mapping[int, Mapping[str
         return None
     ended = {"step": step, "metric": rule.metric or "the mean loss", "best": sign * best, "best_step": best_step}
     return {**ended, "min_delta": rule.min_delta} if rule.min_delta else ended
+
+
+def ended_on_record(rule: EarlyStopConfig | None, place: RunDir, step: int) -> bool:
+    """Return whether the evaluations on a run's record, up to that of its checkpoint's step, end it.
+
+    Without a checkpoint they do not: what earlier attempts have measured after it is cut from the record.
+    """
+    if rule is None or step == 0:
+        return False
+    try:
+        found = read_evaluations(place.metrics, step)
+    except RaytuneError:  # a broken record: the next attempt mends it, and then looks again
+        return False
+    return ended_by(rule, found) is not None
 
 
 @dataclass(slots=True)
