@@ -227,6 +227,15 @@ def find_resume(
     return Resumed(checkpoint=found, state=read_state(found), damaged=own)
 
 
+def next_attempt(place: RunDir) -> int:
+    """Return the number of the attempt that begins now."""
+    # From events and checkpoints, as either may have been removed: a number used twice could give two checkpoints the
+    # same name.
+    earlier = [line["attempt"] for line in read_events(place.events)]
+    earlier += [checkpoint.attempt for checkpoint in committed(place.checkpoints)]
+    return 1 + max(earlier, default=0)
+
+
 def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]) -> None:
     """Refuse to continue from a checkpoint of another run, unless a fork may."""
     if found.checkpoint is not None:

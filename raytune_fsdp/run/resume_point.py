@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.base.measured import ParameterCount
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, verify
 from raytune_fsdp.checkpoint.location import in_memory
 from raytune_fsdp.checkpoint.reading import verify_together
 from raytune_fsdp.checkpoint.state import RunState
@@ -29,13 +29,12 @@ from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_on_record
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.forks.parent import Fork, Parent
 from raytune_fsdp.run.forks.pins import pin
 from raytune_fsdp.run.length import check_extension
-from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
+from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume, next_attempt
 from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, TeacherModel
 
 logger = logging.getLogger(__name__)
@@ -227,11 +226,7 @@ def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
     """
     if standing.parent is not None:
         pin(prepared.place, standing.parent)
-    # From events and checkpoints, as either may have been removed: a number used twice could give two checkpoints the
-    # same name.
-    earlier = [line["attempt"] for line in read_events(prepared.place.events)]
-    earlier += [checkpoint.attempt for checkpoint in committed(prepared.place.checkpoints)]
-    return replace(standing, attempt=1 + max(earlier, default=0))
+    return replace(standing, attempt=next_attempt(prepared.place))
 
 
 def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, problem: str) -> ResumePoint:
