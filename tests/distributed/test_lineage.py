@@ -22,6 +22,7 @@ from raytune_fsdp.run.forks.pins import pins_of
 from raytune_fsdp.run.prepare import prepare
 from tests.checkpoints import checkpoints, tensors_in
 from tests.distributed.test_exact import BOUNDS, check_against_plain, plain_loop
+from tests.preferences import KTO, PAIRS, preference_config
 from tests.ranks import resident_ranks, run_ranks
 from tests.runs import GPT2, LLAMA, make_config, trajectory
 
@@ -286,3 +287,35 @@ def test_its_checkpoints_and_its_parents_may_be_elsewhere(tmp_path: Path) -> Non
     last = _config(tmp_path, "last", (str(_run(tmp_path, "fork")), 16), **elsewhere, **schedule)
     assert trajectory(last, 1) == whole[16:]
     assert [line["kind"] for line in read_metrics(_run(tmp_path, "last") / "metrics.jsonl")] == ["step"] * 8
+
+
+@SLOW
+@pytest.mark.parametrize("objective", ["dpo and sft", "kto"])
+def test_preferences_are_compared_with_the_same_reference(tmp_path: Path, objective: str) -> None:
+    """The base is what the parent began with; another beta is another loss from the fork on."""
+    chosen = {**PAIRS, **KTO}[objective]
+    save = {"checkpoint": {"every": 2, "keep_last": None, "asynchronous": False}}
+    whole = trajectory(preference_config(tmp_path, chosen, run={"name": "base"}, **save), 2)
+    fork = {"fork": {"run": "base", "step": 2}}
+    same = preference_config(tmp_path, chosen, run={"name": "same", **fork}, **save)
+    assert trajectory(same, 2) == whole[2:]
+    other = preference_config(tmp_path, {**chosen, "beta": 0.9}, run={"name": "other", **fork}, **save)
+    found = trajectory(other, 2)
+    assert found[0]["samples"] == whole[2]["samples"] and found[0]["loss"] != whole[2]["loss"]
+    lineage = read_lineage(_run(tmp_path, "other"))
+    assert lineage is not None and lineage.parent.changed == {"train.objective.beta": [chosen["beta"], 0.9]}
+
+
+@SLOW
+def test_a_run_that_its_evaluations_have_ended_is_forked_and_judged_anew(tmp_path: Path) -> None:
+    """Coefficients of the loss may change, too."""
+    rows = {"train": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}], "eval": {"rows": 20}}
+    rule = {"every": 4, "early_stop": {"patience": 1, "min_delta": 100.0}}
+    trajectory(_config(tmp_path, data=rows, eval=rule), 1)
+    assert [each.step for each in checkpoints(_run(tmp_path, "base"))][-1] == 8
+    config = _config(
+        tmp_path, "fork", ("base", 8), data=rows, eval=rule, train={"z_loss": 1e-3, "label_smoothing": 0.1}
+    )
+    assert [row["step"] for row in trajectory(config, 1)] == [*range(9, 17)]
+    found = read_lineage(_run(tmp_path, "fork"))
+    assert found is not None and found.parent.changed.keys() == {"train.z_loss", "train.label_smoothing"}

@@ -163,3 +163,23 @@ def test_what_was_loaded_has_the_digest_of_what_was_copied(config: FinetuneConfi
         with pytest.raises(AssertionError, match="is not that of what was loaded from it"):
             run_ranks(attempt, 2, config.model_dump(), served)
         assert resident_ranks(where, 2, config.model_dump(), served) == [(0, False)] * 2
+
+
+@pytest.mark.slow
+def test_a_fork_goes_on_from_its_own_copy_and_without_one_begins_again(config: FinetuneConfig) -> None:
+    whole, values = undisturbed(config), config.model_dump()
+    values["run"]["fork"] = {"run": "whole", "step": 10}
+    fork = FinetuneConfig.model_validate(values)
+    place = RunDir.of(fork)
+    with serving(["n0", "n1"]) as (keepers, served):
+        die(fork, served, 14)
+        assert committed(place.checkpoints) == []
+        assert resident_ranks(where, 2, values, served) == [(12, True)] * 2
+        kept = {node: copy.deepcopy(keeper._copies) for node, keeper in keepers.items()}
+        harm(keepers, "dropped")
+        assert resident_ranks(where, 2, values, served) == [(10, False)] * 2
+        for node, keeper in keepers.items():
+            keeper._copies = kept[node]
+        assert run_ranks(attempt, 2, values, served) == [(12, True)] * 2
+    assert read_trajectory(place.metrics) == whole[10:]
+    assert [each.step for each in committed(place.checkpoints)] == [14]
