@@ -1,4 +1,4 @@
-"""How long a run was planned to be, what a longer plan would train, and where it is to stop before (`run.stop_after`)."""
+"""How long a run was planned to be, what a longer plan would train, and where it stops before (`run.stop_after`)."""
 
 from __future__ import annotations
 
