@@ -20,7 +20,7 @@ def steps(sweep: SweepCommand) -> int:
     return sum(map(len, sweep.trajectories().values()))
 
 
-@pytest.mark.parametrize("trials", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sweep_to_which_everything_happens_has_the_log_of_an_undisturbed_one(tmp_path: Path, trials: int) -> None:
     space = {"optim.lr": {"grid": [1e-3, 1e-2, 3e-4, 3e-3][:trials]}}
     whole = SweepCommand(tmp_path, spec_of(tmp_path, "whole", space=space))
