@@ -1,7 +1,6 @@
 """Sweeps: many runs that are compared, and what decides which of them go on.
 
-ray_tune.py    runs as trials of Ray Tune: `RunTrial`
-driven.py      the process that trains them, one after another, and outlives a trial that is killed
+ray_tune/      runs as trials of Ray Tune: `RunTrial`
 
 Importing this room imports nothing heavy: `RunTrial`, which brings Ray, is loaded when it is first used.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raytune_fsdp.tune.ray_tune import RunTrial
+    from raytune_fsdp.tune.ray_tune.trial import RunTrial
 
 __all__ = ["RunTrial"]
 
@@ -19,6 +18,6 @@ __all__ = ["RunTrial"]
 def __getattr__(name: str) -> Any:
     if name != "RunTrial":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from raytune_fsdp.tune.ray_tune import RunTrial
+    from raytune_fsdp.tune.ray_tune.trial import RunTrial
 
     return RunTrial

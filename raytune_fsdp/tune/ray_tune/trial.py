@@ -1,19 +1,17 @@
 """Runs as trials of Ray Tune: `tune.Tuner(RunTrial, param_space={"base": "my-run.yaml", "optim.lr": ...})`.
 
 Tune decides; the run's own record and checkpoints are the truth about a trial. docs/design/tune.md has what Tune 2.60
-does when, which all of this follows from. The one file outside of launch/ray/ that imports Ray.
+does when, which all of this follows from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,11 @@ from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
 import raytune_fsdp
-from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError, TrainingError
-from raytune_fsdp.base.untrusted import check_format, is_count, is_file_name, read_json, reason, shown
+from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError
+from raytune_fsdp.base.untrusted import is_count, read_json
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
-from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.on_demand import Asking, StopRequest
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.notices import STOP_SECONDS as STOP_SECONDS_VARIABLE
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import PLAN_FILE, RunDir
@@ -38,17 +33,14 @@ from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.report.overview import steps_of
 from raytune_fsdp.record.tail import RecordFollower
-from raytune_fsdp.tune.driven import STOP_SECONDS, RunDriver
+from raytune_fsdp.tune.ray_tune.driven import STOP_SECONDS, RunDriver
+from raytune_fsdp.tune.ray_tune.reference import TrialReference, config_of, digest_of, forked, hash_of, with_run
 
-BASE = "base"
-"""The key of `param_space` that names the config which all trials share; all others are fields of it."""
 DRIVER_MEMORY = 1 << 30
 """What a trial asks Tune for: the memory of its actor and of the process that drives its run. No CPU: the ranks ask for
 theirs, and a hundredth of one would leave a node without room for its last rank."""
-REFERENCE_FILE = "run.json"
 LOG_FILE = "driver.txt"
 """What the process that drives the run prints, in the trial's directory."""
-_REFERENCE_BYTES = 1 << 16
 _PLAN_BYTES = 16 << 20
 _LOOK_SECONDS = 0.3
 _IDLE_SECONDS = 10.0
@@ -62,103 +54,6 @@ _OF_WORKERS = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray gives a worker, and that are not another driver's."""
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Where Ray's jobs give their drivers the runtime environment, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialReference:
-    """What Tune keeps as a trial's checkpoint: where its run was, and nothing of the run itself."""
-
-    trial: str
-    run: str
-    """The run's name, below the `run.storage` of all trials."""
-    step: int
-    """That of a committed checkpoint: a fork begins there."""
-    digest: str
-    seen: int
-    """The newest step with an evaluation that Tune had been told; -1 before the first."""
-    given: str
-    """A hash of what Tune had given the trial: with anything else it is another run."""
-    fork: Mapping[str, Any] | None
-    """What the run itself was forked of (`run.fork`)."""
-
-    def write(self, directory: Path) -> None:
-        (directory / REFERENCE_FILE).write_text(json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n")
-
-    @classmethod
-    def read(cls, directory: Path) -> TrialReference:
-        """Read what Tune has kept. It may come from anywhere: `Tuner.restore` takes a path."""
-        file = directory / REFERENCE_FILE
-        try:
-            found = read_json(file, limit=_REFERENCE_BYTES)
-            check_format(found.pop("format", None) if isinstance(found, dict) else None)
-            made = cls(**found)
-            texts = made.trial, made.digest, made.given
-            fork = made.fork is None or (
-                isinstance(made.fork, dict)
-                and made.fork.keys() == {"run", "step"}
-                and is_file_name(made.fork["run"])
-                and is_count(made.fork["step"])
-            )
-            if not (all(isinstance(each, str) for each in texts) and fork and is_file_name(made.run)):
-                raise ValueError("it names no run")
-            if not is_count(made.step) or type(made.seen) is not int or made.seen < -1:
-                raise ValueError(f"it has step {shown(made.step)} and evaluation {shown(made.seen)}")
-        except (OSError, ValueError, TypeError) as error:
-            raise ResumeError(
-                f"{file} is no reference to a run ({reason(error)}): restore another checkpoint"
-            ) from error
-        return made
-
-
-def config_of(given: Mapping[str, Any], cwd: Path) -> FinetuneConfig:
-    """Return the config that Tune has given a trial: `base`, and its fields by dotted names or in sections."""
-    base = given.get(BASE)
-    if not isinstance(base, str | Path | Mapping):
-        raise ConfigError(
-            f"param_space[{BASE!r}]={shown(base)}: must be a YAML file, a recipe's name, or the sections of a config"
-        )
-    if not isinstance(base, Mapping) and (cwd / base).is_file():
-        base = cwd / base  # Tune has sent this process elsewhere
-    changes = {name: value for name, value in given.items() if name != BASE}
-    config = load_config(base, [f"--{name}={_written(value)}" for name, value in _flat(changes)])
-    storage = str(cwd / Path(config.run.storage).expanduser())
-    return _with_run(config, storage=storage, resume="auto")
-
-
-def forked(config: FinetuneConfig, fork: Mapping[str, Any] | None) -> FinetuneConfig:
-    """Return the config of a run that begins as another one of the same storage was after a step; None: as it is."""
-    return config if fork is None else _with_run(config, fork=dict(fork))
-
-
-def _with_run(config: FinetuneConfig, **fields: Any) -> FinetuneConfig:
-    values = config.model_dump(mode="json", exclude_unset=True)
-    return load_config({**values, "run": {**values["run"], **fields}})
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
-
-
-def _written(value: Any) -> str:
-    """Return a value as it is on a command line. Some samplers of Tune's return numbers of numpy's."""
-    return json.dumps(value, default=lambda each: each.item() if hasattr(each, "item") else str(each))
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _digest(found: CommittedCheckpoint) -> str:
-    """Return the digest of a checkpoint's numbers; if it has none, of its manifest."""
-    storage = storage_at(found.root)
-    with suppress(OSError, ValueError):
-        if digest := read_manifest(storage, found.name).digest:
-            return digest["weights"]
-    return ""
 
 
 class RunTrial(Trainable):  # type: ignore[misc]
@@ -189,13 +84,13 @@ class RunTrial(Trainable):  # type: ignore[misc]
         return True
 
     def _begin(self, given: Mapping[str, Any]) -> None:
-        self._given = _hash(given)
+        self._given = hash_of(given)
         self._base = config_of(given, self._cwd)
         self._be(f"{self._base.run.name}-{self.trial_id}", fork=None, seen=-1)
 
     def _be(self, name: str, *, fork: Mapping[str, Any] | None, seen: int) -> None:
         """Be this run, of which Tune has seen the evaluations up to that of step `seen`."""
-        self._config = forked(_with_run(self._base, name=name), fork)
+        self._config = forked(with_run(self._base, name=name), fork)
         self._place, self._fork, self._seen = RunDir.of(self._config), fork, seen
         self._evaluations = _Evaluations(self._place, seen)
         self._over = _is_complete(self._config, self._place)
@@ -227,7 +122,7 @@ class RunTrial(Trainable):  # type: ignore[misc]
         with self._called():
             found = self._commit()
             TrialReference(
-                trial=self.trial_id, run=self._config.run.name, step=found.step, digest=_digest(found),
+                trial=self.trial_id, run=self._config.run.name, step=found.step, digest=digest_of(found),
                 seen=self._seen, given=self._given, fork=self._fork,
             ).write(Path(checkpoint_dir))  # fmt: skip
 
@@ -242,7 +137,7 @@ class RunTrial(Trainable):  # type: ignore[misc]
                 self._be(found.run, fork=found.fork, seen=found.seen)
                 return
             # The name follows from what is forked, and with which values: the same call again finds the same run.
-            which = _hash([found.run, found.step, found.digest, self._given])[:8]
+            which = hash_of([found.run, found.step, found.digest, self._given])[:8]
             fork = {"run": found.run, "step": found.step}
             self._be(f"{self._base.run.name}-{self.trial_id}-{which}", fork=fork, seen=found.seen)
 
