@@ -67,6 +67,8 @@ class RunDriver:
         """`log`: where the process prints until it gets an order."""
         self._log = log
         self._rest = b""
+        self._ending = False
+        """Whether the process has said that it ends, too."""
         self._end: RunEnd | None = RunEnd("finished")
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
@@ -107,7 +109,7 @@ class RunDriver:
         if self._end is None:
             there = self.alive  # before the last answer is read
             for answer in self._read():
-                self._end = RunEnd(answer["how"], answer["problem"])
+                self._end, self._ending = RunEnd(answer["how"], answer["problem"]), answer["ending"]
             if self._end is None and not there:
                 self._end = RunEnd(
                     "gone",
@@ -120,7 +122,8 @@ class RunDriver:
     def alive(self) -> bool:
         """Whether the process can take orders."""
         with suppress(psutil.NoSuchProcess):
-            return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
+            there = self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
+            return there and not self._ending
         return False
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
@@ -211,8 +214,9 @@ class _Driven:
         while (order := self._waiting.get()) is not None:
             end = self._train(order)
             order.over.set()
-            self._tell({"how": end.how, "problem": end.problem})
-            if end.how not in ("finished", "stopped") or crashing:
+            ending = end.how not in ("finished", "stopped") or bool(crashing)
+            self._tell({"how": end.how, "problem": end.problem, "ending": ending})
+            if ending:
                 return 1  # what is left of it in this process must not be the next run's
         return 0
 

@@ -113,7 +113,7 @@ def hash_of(value: Any) -> str:
 
 
 def digest_of(found: CommittedCheckpoint) -> str:
-    """Return the digest of a checkpoint's numbers; if it has none, of its manifest, which has the hashes of all files."""
+    """Return the digest of a checkpoint's numbers; if it has none, of its manifest, with the hashes of its files."""
     storage = storage_at(found.root)
     known = read_manifest(storage, found.name).digest.get("everything")
     return known or hashlib.sha256(storage.read(found.name, MANIFEST_FILE, MANIFEST_BYTES)).hexdigest()

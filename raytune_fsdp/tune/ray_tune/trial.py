@@ -188,6 +188,8 @@ class RunTrial(Trainable):  # type: ignore[misc]
             return
         log = Path(self.logdir, LOG_FILE)
         if self._driver is None or not self._driver.alive:
+            if self._driver is not None:
+                self._driver.close()
             self._driver = RunDriver(cwd=self._cwd, env=self._environment(), log=log)
         _free(self._place, self._seconds)
         self._driver.train(self._config, log, stop_seconds=self._seconds)
