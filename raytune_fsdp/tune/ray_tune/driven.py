@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
+from raytune_fsdp.base.durable import open_private
 from raytune_fsdp.base.errors import ConfigError, Interrupted, RaytuneError, TrainingError, UserError, in_one_line
 from raytune_fsdp.base.leaving import crashing, leave
 from raytune_fsdp.base.redaction import redact_shapes
@@ -73,7 +74,7 @@ class RunDriver:
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
         try:
-            with open(log, "ab") as output:
+            with open(log, "ab", opener=open_private) as output:
                 subprocess.run(
                     [sys.executable, "-m", __name__, str(answers)], check=True, start_new_session=True,
                     stdin=orders, stdout=output, stderr=output, pass_fds=[answers], cwd=cwd, env=dict(env),
@@ -246,7 +247,7 @@ class _Driven:
 def _print_to(log: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    with open(log, "ab", buffering=0) as file:
+    with open(log, "ab", buffering=0, opener=open_private) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
 

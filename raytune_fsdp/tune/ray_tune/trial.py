@@ -20,6 +20,7 @@ from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
 import raytune_fsdp
+from raytune_fsdp.base.durable import make_private
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import is_count, read_json
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
@@ -39,8 +40,8 @@ from raytune_fsdp.tune.ray_tune.reference import TrialReference, config_of, dige
 DRIVER_MEMORY = 1 << 30
 """What a trial asks Tune for: the memory of its actor and of the process that drives its run. No CPU: the ranks ask for
 theirs, and a hundredth of one would leave a node without room for its last rank."""
-LOG_FILE = "driver.txt"
-"""What the process that drives the run prints, in the trial's directory."""
+LOG = Path("logs", "driver.txt")
+"""What the process that drives the run prints, in the run's directory: Tune's own for its actor goes with the session."""
 _PLAN_BYTES = 16 << 20
 _LOOK_SECONDS = 0.3
 _IDLE_SECONDS = 10.0
@@ -186,7 +187,8 @@ class RunTrial(Trainable):  # type: ignore[misc]
         """Let the run go on, unless it does."""
         if self._trains:
             return
-        log = Path(self.logdir, LOG_FILE)
+        log = self._place.path / LOG
+        make_private(log.parent)
         if self._driver is None or not self._driver.alive:
             if self._driver is not None:
                 self._driver.close()
