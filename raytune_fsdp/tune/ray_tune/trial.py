@@ -41,7 +41,7 @@ DRIVER_MEMORY = 1 << 30
 """What a trial asks Tune for: the memory of its actor and of the process that drives its run. No CPU: the ranks ask for
 theirs, and a hundredth of one would leave a node without room for its last rank."""
 LOG = Path("logs", "driver.txt")
-"""What the process that drives the run prints, in the run's directory: Tune's own for its actor goes with the session."""
+"""What the process that drives the run prints, in the run's directory: that of Tune's actor goes with its session."""
 _PLAN_BYTES = 16 << 20
 _LOOK_SECONDS = 0.3
 _IDLE_SECONDS = 10.0
