@@ -84,11 +84,30 @@ class Training:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def save(training: Training, step: int) -> None:
+def save(training: Training, step: int, metrics: dict[str, float]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dcp.save({"training": training}, checkpoint_id=directory)
         Path(directory, "step.json").write_text(json.dumps(step))
-        ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(directory))
+        ray.train.report({"step": step, **metrics}, checkpoint=Checkpoint.from_directory(directory))
+
+
+def evaluate(model: torch.nn.Module, texts: list[list[int]]) -> dict[str, float]:
+    """The mean loss of a token, of texts that are padded eight at a time; each rank has its part of them."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    sums = torch.zeros(2)
+    model.eval()
+    with torch.no_grad():
+        for first in range(0, len(texts), 8 * world):
+            mine = texts[first + 8 * rank : first + 8 * (rank + 1)] or texts[:1]  # every rank takes part in every pass
+            longest = max(map(len, mine))
+            ids = torch.tensor([each + [0] * (longest - len(each)) for each in mine])
+            mask = torch.tensor([[1] * len(each) + [0] * (longest - len(each)) for each in mine])
+            tokens = int(mask[:, 1:].sum())
+            loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+            sums += torch.tensor([loss.item() * tokens, tokens])
+    model.train()
+    torch.distributed.all_reduce(sums)
+    return {"loss": (sums[0] / sums[1]).item()}
 
 
 def resume(training: Training) -> int:
@@ -126,18 +145,13 @@ def train(given: dict[str, Any]) -> None:
         optimizer.zero_grad()
         tell("step", step=step, loss=loss.item())
         if step % config["checkpoint"]["every"] == 0:
-            save(training, step)
+            measured = evaluate(model, given["texts"]) if given["texts"] else {}
+            save(training, step, measured)
+            tell("saved", step=step)
 
 
-def main() -> None:
-    marks = sys.argv[2]
-    mark(marks, "start")
-    if "BENCHMARK_CPUS" in os.environ:
-        ray.init(num_cpus=int(os.environ["BENCHMARK_CPUS"]), include_dashboard="--dashboard" in sys.argv)
-    else:
-        ray.init()
-    mark(marks, "Ray")
-    config = yaml.safe_load(Path(sys.argv[1]).read_text())
+def trainer_of(config: dict[str, Any], marks: str, callbacks: list[Any], texts: list[list[int]]) -> TorchTrainer:
+    """`texts`: tokens of what is evaluated whenever a checkpoint is saved."""
     tokenizer = AutoTokenizer.from_pretrained(config["model"]["tokenizer"])
     data, run = ours.DataConfig.model_validate(config["data"]), config["run"]
     windows = Windows(
@@ -149,9 +163,10 @@ def main() -> None:
         total_samples=None, global_batch=sizes["global_batch"], micro_batch=sizes["micro_batch"],
         data_ranks=config["cluster"]["workers"],
     )  # fmt: skip
-    trainer = TorchTrainer(
+    given = {"config": config, "windows": windows, "division": division, "marks": marks, "texts": texts}
+    return TorchTrainer(
         train,
-        train_loop_config={"config": config, "windows": windows, "division": division, "marks": marks},
+        train_loop_config=given,
         datasets={
             "train": lambda: stream_dataset(
                 Stream(windows, seed=run["seed"]),
@@ -169,9 +184,20 @@ def main() -> None:
             name=run["name"],
             storage_path=run["storage"],
             failure_config=FailureConfig(max_failures=3),
-            callbacks=[Noticed(marks)],
+            callbacks=callbacks,
         ),
     )
+
+
+def main() -> None:
+    marks = sys.argv[2]
+    mark(marks, "start")
+    if "BENCHMARK_CPUS" in os.environ:
+        ray.init(num_cpus=int(os.environ["BENCHMARK_CPUS"]), include_dashboard="--dashboard" in sys.argv)
+    else:
+        ray.init()
+    mark(marks, "Ray")
+    trainer = trainer_of(yaml.safe_load(Path(sys.argv[1]).read_text()), marks, [Noticed(marks)], [])
     mark(marks, "checks")
     trainer.fit()
 

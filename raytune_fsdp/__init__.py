@@ -4,6 +4,7 @@ The rooms, from the command down; each imports only what is below it. Its `__ini
 
     cli/         the commands, one file each
     tools/       audit, doctor and dry run: commands that look at a run or a machine from outside
+    tune/        many runs that are compared, and trials of Ray Tune
     convert/     configs of other trainers, turned into ours
     tune/        sweeps: many runs, and what decides which of them go on
     launch/      from a config to ranks that train, with or without Ray

@@ -20,4 +20,25 @@ best.py        the best trial, and how to go on with it
 running/       the processes of trials
 sweep.py       a whole sweep in one call
 demo.py        one to try out
+
+ray_tune/      runs as trials of Ray Tune: `RunTrial`
+
+Importing this room imports nothing heavy: `RunTrial`, which brings Ray, is loaded when it is first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raytune_fsdp.tune.ray_tune.trial import RunTrial
+
+__all__ = ["RunTrial"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RunTrial":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from raytune_fsdp.tune.ray_tune.trial import RunTrial
+
+    return RunTrial

@@ -60,6 +60,7 @@ TINY = {
     "published_speed": "--only qwen3-0.6b/1xRTX-A6000/8192",
     "recompute": "--rounds 1 --length 256",
     "step": "--rounds 1 --steps 1 --seq-len 32",
+    "sweep": "--rounds 1 --trials 2 --settle 0 --warm",
     "updates": "--only Lion",
 }
 """The least that each can do."""
@@ -69,7 +70,7 @@ NEEDS = {
     "kernels": ("peft",), "load": ("accelerate",), "methods": ("peft",), "packing": ("trl",),
     "peers": ("ray",), "planned_memory": ("peft",), "planned_sorts": ("peft",), "planned_time": ("peft",),
     "preferences": ("trl",), "startup": ("ray",),
-    "step": ("accelerate", "mlflow"), "stream": ("ray",),
+    "step": ("accelerate", "mlflow"), "stream": ("ray",), "sweep": ("ray",),
 }  # fmt: skip
 """What none of our own dependencies brings, or only an extra."""
 
@@ -83,9 +84,9 @@ def is_command(path: Path) -> bool:
 
 
 def test_every_benchmark_is_started_by_a_test() -> None:
-    """But for the two that others start."""
+    """But for those that others start."""
     commands = {path.stem for path in BENCHMARKS.glob("*.py") if is_command(path)}
-    assert commands - {"bare_hf_trainer", "bare_ray_train"} == TINY.keys()
+    assert commands - {"bare_hf_trainer", "bare_ray_train", "bare_tune"} == TINY.keys()
 
 
 def run(name: str, directory: Path) -> int | None:
