@@ -6,14 +6,16 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
 from raytune_fsdp.tune.log import Entry, TrialEnded, Value, generation
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
-from raytune_fsdp.tune.space import check_trials, trials_of
+from raytune_fsdp.tune.space import trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
 from raytune_fsdp.tune.turn import turn
 
@@ -25,6 +27,11 @@ BASE: dict[str, Any] = {
     "train": {"global_batch": 8, "max_steps": LAST},
     "eval": {"every": EVERY},
 }
+
+
+@cache
+def load_base() -> FinetuneConfig:
+    return load_config(BASE)
 
 
 def make_sweep(trials: int = 8, **more: Any) -> SweepSpec:
@@ -43,7 +50,7 @@ class World:
     def __init__(self, spec: SweepSpec, *, buckets: int = 1000, fails: Mapping[int, int] | None = None) -> None:
         """`buckets`: how many values there are; few mean ties. `fails`: after which step a trial's first run fails."""
         self.spec, self.buckets, self.fails = spec, buckets, fails or {}
-        self.configs: list[FinetuneConfig] = check_trials(spec, trials_of(spec))
+        self.configs: list[FinetuneConfig] = [load_base()] * len(trials_of(spec))
         self.found: list[tuple[int, Found]] = []
         """With the generation of the run."""
         self.trained: dict[tuple[int, int], int] = {}
@@ -59,7 +66,8 @@ class World:
 
     def of(self, log: Sequence[Entry]) -> list[Found]:
         """What is found in the newest runs' records."""
-        return [each for run, each in self.found if run == generation(each.trial, log)]
+        newest = {trial: generation(trial, log) for trial in range(len(self.configs))}
+        return [each for run, each in self.found if run == newest[each.trial]]
 
     def done(self, stretch: Stretch) -> bool:
         run = stretch.trial, stretch.generation
@@ -93,5 +101,7 @@ def play(world: World, log: Sequence[Entry] = (), chance: random.Random | None =
         if said.over:
             return entries
         running = [each for each in said.stretches if not world.done(each)][: world.spec.concurrent]
-        assert running, "the sweep is not over, and nothing may run"
-        world.train(chance.choice(running))
+        if running:
+            world.train(chance.choice(running))
+        else:  # the records of new forks are looked at in the next turn
+            assert said.entries, "the sweep is not over, and nothing may run"

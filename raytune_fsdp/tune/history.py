@@ -13,7 +13,7 @@ State = Literal["open", "stopped", "complete", "failed"]
 
 
 @dataclass(slots=True)
-class History:
+class TrialHistory:
     """What became of a trial so far."""
 
     trial: Trial
@@ -51,9 +51,9 @@ class History:
         return isinstance(found, TrialEnded) or found.step > self.step
 
 
-def histories(trials: Iterable[Trial], log: Iterable[Entry]) -> dict[int, History]:
+def histories(trials: Iterable[Trial], log: Iterable[Entry]) -> dict[int, TrialHistory]:
     """Return what became of each trial, by its number."""
-    known = {trial.number: History(trial) for trial in trials}
+    known = {trial.number: TrialHistory(trial) for trial in trials}
     for entry in log:
         match entry:
             case Value():
@@ -76,7 +76,7 @@ def rank(value: float, highest: bool) -> tuple[bool, float]:
     return not finite, (-value if highest else value) if finite else 0.0
 
 
-def news(found: Iterable[Value | TrialEnded], known: Mapping[int, History]) -> dict[int, list[Value | TrialEnded]]:
+def news(found: Iterable[Value | TrialEnded], known: Mapping[int, TrialHistory]) -> dict[int, list[Value | TrialEnded]]:
     """Return what was found of each trial and is not on the log: values by their steps, then the end of its run."""
     own: dict[int, dict[float, Value | TrialEnded]] = {}
     for each in found:

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytune_fsdp.base.errors import UserError, pip_install
 from raytune_fsdp.base.random import derive_key
-from raytune_fsdp.tune.history import History, histories
+from raytune_fsdp.tune.history import TrialHistory, histories
 from raytune_fsdp.tune.log import Entry, trials_in
 from raytune_fsdp.tune.spec import OptunaSearch, SweepSpec, Values
 
@@ -54,7 +54,7 @@ def begun_with_optuna(log: Sequence[Entry], trials: int, concurrent: int) -> int
 def proposed(spec: SweepSpec, search: OptunaSearch, log: Sequence[Entry], number: int) -> dict[str, Any]:
     """Return what Optuna's sampler proposes for a trial, from what the log says of those that have ended.
 
-    Each trial has a study of its own, rebuilt from the log: nothing else is remembered. Raises UserError without Optuna.
+    Each trial has a study of its own, rebuilt from the log; nothing else is remembered. Without Optuna: UserError.
     """
     try:
         import optuna
@@ -82,7 +82,7 @@ def _distribution(optuna: Any, values: Values) -> Any:
     return optuna.distributions.FloatDistribution(*values.items, log=values.kind == "loguniform")
 
 
-def _told(optuna: Any, each: History, space: Mapping[str, Values], distributions: Mapping[str, Any]) -> Any:
+def _told(optuna: Any, each: TrialHistory, space: Mapping[str, Values], distributions: Mapping[str, Any]) -> Any:
     spelled = {field: [json.dumps(item) for item in values.items] for field, values in space.items() if values.listed}
     params = {
         field: spelled[field].index(json.dumps(value)) if field in spelled else value

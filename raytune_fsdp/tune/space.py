@@ -18,16 +18,16 @@ from raytune_fsdp.tune.spec import RECIPE, GridSearch, OptunaSearch, SweepSpec
 def trials_of(spec: SweepSpec, log: Sequence[Entry] = ()) -> list[Trial]:
     """Return the trials that are known at this point of the log, in order: at first all of them, unless later ones
     follow from the values of earlier ones (Optuna)."""
-    search = spec.search
+    search, space = spec.search, spec.values
     if isinstance(search, OptunaSearch):
         known = trials_in(log)
         for number in range(len(known), begun_with_optuna(log, search.trials, spec.concurrent)):
             known.append(Trial(number, proposed(spec, search, log, number), number))
         return known
     if isinstance(search, GridSearch):
-        variants = grid(spec.values)
+        variants = grid(space)
     else:
-        variants = [drawn(spec.values, search.seed, number) for number in range(search.trials)]
+        variants = [drawn(space, search.seed, number) for number in range(search.trials)]
     seeds = range(spec.seeds) if spec.seeds > 1 else [None]
     each = [(changes, variant, seed) for variant, changes in enumerate(variants) for seed in seeds]
     return [Trial(number, changes, variant, seed) for number, (changes, variant, seed) in enumerate(each)]

@@ -111,8 +111,8 @@ class RungsScheduler(Section):
 
 class AshaScheduler(Section):
     type: Literal["asha"]
-    """Asynchronous successive halving: a trial goes on as soon as it is among the best of those that have arrived at its
-    rung so far. Nobody waits; which trials go on depends on who arrives first, and is on the log."""
+    """Asynchronous successive halving: a trial goes on as soon as it is among the best of those that have arrived at
+    its rung so far. Nobody waits; which trials go on depends on who arrives first, and is on the log."""
 
     first: int | None = Field(default=None, ge=1)
     """Step of the first rung, as with `rungs`."""
@@ -231,9 +231,7 @@ class SweepSpec(Section):
     @property
     def values(self) -> dict[str, Values]:
         """The space, by the names of the fields, in the order in which it is written."""
-        return {
-            name: Values(kind, tuple(items)) for name, each in self.space.items() for kind, items in each.items()
-        }
+        return {name: Values(kind, tuple(items)) for name, each in self.space.items() for kind, items in each.items()}
 
     @property
     def decides(self) -> dict[str, Any]:
@@ -247,7 +245,7 @@ class SweepSpec(Section):
                 raise ValueError(f"space.{field}: the sweep itself sets {field} of every trial: leave it out")
         if "run.seed" in self.space and self.seeds > 1:
             raise ValueError(
-                f"space.run.seed with seeds={self.seeds}: the sweep then sets run.seed of every trial: leave one of them out"
+                f"space.run.seed with seeds={self.seeds}: the sweep then sets run.seed of every trial: leave one out"
             )
         if RECIPE in self.space and isinstance(self.base, str):
             raise ValueError(
@@ -275,8 +273,8 @@ class SweepSpec(Section):
                 )
         if trials * self.seeds > MOST_TRIALS:
             raise ValueError(
-                f"search.type={self.search.type} makes {trials * self.seeds:,} trials of space and seeds, and a sweep may "
-                f"have {MOST_TRIALS:,}: draw some with search.type=random"
+                f"search.type={self.search.type} makes {trials * self.seeds:,} trials of space and seeds, and a sweep "
+                f"may have {MOST_TRIALS:,}: draw some with search.type=random"
             )
         return self
 
@@ -286,7 +284,7 @@ class SweepSpec(Section):
         if self.search.type == "optuna" and kind not in ("median", "none"):
             raise ValueError(
                 f"scheduler.type={kind} with search.type=optuna: Optuna proposes a trial from those that have ended, "
-                f"and {kind} needs all of them at its beginning: set scheduler.type=median or none, or search.type=random"
+                f"and {kind} needs all of them at once: set scheduler.type=median or none, or search.type=random"
             )
         if self.seeds > 1 and (kind not in ("rungs", "none") or self.search.type == "optuna"):
             other = f"scheduler.type={kind}" if kind not in ("rungs", "none") else "search.type=optuna"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config.problems import shown
-from raytune_fsdp.tune.log import Entry, SweepBegun, trials_in
+from raytune_fsdp.tune.log import Draw, Entry, SweepBegun, trials_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import trials_of
-from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.spec import OptunaSearch, SweepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,20 @@ def turn(spec: SweepSpec, scheduler: Scheduler, log: Sequence[Entry], found: Seq
     entries = list(log)
     # One entry at a time, so that each follows from those before it: a log that a crash has cut anywhere goes on to the
     # same end.
+    given = None if isinstance(spec.search, OptunaSearch) else trials_of(spec)
     while True:
         if not entries:
             entries.append(SweepBegun(spec.decides, spec.highest))
             continue
-        trials, known = trials_of(spec, entries), trials_in(entries)
+        trials, known = given or trials_of(spec, entries), trials_in(entries)
         if len(known) < len(trials):
             entries.append(trials[len(known)])
             continue
         said = scheduler.next(known, entries)
         if said.entries:
             entries.append(said.entries[0])
+            if isinstance(entries[-1], Draw):  # what was found of this trial is of a run that is no longer its newest
+                found = [each for each in found if each.trial != entries[-1].trial]
             continue
         if taken := scheduler.taken(known, entries, found):
             entries.append(taken[0])

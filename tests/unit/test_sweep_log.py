@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -74,11 +76,12 @@ def test_half_a_line_is_cut(path: Path, whole: int, rest: bytes) -> None:
 
 
 @given(length=st.integers(0, len(b"".join(map(line_of, ENTRIES)))))
-def test_a_log_that_a_crash_cut_anywhere_has_its_whole_lines(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
-    path = tmp_path_factory.mktemp("cut") / "log.jsonl"
+def test_a_log_that_is_cut_anywhere_has_its_whole_lines(length: int) -> None:
     content = b"".join(map(line_of, ENTRIES))[:length]
-    path.write_bytes(content)
-    assert SweepLog(path).entries == ENTRIES[: content.count(b"\n")]
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "log.jsonl"
+        path.write_bytes(content)
+        assert SweepLog(path).entries == ENTRIES[: content.count(b"\n")]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,10 @@ def test_a_log_that_a_crash_cut_anywhere_has_its_whole_lines(tmp_path_factory: p
         (b'{"kind": "draw", "trial": 0, "step": 1, "source": 3, "changes": {}}', "is about trial 3"),
         (b'{"kind": "draw", "trial": 0, "step": 1, "source": 1, "changes": []}', r"has changes=\[\]"),
         (b'{"kind": "ended", "trial": 0, "step": 1, "error": 3}', "has error=3"),
-        (b'{"kind": "trial", "number": 4, "changes": {}, "variant": 0, "seed": null}', "is trial 4, but the next one is 2"),
+        (
+            b'{"kind": "trial", "number": 4, "changes": {}, "variant": 0, "seed": null}',
+            "is trial 4, but the next one",
+        ),
     ],
 )
 def test_what_no_sweep_has_written_is_refused(path: Path, line: bytes, said: str) -> None:
@@ -132,9 +138,7 @@ def test_what_is_no_file_is_refused(path: Path) -> None:
         SweepLog(path)
 
 
-def test_after_a_full_disk_the_log_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
+def test_after_a_full_disk_the_log_goes_on(path: Path) -> None:
     log = SweepLog(path)
     log.append(ENTRIES[:3])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -51,6 +51,7 @@ worlds = {
 }
 
 
+@pytest.mark.thorough
 @given(kind=st.sampled_from(SAME_LOG), seeds=st.sampled_from([1, 3]), chance=st.integers(0, 2**32), **worlds)
 @settings(max_examples=60, deadline=None)
 def test_the_log_is_the_same_whatever_is_killed(kind: str, seeds: int, chance: int, **world: Any) -> None:
@@ -278,12 +279,22 @@ def test_rungs_are_where_something_is_left_to_compare(kind: str, trials: int, ru
 @pytest.mark.parametrize(
     ("kind", "rule", "base", "said"),
     [
-        ("rungs", {"first": 15}, {}, "scheduler.first=15 is not a multiple of the trials' eval.every=10.* set it to 20"),
+        (
+            "rungs",
+            {"first": 15},
+            {},
+            "scheduler.first=15 is not a multiple of the trials' eval.every=10.* set it to 20",
+        ),
         ("asha", {"first": 80}, {}, "scheduler.first=80 is not below train.max_steps=80.*scheduler.type=none"),
         ("rungs", {}, {"eval": {"every": 80}}, "eval.every=80 is not below train.max_steps=80"),
         ("rungs", {}, {"eval": {}}, "eval.every: trials are compared at steps"),
         ("pbt", {"every": 15}, {}, "scheduler.every=15 is not a multiple"),
-        ("pbt", {"every": 10}, {"train": {"global_batch": 8, "epochs": 1}}, "pbt with train.epochs.*set train.max_steps"),
+        (
+            "pbt",
+            {"every": 10},
+            {"train": {"global_batch": 8, "epochs": 1}},
+            "pbt with train.epochs.*set train.max_steps",
+        ),
     ],
 )
 def test_steps_without_anything_to_compare_are_refused(kind: str, rule: Any, base: Any, said: str) -> None:
@@ -297,4 +308,3 @@ def test_another_sweep_does_not_go_on() -> None:
     other = make_sweep(3)
     with pytest.raises(ResumeError, match=r'search=.*"trials": 3.*the sweep s was begun with .*"trials": 2'):
         turn(other, World(other).scheduler, log, [])
-

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raytune_fsdp.tune.history import History, histories, news, rank
+from raytune_fsdp.tune.history import TrialHistory, histories, news, rank
 from raytune_fsdp.tune.log import Decision, Entry, Trial, TrialEnded, Value
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 
@@ -15,7 +15,7 @@ from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 class _Ladder:
     """Where all trials are, from the log up to some entry."""
 
-    known: dict[int, History]
+    known: dict[int, TrialHistory]
     rung: dict[int, int] = field(default_factory=dict)
     """The rung that each trial is at, or on its way to."""
     come: list[dict[int, float]] = field(default_factory=list)

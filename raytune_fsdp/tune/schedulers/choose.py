@@ -34,7 +34,7 @@ def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Schedule
     if isinstance(rule, PbtScheduler):
         if last is None:
             raise ConfigError(
-                "scheduler.type=pbt with train.epochs: members are compared below their last step, which must be known: set "
+                "scheduler.type=pbt with train.epochs: members are compared before their end, which must be known: set "
                 "train.max_steps in the base, or another scheduler.type"
             )
         _check_step("scheduler.every", rule.every, _evaluated_every(configs), last)
@@ -71,8 +71,8 @@ def _check_step(field: str, step: int, every: int | None, last: int | None) -> N
         )
     if step % every:
         raise ConfigError(
-            f"{field}={step} is not a multiple of the trials' eval.every={every}, so there is nothing to compare: set it "
-            f"to {-(-step // every) * every}, or change eval.every in the base"
+            f"{field}={step} is not a multiple of the trials' eval.every={every}, so there is nothing to compare: set "
+            f"it to {-(-step // every) * every}, or change eval.every in the base"
         )
     if last is not None and step >= last:
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from raytune_fsdp.tune.history import History, histories, news
+from raytune_fsdp.tune.history import TrialHistory, histories, news
 from raytune_fsdp.tune.log import Decision, Entry, Trial, Value
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 
@@ -32,7 +32,7 @@ class Median:
         here = [each for each in known.values() if each.state == "open"]
         return Next((), [Stretch(each.number, None, changes=each.trial.changes) for each in here], over=not here)
 
-    def _is_worse(self, known: dict[int, History], newest: Value) -> bool:
+    def _is_worse(self, known: dict[int, TrialHistory], newest: Value) -> bool:
         if newest.step <= self.grace or newest.step == self.last:
             return False
         come = [each for number, each in known.items() if number != newest.trial and each.step >= newest.step]
@@ -45,5 +45,5 @@ class Median:
         return max(own) < median(means) if self.highest else min(own) > median(means)
 
 
-def _finite(history: History, step: int) -> list[float]:
+def _finite(history: TrialHistory, step: int) -> list[float]:
     return [value for at, value in history.values.items() if at <= step and math.isfinite(value)]

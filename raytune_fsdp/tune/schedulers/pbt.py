@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytune_fsdp.base.random import derive_key
-from raytune_fsdp.tune.history import History, histories, rank
+from raytune_fsdp.tune.history import TrialHistory, histories, rank
 from raytune_fsdp.tune.log import Decision, Draw, Entry, Trial, changes_now
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 from raytune_fsdp.tune.schedulers.rungs import arrivals
@@ -48,26 +48,26 @@ class Pbt:
         step = self.rule.every * (1 + sum(isinstance(entry, Decision) for entry in log))
         return step if step < self.last else None
 
-    def _sources(self, known: Mapping[int, History], step: int) -> list[int]:
+    def _sources(self, known: Mapping[int, TrialHistory], step: int) -> list[int]:
         """Return the members that have a checkpoint of this step, the best first."""
         there = [each for each in known.values() if math.isfinite(each.values.get(step, math.nan))]
         there.sort(key=lambda each: (rank(each.values[step], self.highest), each.number))
         return [each.number for each in there]
 
-    def _compared(self, known: Mapping[int, History], step: int) -> Decision:
+    def _compared(self, known: Mapping[int, TrialHistory], step: int) -> Decision:
         best = self._sources(known, step)[: self._share(known)]
         worst = sorted(known.values(), key=lambda each: (*self._rank(each, step), each.number))[-self._share(known) :]
         failed = [each for each in known.values() if each.state == "failed"]
         stop = {each.number for each in (*worst, *failed)} - set(best)
         return Decision(step, tuple(sorted(set(known) - stop)), tuple(sorted(stop)))
 
-    def _rank(self, each: History, step: int) -> tuple[bool, tuple[bool, float]]:
+    def _rank(self, each: TrialHistory, step: int) -> tuple[bool, tuple[bool, float]]:
         return each.state == "failed", rank(each.values.get(step, each.last), self.highest)
 
-    def _share(self, known: Mapping[int, History]) -> int:
+    def _share(self, known: Mapping[int, TrialHistory]) -> int:
         return max(1, math.floor(len(known) * self.rule.quantile))
 
-    def _draw(self, trial: int, at: Decision, known: Mapping[int, History], log: Sequence[Entry]) -> Draw:
+    def _draw(self, trial: int, at: Decision, known: Mapping[int, TrialHistory], log: Sequence[Entry]) -> Draw:
         best = [number for number in self._sources(known, at.step) if number in at.on][: self._share(known)]
         source = best[derive_key("pbt", self.rule.seed, trial, at.step) % len(best)]
         changes = dict(changes_now(known[source].trial, log, at.step))
@@ -86,7 +86,7 @@ class Pbt:
         return round(moved) if values.kind == "int" else rounded(moved, low, high)
 
 
-def _stretch(each: History, until: int | None) -> Stretch:
+def _stretch(each: TrialHistory, until: int | None) -> Stretch:
     if not each.draws:
         return Stretch(each.number, until, changes=each.trial.changes)
     newest = each.draws[-1]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
 
-from raytune_fsdp.tune.history import History, histories, news, rank
+from raytune_fsdp.tune.history import TrialHistory, histories, news, rank
 from raytune_fsdp.tune.log import Decision, Entry, Trial, TrialEnded, Value
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 
 
-def arrivals(members: Sequence[History], found: Sequence[Found], until: int | None) -> list[Found]:
+def arrivals(members: Sequence[TrialHistory], found: Sequence[Found], until: int | None) -> list[Found]:
     """Return what belongs on the log once all members have come to a step, in the order of trials; until then nothing.
 
     A run that has ended before has come, too, with its last value.
@@ -54,7 +54,7 @@ class Rungs:
         stop = tuple(each.number for each in members if each.number not in on)
         return Next([Decision(until, on, stop)], (), over=False)
 
-    def _rung(self, trials: Sequence[Trial], log: Sequence[Entry]) -> tuple[list[History], int | None]:
+    def _rung(self, trials: Sequence[Trial], log: Sequence[Entry]) -> tuple[list[TrialHistory], int | None]:
         """Return who trains to which step now."""
         known = histories(trials, log)
         decided = [entry for entry in log if isinstance(entry, Decision)]
@@ -64,7 +64,7 @@ class Rungs:
         left = self.steps[len(decided) :] if len({each.trial.variant for each in members}) > 1 else ()
         return members, left[0] if left else None
 
-    def _best(self, members: Sequence[History], step: int) -> tuple[int, ...]:
+    def _best(self, members: Sequence[TrialHistory], step: int) -> tuple[int, ...]:
         """Return the trials of the best variants, by the mean over their seeds; of equal ones the first."""
         variants = [list(each) for _, each in groupby(members, key=lambda member: member.trial.variant)]
         ranked = []
