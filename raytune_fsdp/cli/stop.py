@@ -78,8 +78,11 @@ def _how_it_ended(place: RunDir) -> str:
     from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.plan.run_dir import is_run
     from raytune_fsdp.record.report.overview import overview
+    from raytune_fsdp.tune.place import SWEEP_FILE
 
     name = printable(str(place.path))
+    if (place.path / SWEEP_FILE).exists():
+        return f"{name} has stopped; the same command continues it"
     if not is_run(place.path):
         return f"{name} has ended and left nothing, as a dry run or an audit does"
     seen = overview(place.path)

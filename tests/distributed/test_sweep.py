@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.record.jsonl import each_event, read_trajectory
@@ -33,7 +34,10 @@ def test_a_sweep_to_which_everything_happens_has_the_log_of_an_undisturbed_one(t
     assert gone(sweep.kill(), GONE_SECONDS), "trials end with the command that has started them"
     sweep.start()
     sweep.until(lambda: b'"decision"' in sweep.log and len(sweep.children()) > 0)
-    sweep.process.send_signal(signal.SIGINT)
+    if trials == 4:
+        assert main(["stop", str(sweep.place)]) == 0
+    else:
+        sweep.process.send_signal(signal.SIGINT)
     assert sweep.end() == 130 and "error: the sweep was stopped; the same command goes on" in sweep.said
     sweep.start()
     assert sweep.end() == 0, sweep.said
